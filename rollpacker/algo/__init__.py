@@ -1,0 +1,1 @@
+"""Algorithms: advantages and per-token losses, one small file each."""

@@ -1,0 +1,1 @@
+"""One config for a run: loaded, merged with overrides, checked once, frozen."""

@@ -1,0 +1,180 @@
+"""The whole configuration of a run. Each part's own class stands beside the part.
+
+Every default is on its field and nowhere else. Units are in the names. Frozen once loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.job import TailBatchingConfig
+from rollpacker.data.base import DataConfig
+from rollpacker.rewards.base import RewardConfig
+from rollpacker.rollout.base import EngineConfig
+from rollpacker.train.base import ModelConfig, TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """One round of generation (`rollout.*`)."""
+
+    prompts_per_step: int
+    """P0: prompts that each optimizer step trains on."""
+    samples_per_prompt: int
+    """R0: responses per prompt; the group size of GRPO."""
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the model's end tokens."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "samples_per_prompt", "max_response_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                "samples_per_prompt must be at least 2: a group of one has no baseline to compare with"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(
+                "temperature must be more than 0: greedy responses of one prompt are all the same"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError("top_p must lie in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError("top_k must not be negative (0 is off)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation (`eval.*`)."""
+
+    every_steps: int | None = 10
+    """None: only before the first and after the last step."""
+    samples_per_prompt: int = 1
+    """More than one gives pass@k for every k up to it."""
+    max_prompts: int | None = None
+    temperature: float | None = None
+    """None: as in training. 0: greedy."""
+    max_response_tokens: int | None = None
+    """None: as in training."""
+    pass_threshold: float = 1.0
+    """A response passes if its reward is at least this."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError("temperature must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints (`checkpoint.*`). The last step and a Ctrl-C always write one."""
+
+    every_steps: int = 10
+    keep_last: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineConfig:
+    """How long each wait may last without any sign of life, in seconds (`deadlines.*`).
+
+    When one passes the run stops, resumable, and the message names what it waited for.
+    """
+
+    generation_s: float = 600.0
+    reward_s: float = 600.0
+    train_s: float = 1800.0
+    sync_s: float = 300.0
+    checkpoint_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that a run depends on; saved beside it as it was resolved."""
+
+    name: str
+    """The run's folder is `runs_dir/name`."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    train: TrainConfig
+    rewards: tuple[RewardConfig, ...]
+    """Their weighted sum is a sample's reward."""
+    seed: int = 0
+    runs_dir: str = "runs"
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    save_samples: bool = True
+    """Write every trained sample's text to `samples/` as parquet."""
+
+    def __post_init__(self) -> None:
+        if not self.rewards:
+            raise ValueError("rewards must name at least one reward function")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name must be a plain folder name, not {self.name!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """Supervised fine-tuning before reinforcement learning (`rollpacker warmup`)."""
+
+    output: str
+    """The Hugging Face folder that it writes."""
+    stages: tuple[WarmupStage, ...]
+    model: ModelConfig | None = None
+    """Start from this model ..."""
+    architecture: dict[str, object] | None = None
+    """... or from random weights of this one: `model_type` and the fields of its transformers config."""
+    alphabet: str | None = None
+    """With `architecture`: build a tokenizer of single characters from these."""
+    seed: int = 0
+    threads: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.architecture is None):
+            raise ValueError("set model (start from weights) or architecture (start from scratch)")
+        if self.architecture is not None and self.alphabet is None:
+            raise ValueError("architecture needs an alphabet for its character tokenizer")
+        if not self.stages:
+            raise ValueError("stages must have at least one entry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupStage:
+    """One pass of supervised steps over one file."""
+
+    path: str
+    """JSONL with `prompt` and `completion`; the loss is on the completion and the end token."""
+    steps: int
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    final_learning_rate_ratio: float = 0.1
+    """The rate falls linearly to this share."""
+    warmup_steps: int = 50
+    max_grad_norm: float = 1.0
+    max_loss: float | None = None
+    """Stop with a message if the mean loss of the last 20 steps is above this."""

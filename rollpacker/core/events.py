@@ -1,0 +1,125 @@
+"""What happened: the only input of the core. Past tense, frozen, small.
+
+Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is seconds since
+the run began (virtual seconds in a simulation), stamped by the driver when it takes the event in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollpacker.core.ids import PromptId, SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """The driver is ready. The first event of a run, once; a resumed run begins with `Committed` instead."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsFetched:
+    """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then `epoch_ended` is true."""
+
+    time_s: float
+    prompts: tuple[PromptId, ...]
+    epoch_ended: bool
+    """These were the last prompts of their epoch."""
+    data_ended: bool = False
+    """No further epoch will come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGenerated:
+    """A response is complete."""
+
+    time_s: float
+    sample: SampleId
+    num_tokens: int
+    """Response tokens, the end-of-sequence token included."""
+    finish_reason: str
+    """"stop" (end token or stop string) or "length" (the limit was reached)."""
+    version: int
+    """Version of the weights that sampled every token of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleAborted:
+    """The engine let go of a sample after `Abort`; its slot is free."""
+
+    time_s: float
+    sample: SampleId
+    num_tokens: int
+    """Tokens generated so far: the response would have been at least this long (a censored length)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailed:
+    """The engine could not produce this sample."""
+
+    time_s: float
+    sample: SampleId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleScored:
+    """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a zero."""
+
+    time_s: float
+    sample: SampleId
+    value: float | None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Each reward function's own value."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The optimizer step is done; `version` is the version of the new weights."""
+
+    time_s: float
+    step: int
+    version: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSynced:
+    """Every engine now samples from `version`."""
+
+    time_s: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The step is part of the run for good (and on disk, if a checkpoint was due)."""
+
+    time_s: float
+    step: int
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """Somebody wants the run to end after the step at hand."""
+
+    time_s: float
+    reason: str = "asked to stop"
+
+
+Event = (
+    RunStarted
+    | PromptsFetched
+    | SampleGenerated
+    | SampleAborted
+    | SampleFailed
+    | SampleScored
+    | Trained
+    | WeightsSynced
+    | Committed
+    | StopRequested
+)

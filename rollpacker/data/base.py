@@ -1,0 +1,109 @@
+"""Dataset configs and the records that cross to the rest. Light: no torch, no datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rollpacker.core.ids import PromptId
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message says which row or column and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """One reasoning-gym task in a mixture."""
+
+    task: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the task's own config, such as min_terms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """One set of prompts (`data.train`, `data.eval`)."""
+
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface"]
+    path: str | None = None
+    """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub (huggingface)."""
+    split: str = "train"
+    """huggingface only."""
+    subset: str | None = None
+    """huggingface only: the dataset's configuration name."""
+    tasks: tuple[TaskConfig, ...] = ()
+    """reasoning_gym only: the mixture."""
+    size: int | None = None
+    """reasoning_gym: how many rows to make. Files: use only the first so many rows."""
+    seed: int = 0
+    """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
+    prompt_column: str = "prompt"
+    answer_column: str | None = None
+    """Its value reaches rewards as `answer`, whatever it is called in the file."""
+    prompt_template: str | None = None
+    """Python format string over the row's columns that makes the prompt, such as "{question}\\n"."""
+    system_prompt: str | None = None
+    """Put in front of chat messages (a string prompt becomes a user message then)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from (`data.*`)."""
+
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    """None with eval_fraction 0: no evaluation."""
+    eval_fraction: float = 0.0
+    """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one side."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped and counted."""
+    max_dropped_fraction: float = 0.1
+    """More dropped prompts than this stop the run before it starts."""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError("eval_fraction must lie in [0, 1)")
+        if self.eval is not None and self.eval_fraction:
+            raise ValueError("set data.eval or data.eval_fraction, not both")
+        if self.max_prompt_tokens < 1:
+            raise ValueError("max_prompt_tokens must be at least 1")
+        if not 0 <= self.max_dropped_fraction <= 1:
+            raise ValueError("max_dropped_fraction must lie in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One usable prompt."""
+
+    prompt: str | list[dict[str, str]]
+    tokens: tuple[int, ...]
+    columns: Mapping[str, Any]
+
+
+class PromptSet(Protocol):
+    """All usable prompts of one split, tokenized, in the file's order."""
+
+    name: str
+    """The `source` of its prompt ids: "train" or "eval"."""
+    fingerprint: str
+    """SHA-256 over prompts' tokens and columns; resume compares it."""
+    rows: Sequence[PromptRow]
+    num_dropped: Mapping[str, int]
+    """Rows left out, by reason."""
+
+
+class Cursor(Protocol):
+    """Which prompts come next. Seeded, resumable, exact."""
+
+    def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
+        """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and whether all epochs
+        have. The next call then starts the next epoch."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...

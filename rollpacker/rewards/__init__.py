@@ -1,0 +1,1 @@
+"""Rewards: they judge responses."""

@@ -1,0 +1,1 @@
+"""Engines: they turn prompts into responses."""

@@ -1,0 +1,130 @@
+"""The engine protocol and the records that cross it. Light: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.ids import SampleId
+
+
+class EngineError(RuntimeError):
+    """The engine as a whole cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one response is drawn."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; the response keeps the tokens up to and with the stop string."""
+    seed: int = 0
+    """Noise is keyed by (seed, prompt, index, attempt, position) and by nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    sample: SampleId
+    prompt_tokens: tuple[int, ...]
+    """The samples of one prompt carry the same tuple; adjacent ones are prefilled once."""
+    sampling: SamplingParams
+    forced_length: int | None = None
+    """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What an engine made of a request. The tensors' way: never passes through the core."""
+
+    sample: SampleId
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Response tokens as sampled, the end token included. Nobody re-tokenizes them."""
+    log_probs: tuple[float, ...]
+    """One per response token: its log-probability under the distribution it was drawn from, that is after
+    temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
+    finish_reason: Literal["stop", "length"]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """One thing that an engine reports. `time_s` of the event is 0: the driver stamps it."""
+
+    event: SampleGenerated | SampleAborted | SampleFailed
+    response: Response | None = None
+    """With `SampleGenerated` only."""
+
+
+Listener = Callable[[Sequence[EngineOutput]], None]
+"""Called by the engine, from any thread, with what one decode step brought, in launch order. The embedded
+engine calls it between two decode steps and goes on when it returns: an abort given inside the call takes
+effect at that very step, in every run alike."""
+
+
+class Engine(Protocol):
+    """Commands down, outputs up. `submit` and `abort` are thread-safe and return at once."""
+
+    def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """Begin to work. `on_error` is called once, from any thread, if the engine as a whole dies."""
+        ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take on requests, first come, first served. Each gets exactly one output, sooner or later.
+
+        A request that can never run (prompt and response do not fit) gets `SampleFailed`.
+        """
+        ...
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """Stop these, running or waiting; each that was still going gets `SampleAborted`. Unknown or finished
+        ids are ignored."""
+        ...
+
+    async def update_weights(self, version: int) -> None:
+        """Sample from `version` from now on. Refused with `EngineError` while anything runs."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None:
+        """End the worker thread; later calls of anything raise `EngineError`. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    num_running: int
+    num_waiting: int
+    version: int
+    generated_tokens: int
+    """Since the engine was made."""
+    decode_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The embedded engine (`rollout.engine.*`)."""
+
+    max_slots: int | None = None
+    """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows, up to 1024."""
+    kv_cache_gib: float | None = None
+    """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the model."""
+    width_buckets: bool = True
+    """Let rows of different age attend over different cache widths in one step."""
+    cuda_graphs: bool = True
+    """Replay captured decode steps on CUDA. Ignored on a CPU."""
+
+    def __post_init__(self) -> None:
+        if self.max_slots is not None and self.max_slots < 1:
+            raise ValueError("max_slots must be at least 1")
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+            raise ValueError("kv_cache_gib must be more than 0")

@@ -1,0 +1,1 @@
+"""Trainers: they turn weighted samples into one optimizer step."""
