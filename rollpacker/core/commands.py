@@ -1,7 +1,7 @@
 """What to do: the only output of the core. Imperative, frozen, small.
 
-A driver must have a `case` for each of them; `Command` is a closed union so that a type checker finds the
-driver that forgot one.
+A driver must have a `case` for each of them; `Command` is a closed union so that a type checker
+finds the driver that forgot one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class RoundKind(StrEnum):
     LONG = "long"
     """Deferred prompts only; all are awaited."""
     FLUSH = "flush"
-    """A long round, possibly smaller, that empties the queue at the end of an epoch or of the run."""
+    """A long round, possibly smaller, that empties the queue at the end of an epoch or of the
+    run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Stop these samples now; each is answered by `SampleAborted` (or by a late `SampleGenerated`)."""
+    """Stop these samples now; each is answered by `SampleAborted` (or by a late
+    `SampleGenerated`)."""
 
     samples: tuple[SampleId, ...]
 
@@ -56,7 +58,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defer:
-    """These prompts join the long queue. Whatever was generated for them in this round can be let go."""
+    """These prompts join the long queue. Whatever was generated for them in this round can be let
+    go."""
 
     prompts: tuple[PromptId, ...]
 
@@ -73,8 +76,8 @@ class Drop:
 class TrainOn:
     """One optimizer step on these groups; answered by `Trained`.
 
-    Groups are in launch order and the samples of a group in index order, whatever order they finished in.
-    Every sample listed has a verdict.
+    Groups are in launch order and the samples of a group in index order, whatever order they
+    finished in. Every sample listed has a verdict.
     """
 
     step: int
@@ -92,8 +95,8 @@ class SyncWeights:
 class Commit:
     """Make the step durable; answered by `Committed`.
 
-    The job's `state()` at this moment is what a checkpoint holds: a run restored from it continues when it is
-    given `Committed` again.
+    The job's `state()` at this moment is what a checkpoint holds: a run restored from it continues
+    when it is given `Committed` again.
     """
 
     step: int
@@ -109,14 +112,5 @@ class Finish:
 
 
 Command = (
-    FetchPrompts
-    | Launch
-    | Abort
-    | Score
-    | Defer
-    | Drop
-    | TrainOn
-    | SyncWeights
-    | Commit
-    | Finish
+    FetchPrompts | Launch | Abort | Score | Defer | Drop | TrainOn | SyncWeights | Commit | Finish
 )

@@ -1,7 +1,8 @@
 """What happened: the only input of the core. Past tense, frozen, small.
 
-Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is seconds since
-the run began (virtual seconds in a simulation), stamped by the driver when it takes the event in.
+Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
+seconds since the run began (virtual seconds in a simulation), stamped by the driver when it takes
+the event in.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from rollpacker.core.ids import PromptId, SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The driver is ready. The first event of a run, once; a resumed run begins with `Committed` instead."""
+    """The driver is ready. The first event of a run, once; a resumed run begins with `Committed`
+    instead."""
 
     time_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsFetched:
-    """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then `epoch_ended` is true."""
+    """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then
+    `epoch_ended` is true."""
 
     time_s: float
     prompts: tuple[PromptId, ...]
@@ -52,7 +55,8 @@ class SampleAborted:
     time_s: float
     sample: SampleId
     num_tokens: int
-    """Tokens generated so far: the response would have been at least this long (a censored length)."""
+    """Tokens generated so far: the response would have been at least this long (a censored
+    length)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,8 @@ class SampleFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleScored:
-    """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a zero."""
+    """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
+    zero."""
 
     time_s: float
     sample: SampleId

@@ -1,7 +1,7 @@
 """The names of prompts and samples.
 
-Ids are small tuples: hashable, ordered, and printed in one stable form, so that a log of one run can be
-compared with the log of another byte by byte.
+Ids are small tuples: hashable, ordered, and printed in one stable form, so that a log of one run
+can be compared with the log of another byte by byte.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class PromptId(NamedTuple):
 class SampleId(NamedTuple):
     """One response to a prompt.
 
-    `attempt` counts how often the prompt was launched before (0 in its first round, 1 in the long round that
-    takes it up again), `index` counts the responses inside the attempt.
+    `attempt` counts how often the prompt was launched before (0 in its first round, 1 in the long
+    round that takes it up again), `index` counts the responses inside the attempt.
     """
 
     prompt: PromptId
-    index: int
+    index: int  # type: ignore[assignment]
     attempt: int
 
     def __str__(self) -> str:

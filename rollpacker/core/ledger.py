@@ -1,0 +1,73 @@
+"""Who was trained on: every prompt once, or dropped with a reason.
+
+The ledger knows the prompts that were fetched and are not settled yet. A prompt leaves it exactly
+once, by `train` or `drop`. A second exit, or one without an entry, is a bug and raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollpacker.core.ids import PromptId
+
+
+class LedgerError(AssertionError):
+    """A prompt was about to be settled twice, or without having been fetched."""
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.open: dict[PromptId, None] = {}
+        """Fetched and not settled, in the order of arrival."""
+        self.num_fetched = 0
+        self.num_trained = 0
+        self.dropped: Counter[str] = Counter()
+        """Prompts dropped, by reason."""
+
+    def fetch(self, prompts: Iterable[PromptId]) -> None:
+        for prompt in prompts:
+            if prompt in self.open:
+                raise LedgerError(f"{prompt} was fetched while it is still open")
+            self.open[prompt] = None
+            self.num_fetched += 1
+
+    def train(self, prompt: PromptId) -> None:
+        self._settle(prompt)
+        self.num_trained += 1
+
+    def drop(self, prompt: PromptId, reason: str) -> None:
+        self._settle(prompt)
+        self.dropped[reason] += 1
+
+    def _settle(self, prompt: PromptId) -> None:
+        if prompt not in self.open:
+            raise LedgerError(f"{prompt} is not open: never fetched, or settled before")
+        del self.open[prompt]
+
+    def check(self) -> None:
+        """Raise unless every fetched prompt is open, trained or dropped."""
+        settled = self.num_trained + self.dropped.total()
+        if self.num_fetched != settled + len(self.open):
+            raise LedgerError(
+                f"{self.num_fetched} fetched, but {settled} settled and {len(self.open)} open"
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "open": [str(prompt) for prompt in self.open],
+            "num_fetched": self.num_fetched,
+            "num_trained": self.num_trained,
+            "dropped": dict(sorted(self.dropped.items())),
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Ledger:
+        ledger = cls()
+        ledger.open = dict.fromkeys(PromptId.parse(text) for text in state["open"])
+        ledger.num_fetched = state["num_fetched"]
+        ledger.num_trained = state["num_trained"]
+        ledger.dropped = Counter(state["dropped"])
+        ledger.check()
+        return ledger

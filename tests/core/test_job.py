@@ -1,0 +1,315 @@
+"""Whole runs of the core in virtual time: the rules of tail batching, by example and by
+property."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpacker.core.commands import (
+    Abort,
+    Commit,
+    Defer,
+    Drop,
+    FetchPrompts,
+    Finish,
+    Launch,
+    RoundKind,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    PromptsFetched,
+    RunStarted,
+    SampleAborted,
+    SampleGenerated,
+    SampleScored,
+)
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job import Job, JobConfig, Phase, ProtocolError
+from rollpacker.core.records import decode, encode
+from rollpacker.core.rounds import StrayEventError, TailBatchingConfig
+from tests.core.world import World, commands_of, events_of
+
+
+def job_config(p0: int = 4, r0: int = 3, steps: int | None = None, **tail: object) -> JobConfig:
+    return JobConfig(
+        prompts_per_step=p0,
+        samples_per_prompt=r0,
+        max_steps=steps,
+        tail_batching=TailBatchingConfig(**tail),  # type: ignore[arg-type]
+    )
+
+
+def kinds(world: World) -> str:
+    """The rounds by initial; a replacement launch belongs to its round."""
+    rounds = {c.round: c.kind for c in commands_of(world, Launch)}
+    return "".join(kind[0] for kind in rounds.values())
+
+
+def test_published_factors_give_four_short_rounds_and_a_long_one() -> None:
+    world = World(job_config(p0=128, r0=8, steps=10), num_rows=10_000).run()
+    assert kinds(world) == "sssslssssl"
+    short, long = commands_of(world, Launch)[0], commands_of(world, Launch)[4]
+    assert len(short.samples) == 160 * 10
+    assert len(long.samples) == 128 * 8
+    assert all(len(c.groups) == 128 for c in commands_of(world, TrainOn))
+    assert all(len(g) == 8 for c in commands_of(world, TrainOn) for g in c.groups)
+    assert all(len(c.prompts) == 32 for c in commands_of(world, Defer))
+
+
+def test_a_long_round_takes_the_queue_in_order_and_aborts_nothing() -> None:
+    world = World(job_config(p0=4, r0=2, steps=5), num_rows=1000).run()
+    deferred = [prompt for c in commands_of(world, Defer) for prompt in c.prompts]
+    long = next(c for c in commands_of(world, Launch) if c.kind is RoundKind.LONG)
+    assert [s.prompt for s in long.samples[::2]] == deferred[:4]
+    assert {s.attempt for s in long.samples} == {1}
+    launched = set(long.samples)
+    assert not any(launched & set(c.samples) for c in commands_of(world, Abort))
+
+
+def test_surplus_samples_are_aborted_the_moment_their_prompt_is_done() -> None:
+    world = World(job_config(p0=1, r0=2, steps=1, prompt_factor=2.0, sample_factor=2.0))
+    world.length = lambda sample, rng: 10 * (sample.prompt.row + 1) + sample.index
+    world.run()
+    abort = commands_of(world, Abort)[0]
+    assert [str(s) for s in abort.samples] == ["train/0/0#0.2", "train/0/0#0.3"]
+    aborted = {str(e.sample): e.num_tokens for e in events_of(world, SampleAborted)}
+    assert aborted["train/0/0#0.2"] == 11  # when the second of the prompt finished
+    assert aborted["train/0/1#0.0"] == 11
+
+
+def test_without_tail_batching_everything_launched_is_trained_on() -> None:
+    world = World(job_config(p0=4, r0=3, enabled=False), num_rows=10, epochs=2).run()
+    assert kinds(world) == "pppppp"  # 4 + 4 + 2 prompts, twice
+    assert not commands_of(world, Abort) and not commands_of(world, Defer)
+    assert [len(c.groups) for c in commands_of(world, TrainOn)] == [4, 4, 2, 4, 4, 2]
+
+
+def test_factors_of_one_race_nobody() -> None:
+    world = World(job_config(p0=5, r0=2, prompt_factor=1, sample_factor=1), num_rows=10).run()
+    assert kinds(world) == "ss"
+    assert not commands_of(world, Abort) and not commands_of(world, Defer)
+
+
+def test_the_end_of_an_epoch_empties_the_queue() -> None:
+    world = World(job_config(p0=4, r0=2), num_rows=11, epochs=2).run()
+    # 5 launched (1 deferred), 5 launched (2 deferred), 1 left over: a last round of 3
+    assert kinds(world) == "ssf" * 2
+    assert [len(c.groups) for c in commands_of(world, TrainOn)] == [4, 4, 3] * 2
+    assert world.finished == "the data ended"
+
+
+def test_a_queue_may_span_epochs_and_meet_the_same_row_again() -> None:
+    config = job_config(p0=4, r0=2, flush_each_epoch=False)
+    world = World(config, num_rows=6, epochs=3, length=lambda s, rng: 1 + 50 * (s.prompt.row == 0))
+    world.run()
+    waiting = [prompt for c in commands_of(world, Defer) for prompt in c.prompts]
+    assert PromptId("train", 0, 0) in waiting and PromptId("train", 1, 0) in waiting
+    assert world.job.ledger.num_trained == 18
+
+
+def test_fewer_prompts_than_a_step_needs() -> None:
+    world = World(job_config(p0=8, r0=2), num_rows=3).run()
+    assert kinds(world) == "f"
+    assert [len(c.groups) for c in commands_of(world, TrainOn)] == [3]
+
+
+def test_the_end_of_training_empties_the_queue() -> None:
+    world = World(job_config(p0=4, r0=2, steps=2), num_rows=1000).run()
+    assert kinds(world) == "ssf"
+    assert world.finished == "every step is done"
+    assert not world.job.ledger.open
+    commits = commands_of(world, Commit)
+    assert [c.last for c in commits] == [False, False, True]
+
+
+def test_a_failed_sample_is_replaced() -> None:
+    world = World(job_config(p0=2, r0=3, steps=3, enabled=False), num_rows=100, failure_rate=0.2)
+    world.run()
+    replaced = [s for c in commands_of(world, Launch) for s in c.samples if s.index >= 3]
+    assert replaced
+    assert sum(len(g) == 3 for c in commands_of(world, TrainOn) for g in c.groups) >= 4
+
+
+def test_an_engine_that_always_fails_drops_with_a_reason_and_ends() -> None:
+    world = World(job_config(p0=2, r0=2), num_rows=4, failure_rate=1.0).run()
+    assert not commands_of(world, TrainOn)
+    assert world.job.ledger.dropped == {"fewer than two responses": 4}
+    assert world.job.version == 0 and world.job.step == len(commands_of(world, Commit))
+
+
+def test_no_verdict_leaves_a_sample_out_and_a_group_without_two_is_dropped() -> None:
+    world = World(job_config(p0=4, r0=2), num_rows=40, no_verdict_rate=0.5).run()
+    drops = commands_of(world, Drop)
+    assert drops and {d.reason for d in drops} == {"fewer than two verdicts"}
+    no_verdict = {e.sample for e in events_of(world, SampleScored) if e.value is None}
+    trained = {s for c in commands_of(world, TrainOn) for g in c.groups for s in g}
+    assert no_verdict and not no_verdict & trained
+
+
+def test_a_race_on_verdicts_waits_for_the_reward() -> None:
+    config = job_config(p0=2, r0=2, steps=4, race="scored")
+    world = World(config, num_rows=100, verdict_delay=30.0).run()
+    scored = {e.sample: i for i, e in enumerate(events_of(world, SampleScored))}
+    for command in commands_of(world, TrainOn):
+        for group in command.groups:
+            assert all(sample in scored for sample in group)
+    assert world.job.num_late["SampleScored"] > 0
+
+
+def test_a_stop_ends_after_the_step_at_hand_with_a_checkpoint() -> None:
+    world = World(job_config(p0=4, r0=2, steps=50), num_rows=1000, stop_at_step=3).run()
+    assert world.finished == "asked to stop"
+    assert world.job.step == 3
+    assert events_of(world, Committed)[-1].checkpointed
+
+
+def test_events_that_cannot_be_raise() -> None:
+    job = Job(job_config(p0=1, r0=2, steps=1))
+    assert job.handle(RunStarted(time_s=0)) == [FetchPrompts(count=2)]
+    with pytest.raises(ProtocolError):
+        job.handle(RunStarted(time_s=0))
+    prompts = (PromptId("train", 0, 0), PromptId("train", 0, 1))
+    launch = job.handle(PromptsFetched(time_s=0, prompts=prompts, epoch_ended=False))[0]
+    assert isinstance(launch, Launch) and len(launch.samples) == 2 * 3
+    with pytest.raises(StrayEventError, match="not launched"):
+        job.handle(generated(SampleId(PromptId("train", 0, 7), 0, 0)))
+    with pytest.raises(StrayEventError, match="version 5"):
+        job.handle(generated(launch.samples[0], version=5))
+    with pytest.raises(StrayEventError, match="nobody aborted"):
+        job.handle(SampleAborted(time_s=0, sample=launch.samples[1], num_tokens=1))
+    with pytest.raises(StrayEventError, match="not handed to the reward"):
+        job.handle(SampleScored(time_s=0, sample=launch.samples[1], value=1.0))
+
+
+def generated(sample: SampleId, version: int = 0) -> SampleGenerated:
+    return SampleGenerated(
+        time_s=0, sample=sample, num_tokens=1, finish_reason="stop", version=version
+    )
+
+
+def test_what_it_waits_for_is_said_by_name() -> None:
+    job = Job(job_config(p0=1, r0=2, steps=1, enabled=False))
+    job.handle(RunStarted(time_s=0))
+    prompts = (PromptId("train", 0, 0),)
+    launch = job.handle(PromptsFetched(time_s=0, prompts=prompts, epoch_ended=False))[0]
+    assert isinstance(launch, Launch)
+    job.handle(generated(launch.samples[0]))
+    assert job.waiting_for() == "1 response (train/0/0#0.1) from the engine"
+    job.handle(generated(launch.samples[1]))
+    assert job.waiting_for().startswith("2 verdicts (train/0/0#0.0, train/0/0#0.1)")
+
+
+worlds = st.builds(
+    World,
+    config=st.builds(
+        JobConfig,
+        prompts_per_step=st.integers(1, 6),
+        samples_per_prompt=st.integers(2, 4),
+        max_steps=st.none() | st.integers(1, 12),
+        tail_batching=st.builds(
+            TailBatchingConfig,
+            enabled=st.booleans(),
+            prompt_factor=st.floats(1, 2.5),
+            sample_factor=st.floats(1, 2.5),
+            race=st.sampled_from(["generated", "scored"]),
+            flush_each_epoch=st.booleans(),
+        ),
+    ),
+    num_rows=st.integers(1, 25),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 1_000_000),
+    failure_rate=st.sampled_from([0.0, 0.1, 0.5]),
+    no_verdict_rate=st.sampled_from([0.0, 0.1, 0.6]),
+    verdict_delay=st.sampled_from([0.0, 3.0, 100.0]),
+    late_finish_rate=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds)
+def test_every_prompt_is_trained_once_or_dropped_with_a_reason(world: World) -> None:
+    world.run()
+    fetched = [p for e in events_of(world, PromptsFetched) for p in e.prompts]
+    trained = [g[0].prompt for c in commands_of(world, TrainOn) for g in c.groups]
+    dropped = [c.prompt for c in commands_of(world, Drop)]
+    assert Counter(fetched) == Counter(trained + dropped)
+    assert max(Counter(fetched).values()) == 1
+    if world.config.max_steps is None:
+        assert len(fetched) == world.num_rows * world.epochs
+    assert all(c.reason for c in commands_of(world, Drop))
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds)
+def test_nothing_leaks_and_nothing_is_off_policy(world: World) -> None:
+    world.run()
+    assert not world.running
+    launched = [s for c in commands_of(world, Launch) for s in c.samples]
+    assert max(Counter(launched).values()) == 1
+    versions = {s: c.version for c in commands_of(world, Launch) for s in c.samples}
+    verdicts = {e.sample: e.value for e in events_of(world, SampleScored)}
+    for version, command in enumerate(commands_of(world, TrainOn)):
+        for group in command.groups:
+            assert 2 <= len(group) <= world.config.samples_per_prompt
+            assert list(group) == sorted(group)
+            assert all(versions[s] == version for s in group)
+            assert all(verdicts[s] is not None for s in group)
+    sizes = [len(c.groups) for c in commands_of(world, TrainOn)]
+    assert max(sizes, default=0) <= world.config.prompts_per_step
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds, st.data())
+def test_a_run_restored_at_any_commit_goes_on_as_if_nothing_had_been(
+    world: World, data: st.DataObject
+) -> None:
+    world.run()
+    step = data.draw(st.sampled_from(sorted(world.snapshots)))
+    resumed = world.resume_from(step)
+    expected = [c for c in commands_of(world, TrainOn) if c.step > step]
+    assert commands_of(resumed, TrainOn) == expected
+    assert resumed.job.step == world.job.step
+    assert resumed.job.ledger.state() == world.job.ledger.state()
+    assert resumed.finished == world.finished
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds)
+def test_a_log_replays_to_the_same_commands(world: World) -> None:
+    world.run()
+    lines = [encode(record) for record in world.log]
+    job = Job(world.config)
+    for line in lines:
+        record = decode(line)
+        assert tuple(job.handle(record.event)) == record.commands  # type: ignore[union-attr]
+    assert job.phase is Phase.DONE
+    assert len(commands_of(world, Finish)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds)
+def test_a_short_round_ends_when_its_last_needed_prompt_does(world: World) -> None:
+    """Time, not only order: a round lasts exactly as long as its slowest kept sample."""
+    world.failure_rate = world.late_finish_rate = 0.0
+    world.verdict_delay = 0.0
+    world.no_verdict_rate = 0.0
+    world.run()
+    launched_at = {
+        s: r.time_s
+        for r in world.log
+        for c in r.commands
+        if isinstance(c, Launch)
+        for s in c.samples
+    }
+    ended_at = {r.event.sample: r.time_s for r in world.log if isinstance(r.event, SampleGenerated)}
+    for record in world.log:
+        for command in record.commands:
+            if isinstance(command, TrainOn):
+                samples = [s for group in command.groups for s in group]
+                slowest = max(ended_at[s] - launched_at[s] for s in samples)
+                assert record.time_s - launched_at[samples[0]] == slowest

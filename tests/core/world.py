@@ -1,0 +1,209 @@
+"""A world in virtual time for the core: an engine that knows every length, a reward, a cursor.
+
+It obeys commands to the letter and is as unkind as it is told to be: engine failures, missing
+verdicts, slow verdicts, responses that finish in the same instant in which they are aborted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollpacker.core.commands import (
+    Abort,
+    Command,
+    Commit,
+    Defer,
+    Drop,
+    FetchPrompts,
+    Finish,
+    Launch,
+    Score,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    Event,
+    PromptsFetched,
+    RunStarted,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+    StopRequested,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.records import Record
+
+
+@dataclass
+class World:
+    config: JobConfig
+    num_rows: int = 10
+    epochs: int = 1
+    seed: int = 0
+    length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
+    failure_rate: float = 0.0
+    no_verdict_rate: float = 0.0
+    verdict_delay: float = 0.0
+    late_finish_rate: float = 0.0
+    """Share of aborts that cross a finish on its way."""
+    stop_at_step: int | None = None
+    log: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.job = Job(self.config)
+        self.now = 0.0
+        self.cursor = (0, 0)
+        self.heap: list[tuple[float, int, Event]] = []
+        self.counter = 0
+        self.running: dict[SampleId, float] = {}
+        self.version = 0
+        self.finished: str | None = None
+        self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
+
+    def rng(self, *key: object) -> random.Random:
+        return random.Random(repr((self.seed, *map(str, key))))
+
+    def push(self, delay: float, event: Event) -> None:
+        self.counter += 1
+        heapq.heappush(self.heap, (self.now + delay, self.counter, event))
+
+    def run(self, max_events: int = 100_000) -> World:
+        self.push(0.0, RunStarted(time_s=0.0))
+        return self.go_on(max_events)
+
+    def resume_from(self, step: int) -> World:
+        """A new process that knows nothing but the checkpoint of `step`."""
+        state, cursor, version = self.snapshots[step]
+        world = World(**{name: getattr(self, name) for name in _SETTINGS})
+        world.job = Job.restore(self.config, state)
+        world.cursor, world.version = cursor, version
+        world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
+        return world.go_on()
+
+    def go_on(self, max_events: int = 100_000) -> World:
+        while self.heap:
+            max_events -= 1
+            assert max_events, f"no end: waiting for {self.job.waiting_for()}"
+            self.now, _, event = heapq.heappop(self.heap)
+            if isinstance(event, SampleGenerated | SampleFailed):
+                if event.sample not in self.running:
+                    continue
+                del self.running[event.sample]
+            commands = self.job.handle(event)
+            self.log.append(
+                Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
+            )
+            for command in commands:
+                self.obey(command)
+        assert self.finished, f"stuck: waiting for {self.job.waiting_for()}"
+        return self
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case FetchPrompts(count=count):
+                self.fetch(count)
+            case Launch(samples=samples):
+                assert command.version == self.version
+                for sample in samples:
+                    self.launch(sample)
+            case Abort(samples=samples):
+                for sample in samples:
+                    self.abort(sample)
+            case Score(sample=sample):
+                rng = self.rng("verdict", sample)
+                value = None if rng.random() < self.no_verdict_rate else float(rng.random() < 0.5)
+                self.push(
+                    rng.random() * self.verdict_delay,
+                    SampleScored(time_s=0.0, sample=sample, value=value),
+                )
+            case TrainOn(step=step):
+                assert not self.running, "trained while the engine was at work"
+                self.push(1.0, Trained(time_s=0.0, step=step, version=self.version + 1))
+            case SyncWeights(version=version):
+                self.version = version
+                self.push(0.1, WeightsSynced(time_s=0.0, version=version))
+            case Commit(step=step):
+                self.snapshots[step] = (self.job.state(), self.cursor, self.version)
+                if step == self.stop_at_step:
+                    self.push(0.0, StopRequested(time_s=0.0))
+                self.push(0.0, Committed(time_s=0.0, step=step, checkpointed=command.last))
+            case Finish(reason=reason):
+                self.finished = reason
+            case Defer() | Drop():
+                pass
+
+    def fetch(self, count: int) -> None:
+        epoch, position = self.cursor
+        rows = range(position, min(position + count, self.num_rows))
+        ended = rows.stop == self.num_rows
+        self.cursor = (epoch + 1, 0) if ended else (epoch, rows.stop)
+        self.push(
+            0.0,
+            PromptsFetched(
+                time_s=0.0,
+                prompts=tuple(PromptId("train", epoch, row) for row in rows),
+                epoch_ended=ended,
+                data_ended=ended and epoch + 1 == self.epochs,
+            ),
+        )
+
+    def launch(self, sample: SampleId) -> None:
+        assert sample not in self.running, "launched twice"
+        rng = self.rng("length", sample)
+        length = self.length(sample, rng)
+        self.running[sample] = self.now
+        if rng.random() < self.failure_rate:
+            event: Event = SampleFailed(time_s=0.0, sample=sample, reason="made to")
+        else:
+            event = SampleGenerated(
+                time_s=0.0,
+                sample=sample,
+                num_tokens=length,
+                finish_reason="stop",
+                version=self.version,
+            )
+        self.push(float(length), event)
+
+    def abort(self, sample: SampleId) -> None:
+        started = self.running[sample]
+        if self.rng("late", sample).random() < self.late_finish_rate:
+            late = SampleGenerated(
+                time_s=0.0,
+                sample=sample,
+                num_tokens=1 + int(self.now - started),
+                finish_reason="stop",
+                version=self.version,
+            )
+            self.push(0.0, late)
+            return
+        del self.running[sample]
+        self.push(0.0, SampleAborted(time_s=0.0, sample=sample, num_tokens=int(self.now - started)))
+
+
+_SETTINGS = (
+    "config",
+    "num_rows",
+    "epochs",
+    "seed",
+    "length",
+    "failure_rate",
+    "no_verdict_rate",
+    "verdict_delay",
+    "late_finish_rate",
+)
+
+
+def events_of(world: World, kind: type) -> list:
+    return [record.event for record in world.log if isinstance(record.event, kind)]
+
+
+def commands_of(world: World, kind: type) -> list:
+    return [c for record in world.log for c in record.commands if isinstance(c, kind)]
