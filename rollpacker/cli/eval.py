@@ -1,0 +1,132 @@
+"""`rollpacker eval RUN_OR_MODEL`: pass@1 and pass@k of a run's newest model, or of any model
+folder."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.evaluation import EvalResult
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "eval",
+        help="pass@1 and pass@k of a run or a model",
+        description="Evaluate a run's newest checkpoint, or a model folder, on held-out prompts.",
+    )
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run's folder or a model's folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replace single settings of the config"
+    )
+    parser.add_argument(
+        "--task",
+        metavar="TASK_OR_CONFIG",
+        help="a config file whose data.eval and rewards to use, or the name of a reasoning-gym "
+        "task. A run's own config if left out",
+    )
+    parser.add_argument("-k", type=int, help="samples per prompt (pass@1 .. pass@k)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code. Raises `ValueError` for what the user can mend."""
+    if args.k is not None and args.k < 1:
+        raise ValueError("-k must be at least 1")
+    config, model = _resolve(args)
+    if args.k is not None:
+        config = dataclasses.replace(
+            config, eval=dataclasses.replace(config.eval, samples_per_prompt=args.k)
+        )
+    result = asyncio.run(_evaluate(config, model))
+    if args.json:
+        print(json.dumps({"model": model, **result.metrics}))
+    else:
+        print(f"{model}: {len(result.passed)} prompts x {config.eval.samples_per_prompt} samples")
+        for name, value in result.metrics.items():
+            print(f"  {name.removeprefix('eval/'):<18} {value:.4f}")
+    return 0
+
+
+def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
+    """The config to evaluate by and the model folder."""
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.checkpoint import newest_checkpoint
+
+    target = Path(args.target)
+    run_config = target / "config.yaml"
+    is_run = run_config.is_file() and (target / "checkpoints").is_dir()
+    model = (
+        str(newest_checkpoint(target / "checkpoints").folder / "model") if is_run else args.target
+    )
+    if args.task is None:
+        if not is_run:
+            raise ValueError(f"{target} is no run's folder: say with --task what to evaluate it on")
+        return load_config(run_config, args.overrides, RunConfig), model
+    if Path(args.task).suffix in (".yaml", ".yml"):
+        return load_config(args.task, args.overrides, RunConfig), model
+    return _task_config(args.task, model, args.overrides), model
+
+
+def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
+    """A config for one reasoning-gym task with its own scorer."""
+    import tempfile
+
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+
+    plain = {
+        "name": "eval",
+        "model": {"path": model},
+        "data": {
+            "train": {"kind": "reasoning_gym", "tasks": [{"task": task}], "size": 1},
+            "eval": {"kind": "reasoning_gym", "tasks": [{"task": task}], "size": 200},
+        },
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 512},
+        "train": {"steps": 1},
+        "rewards": [{"function": "reasoning_gym"}],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.yaml"
+        path.write_text(json.dumps(plain))  # JSON is YAML
+        return load_config(path, overrides, RunConfig)
+
+
+async def _evaluate(config: RunConfig, model: str) -> EvalResult:
+    from rollpacker.cli.parts import load_policy
+    from rollpacker.controller.evaluation import evaluate
+    from rollpacker.rollout.base import SamplingParams
+    from rollpacker.rollout.collect import collect
+
+    policy = load_policy(config, model_path=model)
+    if policy.eval_prompts is None:
+        raise ValueError("this config has no held-out data: set data.eval or data.eval_fraction")
+    rollout, settings = config.rollout, config.eval
+    tokens, temperature = settings.max_response_tokens, settings.temperature
+    try:
+        return await evaluate(
+            generate=lambda requests: collect(policy.engine, requests),
+            reward=policy.reward,
+            decode=policy.decode,
+            rows=dict(enumerate(policy.eval_prompts.rows[: settings.max_prompts])),
+            sampling=SamplingParams(
+                max_response_tokens=rollout.max_response_tokens if tokens is None else tokens,
+                temperature=rollout.temperature if temperature is None else temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                stop=rollout.stop,
+                seed=config.seed,
+            ),
+            samples_per_prompt=settings.samples_per_prompt,
+            pass_threshold=settings.pass_threshold,
+        )
+    finally:
+        await policy.engine.close()

@@ -1,0 +1,172 @@
+"""Builds the parts of a run from its config: the one place that knows every implementation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.job import JobConfig
+
+if TYPE_CHECKING:
+    from rollpacker.data.prompts import LoadedPrompts
+    from rollpacker.rewards.base import Reward
+    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.train.model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+def job_config(config: RunConfig) -> JobConfig:
+    """What the core needs to know of the config."""
+    return JobConfig(
+        prompts_per_step=config.rollout.prompts_per_step,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        max_steps=config.train.steps,
+        tail_batching=config.tail_batching,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model that generates and can be trained, and what it is asked and judged by."""
+
+    loaded: LoadedModel
+    engine: TorchEngine
+    train_prompts: LoadedPrompts
+    eval_prompts: LoadedPrompts | None
+    reward: Reward
+    threads: int
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def load_policy(
+    config: RunConfig, *, model_path: str | None = None, threads: int | None = None
+) -> Policy:
+    """Prompts and rewards first, since they fail fast; then the model and its engine.
+
+    `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides.
+    """
+    import dataclasses
+
+    from rollpacker.data.prompts import load_prompts
+    from rollpacker.rewards.functions import build_reward
+    from rollpacker.rollout.attention import install_attention
+    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.train.model import load_model, load_tokenizer
+
+    model_config = config.model
+    if model_path is not None:
+        model_config = dataclasses.replace(model_config, path=model_path)
+    reward = build_reward(config.rewards)
+    train_prompts, eval_prompts = load_prompts(
+        config.data,
+        load_tokenizer(model_config.path),
+        chat_template_kwargs=model_config.chat_template_kwargs,
+        max_context_tokens=_context_tokens(model_config.path),
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    loaded = load_model(model_config)
+    install_attention(loaded.model)
+    threads = _set_threads(config, loaded, threads)
+    engine = TorchEngine(
+        model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
+    )
+    return Policy(
+        loaded=loaded,
+        engine=engine,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        reward=reward,
+        threads=threads,
+    )
+
+
+def _context_tokens(path: str) -> int | None:
+    """Tokens that prompt and response may have together, if the model says."""
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
+    """Torch's threads for this process: as told, as a run had them before, or by measurement."""
+    import torch
+
+    wanted = threads if threads is not None else config.train.threads
+    if wanted == "auto":
+        wanted = _measured_threads(config, loaded)
+    torch.set_num_threads(wanted)
+    return wanted
+
+
+def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
+    import torch
+
+    from rollpacker.rollout.threads import measure_threads
+
+    if loaded.device.type != "cpu":
+        return torch.get_num_threads()
+    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    tokens = torch.zeros((min(rows, 64), 16), dtype=torch.long)
+
+    def step() -> None:
+        with torch.inference_mode():
+            loaded.model(tokens, use_cache=False)
+
+    threads = measure_threads(step)
+    logger.info("%d torch threads (measured; set train.threads to choose)", threads)
+    return threads
+
+
+def build_trainer(config: RunConfig, policy: Policy) -> Any:
+    """The trainer of the policy's own weights: what it updates, the engine samples from."""
+    from rollpacker.train.torch_trainer import TorchTrainer
+
+    return TorchTrainer(
+        model=policy.loaded.model,
+        config=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        total_steps=config.train.steps,
+        pad_token_id=policy.loaded.tokenizer.pad_token_id,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        tokenizer=policy.loaded.tokenizer,
+        threads=policy.threads,
+    )
+
+
+def build_samples_function(config: RunConfig) -> Any:
+    from rollpacker.train.samples import build_train_samples
+
+    return partial(build_train_samples, config=config.algorithm)
+
+
+def build_cursor(config: RunConfig, policy: Policy) -> Any:
+    from rollpacker.data.cursor import PromptCursor
+
+    return PromptCursor(
+        "train",
+        len(policy.train_prompts.rows),
+        config.seed,
+        config.data.shuffle,
+        config.train.epochs,
+    )
+
+
+def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
+    """What a resume must find again beyond the config."""
+    from rollpacker.train.model import fingerprint
+
+    return {
+        "model": fingerprint(config.model.path),
+        "train_data": policy.train_prompts.fingerprint,
+        "threads": policy.threads,
+    }

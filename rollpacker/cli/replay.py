@@ -1,0 +1,33 @@
+"""`rollpacker replay RUN`: feed the event log back to the core."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "replay",
+        help="feed a run's event log back to the core: same commands, or the first difference",
+        description="Feed a run's events back to the core and compare the commands it gives with "
+        "those that were recorded.",
+    )
+    parser.add_argument("folder", metavar="RUN", help="a run's folder, or an events.jsonl")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 if the commands are the same, 1 at the first difference."""
+    from rollpacker.controller.replay import replay
+    from rollpacker.report.log import EventLog, events_path
+
+    log = EventLog(events_path(args.folder))
+    result = replay(log)
+    if log.truncated:
+        print("The last line is cut short (a crash); everything before it was replayed.")
+    if result.difference is not None:
+        print(f"Different commands at {result.difference}")
+        return 1
+    print(f"{result.num_events} events, {result.num_steps} steps: the same commands.")
+    return 0

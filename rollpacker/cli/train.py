@@ -1,0 +1,269 @@
+"""`rollpacker train CONFIG [key=value ...]`: the main job, and `rollpacker.train(...)` behind
+it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.cli.parts import Policy
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.checkpoint import Checkpoint
+    from rollpacker.controller.driver import Controller
+    from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.core.records import Observer
+
+logger = logging.getLogger(__name__)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "train",
+        help="train a model by reinforcement learning",
+        description="Train a model by reinforcement learning, as a config file says.",
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace single settings")
+    parser.add_argument("--resume", action="store_true", help="go on exactly where the run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the batch arithmetic and a memory estimate; nothing is loaded",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code. Raises what `train` raises."""
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+
+    if args.dry_run:
+        from rollpacker.cli.dry_run import print_dry_run
+
+        print_dry_run(load_config(args.config, args.overrides, RunConfig))
+        return 0
+    if args.resume and args.overwrite:
+        raise ValueError(
+            "--resume and --overwrite exclude each other: one goes on, one begins anew"
+        )
+    result = train(
+        args.config, args.overrides, resume=args.resume, overwrite=args.overwrite, display=True
+    )
+    return 130 if result.reason == INTERRUPTED else 0
+
+
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+    reason: str
+    """Why it ended: "every step is done", "the data ended" or "interrupted"."""
+    summary: dict[str, Any]
+    """What `summary.json` holds; see docs/metrics.md."""
+
+    @property
+    def model(self) -> Path:
+        """The trained model, a Hugging Face folder."""
+        from rollpacker.controller.checkpoint import newest_checkpoint
+
+        return newest_checkpoint(self.folder / "checkpoints").folder / "model"
+
+
+def train(
+    config: str | Path | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    display: bool = False,
+    observers: Sequence[Observer] = (),
+) -> Run:
+    """Run a config to its end.
+
+    `observers` are fed every entry of the event log; `display` shows progress on the terminal.
+    Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
+    run folder, `NonFiniteError`, `DeadlineExceeded`, `OSError`; the run can then be resumed.
+    """
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.run_folder import RunFolder
+
+    watch = time.perf_counter()
+    if not isinstance(config, RunConfig):
+        config = load_config(config, overrides, RunConfig)
+    elif overrides:
+        raise ValueError("overrides go with a config file, not with a RunConfig")
+    with ExitStack() as stack:
+        folder = RunFolder(Path(config.runs_dir) / config.name, resume=resume, overwrite=overwrite)
+        stack.callback(folder.close)
+        session = _Session(config, folder, stack, resume=resume)
+        session.prepare(watch, display=display, observers=observers)
+        reason = session.drive()
+        stack.pop_all().close()
+    return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
+
+
+class _Session:
+    """One process's share of a run."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, stack: ExitStack, *, resume: bool
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.resume = resume
+        self._stack = stack
+        self._controller: Controller | None = None
+
+    def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
+        """Load everything and put it together. `watch` is when the process began to work."""
+        from rollpacker.cli import parts as build
+        from rollpacker.controller.checkpoint import newest_checkpoint
+        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.samples import SampleWriter
+
+        config, folder = self.config, self.folder
+        checkpoint = newest_checkpoint(folder.checkpoints) if self.resume else None
+        before = folder.read_identity() if checkpoint else {}
+        policy = build.load_policy(config, threads=before.get("threads"))
+        self._check_identity(checkpoint, before, policy)
+        trainer = build.build_trainer(config, policy)
+        cursor = build.build_cursor(config, policy)
+        job = self._job(checkpoint)
+        if checkpoint is not None:
+            trainer.load(checkpoint.folder)
+            cursor.restore(checkpoint.state["cursor"])
+            asyncio.run(policy.engine.update_weights(trainer.version))
+        time_s = checkpoint.state["time_s"] if checkpoint else 0.0
+        watching = self._observers(checkpoint, policy, display=display) + list(observers)
+        log = LogWriter(folder.events)
+        self._stack.callback(log.close)
+        for observer in watching:
+            self._stack.callback(observer.close)
+        parts = Parts(
+            job=job,
+            engine=policy.engine,
+            trainer=trainer,
+            reward=policy.reward,
+            prompts=policy.train_prompts,
+            eval_prompts=policy.eval_prompts,
+            cursor=cursor,
+            build_samples=build.build_samples_function(config),
+            decode=policy.decode,
+            log=log,
+            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            observers=watching,
+        )
+        seconds = time.perf_counter() - watch
+        self._controller = Controller(
+            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+        )
+        self._controller.open(started_at=_utc_now(), began_s=time_s)
+
+    def drive(self) -> str:
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
+        assert self._controller is not None
+        return asyncio.run(_drive(self._controller))
+
+    def _check_identity(
+        self, checkpoint: Checkpoint | None, before: dict[str, Any], policy: Policy
+    ) -> None:
+        """A resume must find what the run began with; a new run writes it down."""
+        from rollpacker.cli.parts import identity
+        from rollpacker.config.load import differences, save_config, to_plain
+        from rollpacker.controller.event_log import cut_back
+        from rollpacker.controller.run_folder import check_resume
+        from rollpacker.controller.samples import cut_back as cut_back_samples
+
+        now = identity(self.config, policy)
+        if checkpoint is not None:
+            import yaml
+
+            old = yaml.safe_load(self.folder.config.read_text(encoding="utf-8"))
+            changes = check_resume(differences(old, to_plain(self.config)), before, now)
+            for change in changes:
+                logger.warning("resuming with a change: %s", change)
+            cut_back(self.folder.events, checkpoint.state["log_bytes"])
+            if self.folder.samples.is_dir():
+                cut_back_samples(self.folder.samples, checkpoint.step)
+        save_config(self.config, self.folder.config)
+        self.folder.write_identity(now)
+
+    def _job(self, checkpoint: Checkpoint | None) -> Any:
+        from rollpacker.cli.parts import job_config
+        from rollpacker.core.job import Job
+
+        config = job_config(self.config)
+        return Job.restore(config, checkpoint.state["job"]) if checkpoint else Job(config)
+
+    def _observers(
+        self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
+    ) -> list[Observer]:
+        from rollpacker.report.display import make_display
+        from rollpacker.report.metrics import MetricsObserver
+
+        step = checkpoint.step if checkpoint else None
+        watching: list[Observer] = [MetricsObserver(self.folder.path, resume_step=step)]
+        if display:
+            watching.append(
+                make_display(
+                    name=self.config.name, total_steps=self.config.train.steps, done_steps=step or 0
+                )
+            )
+        return watching
+
+
+async def _drive(controller: Controller) -> str:
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def interrupt() -> None:
+        nonlocal asked
+        if asked:
+            logger.warning("ended at once; --resume goes on from the last checkpoint")
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(130)
+        asked = True
+        print("Finishing this step, then saving. Ctrl-C again ends at once.", file=sys.stderr)
+        controller.request_stop(INTERRUPTED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, interrupt)
+        except (ValueError, RuntimeError, NotImplementedError):  # not the main thread
+            break
+    try:
+        return await controller.run()
+    finally:
+        await controller.close()
+
+
+def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
+    """Write what is made from the whole log, and print the table."""
+    from rollpacker.cli.report import write_report
+
+    return write_report(folder, show=display)
+
+
+def _utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

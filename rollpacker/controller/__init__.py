@@ -1,0 +1,1 @@
+"""The real-time driver of the core."""

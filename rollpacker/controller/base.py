@@ -1,0 +1,37 @@
+"""What a run can die of, and what the controller needs from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rollpacker.rollout.base import Response
+from rollpacker.train.base import TrainSample
+
+Decode = Callable[[Sequence[int]], str]
+"""Response tokens to text, special tokens left out."""
+
+
+class BuildSamples(Protocol):
+    """The algorithm: groups of (response, reward) to weighted samples, in the same order."""
+
+    def __call__(
+        self, groups: Sequence[Sequence[tuple[Response, float]]]
+    ) -> tuple[list[TrainSample], dict[str, float]]: ...
+
+
+class RunError(ValueError):
+    """The run cannot start or go on as asked; the message says what to do."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """Something that the run waits for shows no sign of life."""
+
+    def __init__(self, what: str, seconds: float, key: str) -> None:
+        super().__init__(
+            f"no sign of life for {seconds:.0f} s while waiting for {what}. The run can be resumed "
+            f"from its last checkpoint; if this wait is normal here, raise {key}"
+        )
+
+
+State = dict[str, Any]

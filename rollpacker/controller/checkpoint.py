@@ -1,0 +1,149 @@
+"""Checkpoints: one atomic folder per commit, trusted only if its manifest verifies.
+
+checkpoints/step_000040/          written as step_000040.tmp-PID, renamed when complete
+    model/                        a Hugging Face folder
+    trainer/                      optimizer and schedule, safetensors and JSON
+    state.json                    job, cursor, log position
+    manifest.json                 size and SHA-256 of every other file; written last
+checkpoints/latest                the newest folder's name
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_PREFIX = "step_"
+
+
+class CheckpointError(ValueError):
+    """No checkpoint can be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+
+
+def write_checkpoint(
+    root: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None], keep_last: int
+) -> Path:
+    """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable.
+
+    Raises `OSError` with nothing but a temporary folder left behind, which the next one removes.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(root)
+    final = root / f"{_PREFIX}{step:06d}"
+    folder = root / f"{final.name}.tmp-{os.getpid()}"
+    folder.mkdir()
+    save(folder)
+    (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+    files = {
+        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    for name in files:
+        _fsync(folder / name)
+    manifest = {"format": 1, "step": step, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    _fsync(folder / MANIFEST)
+    _fsync(folder)
+    if final.exists():
+        shutil.rmtree(final)
+    folder.rename(final)
+    _point_latest(root, final.name)
+    for old in _complete(root)[keep_last:]:
+        shutil.rmtree(old)
+    return final
+
+
+def newest_checkpoint(root: Path) -> Checkpoint:
+    """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name."""
+    problems = []
+    for folder in _complete(root):
+        problem = verify(folder)
+        if problem is None:
+            state = json.loads((folder / "state.json").read_text())
+            return Checkpoint(folder=folder, step=_step_of(folder), state=state)
+        logger.warning("checkpoint %s is damaged (%s); trying the one before", folder, problem)
+        problems.append(f"{folder.name}: {problem}")
+    found = "; ".join(problems) if problems else "there is none"
+    raise CheckpointError(f"no usable checkpoint in {root} ({found})")
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with the checkpoint, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+        if manifest["step"] != _step_of(folder):
+            return "its manifest is of another step"
+        for name, facts in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != facts["size"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
+            if _sha256(path) != facts["sha256"]:
+                return f"{name} has another SHA-256 than the manifest says"
+        if "state.json" not in files:
+            return "its manifest does not list state.json"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    return None
+
+
+def _complete(root: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    if not root.is_dir():
+        return []
+    return sorted((f for f in root.glob(f"{_PREFIX}*") if f.name[5:].isdigit()), reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix(_PREFIX))
+
+
+def _point_latest(root: Path, name: str) -> None:
+    temporary = root / f"latest.tmp-{os.getpid()}"
+    temporary.write_text(name + "\n")
+    _fsync(temporary)
+    temporary.replace(root / "latest")
+    _fsync(root)
+
+
+def _remove_leftovers(root: Path) -> None:
+    for leftover in root.glob("*.tmp-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,511 @@
+"""The controller: the core in real time.
+
+      engine thread          reward tasks           main task (the asyncio loop)
+           |                      |                        |
+           | outputs              | verdicts               | prompts, Trained, Synced, Committed
+           v                      v                        v
+        +------------------- _take(event): one lock, one total order --------------------+
+        |   commands = job.handle(event); log; obey                                      |
+        +------+---------------------------+--------------------------+-----------------+
+               | Launch, Abort: at once    | Score: next reward task   | the rest: queue
+               v                           v                           v
+            engine                      rewards                   main task
+
+    who waits            for what                              unblocked by
+    engine thread        the core's answer to what finished    `_take` returning (microseconds)
+    reward tasks         reward functions                      their verdicts or their time limit
+    main task            the next command of the slow kind     `_take`, or a deadline
+
+The core's answer to a finished sample is obeyed inside the engine's call, so an abort takes effect
+at the same decode step in every run. No decision is made here: what to do is the core's business,
+this file only does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, assert_never
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.controller.base import BuildSamples, DeadlineExceeded, Decode
+from rollpacker.controller.checkpoint import write_checkpoint
+from rollpacker.controller.evaluation import evaluate, reward_input
+from rollpacker.controller.event_log import LogWriter
+from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.commands import (
+    Abort,
+    Command,
+    Commit,
+    Defer,
+    Drop,
+    FetchPrompts,
+    Finish,
+    Launch,
+    Score,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    Event,
+    PromptsFetched,
+    RunStarted,
+    SampleScored,
+    StopRequested,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.core.job import Job, Phase
+from rollpacker.core.records import Entry, Note, Observer, Record, Session
+from rollpacker.data.base import Cursor, PromptRow, PromptSet
+from rollpacker.rewards.base import Failed, Reward, Scored
+from rollpacker.rollout.base import (
+    Engine,
+    EngineOutput,
+    GenerationRequest,
+    Response,
+    SamplingParams,
+)
+from rollpacker.train.base import Trainer
+
+T = TypeVar("T")
+
+MAX_REWARD_CALLS = 8
+"""Reward batches under way at once; what finishes meanwhile joins the next batch."""
+
+_TICK_S = 0.5
+"""How often a wait looks at its deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that the controller drives. The parts do not know each other, nor the
+    controller."""
+
+    job: Job
+    engine: Engine
+    trainer: Trainer
+    reward: Reward
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    cursor: Cursor
+    build_samples: BuildSamples
+    decode: Decode
+    log: LogWriter
+    samples: SampleWriter | None
+    observers: Sequence[Observer] = ()
+
+
+class Controller:
+    """Drives one run from where `parts.job` stands to its end."""
+
+    def __init__(
+        self, config: RunConfig, parts: Parts, *, checkpoints: Path, time_s: float
+    ) -> None:
+        """`time_s` is where the run's clock goes on: 0 in a new run."""
+        self.config = config
+        self.parts = parts
+        self._checkpoints = checkpoints
+        self._origin = time.perf_counter() - time_s
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: asyncio.Queue[Command | BaseException] = asyncio.Queue()
+        self._responses: dict[SampleId, Response] = {}
+        self._verdicts: dict[SampleId, Scored] = {}
+        self._to_score: list[SampleId] = []
+        self._reward_tasks: set[asyncio.Task[None]] = set()
+        self._kind = ""
+        self._state: dict[str, Any] = {}
+        """The job's state at the last `Commit`."""
+        self._last_sign = self.now()
+        self._last_decode_steps = -1
+        self._evaluation: _Collecting | None = None
+        self._sampling = SamplingParams(
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop=config.rollout.stop,
+            seed=config.seed,
+        )
+
+    def now(self) -> float:
+        """The run's clock, in seconds."""
+        return time.perf_counter() - self._origin
+
+    async def run(self) -> str:
+        """Drive the run to its end. Returns the reason why it ended.
+
+        Raises `DeadlineExceeded`, `NonFiniteError`, `EngineError`, `OSError` and whatever a part
+        died of; the run can then be resumed from its last checkpoint.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
+        self.parts.engine.start(self._on_outputs, self._on_error)
+        job = self.parts.job
+        if job.phase is Phase.NEW:
+            await self._evaluate(step=0)
+            self._take(RunStarted(time_s=self.now()))
+        else:
+            self._take(Committed(time_s=self.now(), step=job.step, checkpointed=True))
+        try:
+            while True:
+                command = await self._next_command()
+                if isinstance(command, Finish):
+                    return command.reason
+                await self._execute(command)
+        finally:
+            for task in self._reward_tasks:
+                task.cancel()
+
+    def open(self, *, started_at: str, began_s: float) -> None:
+        """Write the session's first entries: who takes up the run, and how long loading took."""
+        job = self.parts.job
+        with self._lock:
+            self._write(
+                Session(
+                    started_at=started_at,
+                    time_s=began_s,
+                    step=job.step,
+                    job=job.config.to_plain(),
+                )
+            )
+            self.note("startup", self.now() - began_s, job.step, {})
+
+    async def close(self) -> None:
+        """Let go of the engine. What the log holds is made durable."""
+        await self.parts.engine.close()
+        self.parts.log.flush()
+
+    def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a span that the core does not know of, ending now."""
+        with self._lock:
+            self._write(
+                Note(time_s=self.now(), name=name, seconds=seconds, step=step, metrics=metrics)
+            )
+
+    def request_stop(self, reason: str) -> None:
+        """End after the step at hand, with a checkpoint. Thread-safe."""
+        self._take(StopRequested(time_s=self.now(), reason=reason))
+
+    # -- decide, do, record ------------------------------------------------------------
+
+    def _take(self, event: Event, began: float | None = None) -> None:
+        with self._lock:
+            began = time.perf_counter() if began is None else began
+            now = began - self._origin
+            event = replace(event, time_s=now)
+            commands = self.parts.job.handle(event)
+            for command in commands:
+                self._obey(command)
+            self._last_sign = now
+            cost = time.perf_counter() - began
+            self._write(Record(time_s=now, event=event, commands=tuple(commands), cost_s=cost))
+
+    def _obey(self, command: Command) -> None:
+        """Quick commands at once; slow ones go to the main task."""
+        match command:
+            case Launch():
+                self._kind = command.kind
+                self.parts.engine.submit([self._request(sample) for sample in command.samples])
+            case Abort(samples=samples):
+                self.parts.engine.abort(samples)
+            case Score(sample=sample):
+                self._to_score.append(sample)
+                if len(self._to_score) == 1:
+                    self._post(self._score_waiting)
+            case Defer() | Drop():
+                pass  # recorded in the log; their responses go when the round is trained on
+            case FetchPrompts() | TrainOn() | SyncWeights() | Finish():
+                self._post(self._inbox.put_nowait, command)
+            case Commit():
+                self._state = self.parts.job.state()
+                self._post(self._inbox.put_nowait, command)
+            case _:
+                assert_never(command)
+
+    def _write(self, entry: Entry) -> None:
+        self.parts.log.append(entry)
+        for observer in self.parts.observers:
+            observer.feed(entry)
+
+    def _post(self, function: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    # -- the engine's side -------------------------------------------------------------
+
+    def _request(self, sample: SampleId) -> GenerationRequest:
+        row = self.parts.prompts.rows[sample.prompt.row]
+        return GenerationRequest(sample=sample, prompt_tokens=row.tokens, sampling=self._sampling)
+
+    def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Called in the engine's thread, between two decode steps."""
+        with self._lock:
+            if self._evaluation is not None:
+                self._evaluation.add(outputs)
+                return
+            for output in outputs:
+                if output.response is not None:
+                    self._responses[output.event.sample] = output.response
+                self._take(output.event)
+
+    def _on_error(self, error: BaseException) -> None:
+        self._post(self._inbox.put_nowait, error)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._inbox.put_nowait(context.get("exception") or RuntimeError(context["message"]))
+
+    # -- rewards -----------------------------------------------------------------------
+
+    def _score_waiting(self) -> None:
+        """Hand everything that waits for a verdict to the reward, as one batch."""
+        if len(self._reward_tasks) >= MAX_REWARD_CALLS:
+            return
+        with self._lock:
+            samples, self._to_score = self._to_score, []
+            responses = [self._responses[sample] for sample in samples]
+        if samples:
+            task = asyncio.ensure_future(self._score(samples, responses))
+            self._reward_tasks.add(task)
+            task.add_done_callback(self._scored)
+
+    async def _score(self, samples: list[SampleId], responses: list[Response]) -> None:
+        inputs = [
+            reward_input(self._row(sample), response, self.parts.decode)
+            for sample, response in zip(samples, responses, strict=True)
+        ]
+        verdicts = await self.parts.reward.score(inputs)
+        for sample, verdict in zip(samples, verdicts, strict=True):
+            self._take(self._scored_event(sample, verdict))
+
+    def _scored_event(self, sample: SampleId, verdict: Scored | Failed) -> SampleScored:
+        if isinstance(verdict, Failed):
+            return SampleScored(
+                time_s=0.0, sample=sample, value=None, parts=verdict.parts, reason=verdict.reason
+            )
+        self._verdicts[sample] = verdict
+        return SampleScored(time_s=0.0, sample=sample, value=verdict.value, parts=verdict.parts)
+
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._reward_tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._inbox.put_nowait(error)
+        self._score_waiting()
+
+    def _row(self, sample: SampleId) -> PromptRow:
+        return self.parts.prompts.rows[sample.prompt.row]
+
+    # -- slow commands -----------------------------------------------------------------
+
+    async def _execute(self, command: Command) -> None:
+        match command:
+            case FetchPrompts(count=count):
+                prompts, epoch_ended, data_ended = self.parts.cursor.take(count)
+                self._take(
+                    PromptsFetched(
+                        time_s=0.0,
+                        prompts=prompts,
+                        epoch_ended=epoch_ended,
+                        data_ended=data_ended,
+                    )
+                )
+            case TrainOn():
+                await self._train(command)
+            case SyncWeights(version=version):
+                await self._by("deadlines.sync_s", self.parts.engine.update_weights(version))
+                self._take(WeightsSynced(time_s=0.0, version=version))
+            case Commit():
+                await self._commit(command)
+            case _:
+                raise AssertionError(f"{command} is not for the main task")
+
+    async def _train(self, command: TrainOn) -> None:
+        trainer = self.parts.trainer
+        scored = [
+            [(self._responses[s], self._verdicts[s].value) for s in g] for g in command.groups
+        ]
+        samples, metrics = self.parts.build_samples(scored)
+        await self._by("deadlines.train_s", trainer.accumulate(samples))
+        metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        advantages = {sample.sample: sample.advantage for sample in samples}
+        event = Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
+        if self.parts.samples is not None:
+            self._save_samples(command, advantages, self.parts.samples)
+        self._take(event)
+
+    def _save_samples(
+        self, command: TrainOn, advantages: Mapping[SampleId, float], writer: SampleWriter
+    ) -> None:
+        for sample in (s for group in command.groups for s in group):
+            response, verdict, row = (
+                self._responses[sample],
+                self._verdicts[sample],
+                self._row(sample),
+            )
+            writer.add(
+                {
+                    "step": command.step,
+                    "round_kind": str(self._kind),
+                    "prompt_id": str(sample.prompt),
+                    "sample_id": str(sample),
+                    "prompt": row.prompt if isinstance(row.prompt, str) else str(row.prompt),
+                    "completion": self.parts.decode(response.tokens),
+                    "finish_reason": response.finish_reason,
+                    "num_tokens": len(response.tokens),
+                    "reward": verdict.value,
+                    **{f"reward/{n}": verdict.parts.get(n) for n in self.parts.reward.names},
+                    "advantage": advantages[sample],
+                }
+            )
+
+    async def _commit(self, command: Commit) -> None:
+        self._forget_responses()
+        config = self.config
+        every = config.eval.every_steps
+        if command.last or (every is not None and command.step % every == 0):
+            await self._evaluate(command.step)
+        due = command.last or command.step % config.checkpoint.every_steps == 0
+        if due:
+            state = self._checkpoint_state()
+            write = asyncio.to_thread(
+                write_checkpoint,
+                self._checkpoints,
+                command.step,
+                state,
+                self.parts.trainer.save,
+                config.checkpoint.keep_last,
+            )
+            await self._by("deadlines.checkpoint_s", write)
+        self._take(Committed(time_s=0.0, step=command.step, checkpointed=due))
+
+    def _forget_responses(self) -> None:
+        """The round is settled; only what still waits for a (late) verdict is kept."""
+        with self._lock:
+            self._responses = {sample: self._responses[sample] for sample in self._to_score}
+            self._verdicts.clear()
+
+    def _checkpoint_state(self) -> dict[str, Any]:
+        """All that a resume needs besides tensors; also makes log and samples durable up to
+        here."""
+        if self.parts.samples is not None:
+            self.parts.samples.write()
+        with self._lock:
+            return {
+                "job": self._state,
+                "cursor": self.parts.cursor.state(),
+                "log_bytes": self.parts.log.flush(),
+                "time_s": self.now(),
+            }
+
+    # -- evaluation --------------------------------------------------------------------
+
+    async def _evaluate(self, step: int) -> None:
+        prompts = self.parts.eval_prompts
+        if prompts is None:
+            return
+        began = self.now()
+        config = self.config.eval
+        tokens, temperature = config.max_response_tokens, config.temperature
+        sampling = replace(
+            self._sampling,
+            max_response_tokens=self._sampling.max_response_tokens if tokens is None else tokens,
+            temperature=self._sampling.temperature if temperature is None else temperature,
+        )
+        result = await evaluate(
+            generate=self._generate,
+            reward=self.parts.reward,
+            decode=self.parts.decode,
+            rows=dict(enumerate(prompts.rows[: config.max_prompts])),
+            sampling=sampling,
+            samples_per_prompt=config.samples_per_prompt,
+            pass_threshold=config.pass_threshold,
+        )
+        self.note("evaluation", self.now() - began, step, result.metrics)
+
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
+        """The engine's responses to requests that the core does not know of."""
+        collecting = _Collecting(len(requests), asyncio.get_running_loop())
+        self._evaluation = collecting
+        try:
+            self.parts.engine.submit(requests)
+            what = "the responses of an evaluation"
+            return await self._by(
+                "deadlines.generation_s", collecting.done, what, self._engine_works
+            )
+        finally:
+            self._evaluation = None
+
+    # -- waiting -----------------------------------------------------------------------
+
+    async def _next_command(self) -> Command:
+        """The next slow command. Raises what a part died of, or `DeadlineExceeded`."""
+        while True:
+            try:
+                item = await asyncio.wait_for(self._inbox.get(), _TICK_S)
+            except TimeoutError:
+                self._check_rollout()
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            return item
+
+    def _check_rollout(self) -> None:
+        """A rollout is alive while events come or the engine decodes."""
+        if self._engine_works():
+            return
+        what = self.parts.job.waiting_for()
+        rewards = what.endswith("the rewards")
+        key = "reward_s" if rewards else "generation_s"
+        limit = getattr(self.config.deadlines, key)
+        if self.now() - self._last_sign > limit:
+            raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def _engine_works(self) -> bool:
+        """Whether the engine made progress since the last look."""
+        steps = self.parts.engine.status().decode_steps
+        if steps == self._last_decode_steps:
+            return False
+        self._last_decode_steps, self._last_sign = steps, self.now()
+        return True
+
+    async def _by(
+        self,
+        key: str,
+        awaitable: Awaitable[T],
+        what: str | None = None,
+        lives: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Await, but no longer than the deadline `key` without a sign of life."""
+        limit: float = getattr(self.config.deadlines, key.removeprefix("deadlines."))
+        future = asyncio.ensure_future(awaitable)
+        while True:
+            done, _ = await asyncio.wait({future}, timeout=limit)
+            if done:
+                return future.result()
+            if not lives():
+                future.cancel()
+                raise DeadlineExceeded(what or self.parts.job.waiting_for(), limit, key)
+
+
+class _Collecting:
+    """Gathers the outputs of requests made outside of the core."""
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[list[Response]] = loop.create_future()
+        self._loop = loop
+        self._missing = count
+        self._responses: list[Response] = []
+
+    def add(self, outputs: Sequence[EngineOutput]) -> None:
+        """Called in the engine's thread."""
+        self._missing -= len(outputs)
+        self._responses += [o.response for o in outputs if o.response is not None]
+        if not self._missing:
+            self._loop.call_soon_threadsafe(self.done.set_result, self._responses)

@@ -1,0 +1,95 @@
+"""Held-out evaluation: pass@1 and pass@k with the unbiased estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from rollpacker.controller.base import Decode
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.data.base import PromptRow
+from rollpacker.rewards.base import Reward, RewardInput, Scored
+from rollpacker.rollout.base import GenerationRequest, Response, SamplingParams
+
+Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    metrics: Mapping[str, float]
+    """`eval/pass@1`, `eval/pass@k`, `eval/reward`, `eval/response_length`, `eval/no_verdict`."""
+    passed: Mapping[int, tuple[int, int]]
+    """Row -> (passed, verdicts)."""
+
+
+async def evaluate(
+    *,
+    generate: Generate,
+    reward: Reward,
+    decode: Decode,
+    rows: Mapping[int, PromptRow],
+    sampling: SamplingParams,
+    samples_per_prompt: int,
+    pass_threshold: float,
+) -> EvalResult:
+    """Draw `samples_per_prompt` responses to every row and judge them.
+
+    The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
+    weights only. Samples without a verdict are left out and counted.
+    """
+    requests = [
+        GenerationRequest(
+            sample=SampleId(PromptId("eval", 0, number), index, 0),
+            prompt_tokens=row.tokens,
+            sampling=sampling,
+        )
+        for number, row in rows.items()
+        for index in range(samples_per_prompt)
+    ]
+    responses = sorted(await generate(requests), key=lambda response: response.sample)
+    verdicts = await reward.score(
+        [reward_input(rows[r.sample.prompt.row], r, decode) for r in responses]
+    )
+    values: dict[int, list[float]] = {}
+    for response, verdict in zip(responses, verdicts, strict=True):
+        if isinstance(verdict, Scored):
+            values.setdefault(response.sample.prompt.row, []).append(verdict.value)
+    passed = {
+        row: (sum(value >= pass_threshold for value in of_row), len(of_row))
+        for row, of_row in values.items()
+    }
+    scored = [value for of_row in values.values() for value in of_row]
+    metrics = pass_at_k(passed, samples_per_prompt)
+    if scored:
+        metrics["eval/reward"] = sum(scored) / len(scored)
+    if responses:
+        lengths = [len(response.tokens) for response in responses]
+        metrics["eval/response_length"] = sum(lengths) / len(lengths)
+    metrics["eval/no_verdict"] = float(len(requests) - len(scored))
+    return EvalResult(metrics=metrics, passed=passed)
+
+
+def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardInput:
+    return RewardInput(
+        prompt=row.prompt,
+        completion=decode(response.tokens),
+        completion_tokens=response.tokens,
+        finish_reason=response.finish_reason,
+        columns=row.columns,
+    )
+
+
+def pass_at_k(passed: Mapping[int, tuple[int, int]], most: int) -> dict[str, float]:
+    """`eval/pass@k` for k = 1, 2, 4, ... and `most`: the chance that k draws hold a pass.
+
+    Per prompt 1 - C(n - c, k) / C(n, k) for c passes in n verdicts, averaged over the prompts that
+    have at least k verdicts (Chen et al. 2021, arXiv 2107.03374).
+    """
+    wanted = sorted({1, most} | {2**power for power in range(1, most.bit_length())})
+    metrics = {}
+    for k in wanted:
+        chances = [1 - comb(n - c, k) / comb(n, k) for c, n in passed.values() if n >= k]
+        if chances:
+            metrics[f"eval/pass@{k}"] = sum(chances) / len(chances)
+    return metrics

@@ -1,0 +1,85 @@
+"""The event log on disk: appended in order, encoded off the hot path, cut back on resume."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+from rollpacker.core.records import Entry, encode
+
+
+class LogWriter:
+    """`append` is cheap and thread-safe; a background thread encodes and writes a few times a
+    second.
+
+    A kill loses at most the entries since the last write, which belong to a step that is not
+    committed; `flush` makes everything so far durable.
+    """
+
+    def __init__(self, path: Path, *, write_every_s: float = 0.25) -> None:
+        self.path = path
+        self._pending: deque[Entry] = deque()
+        self._file: BinaryIO = path.open("ab")
+        self._writing = threading.Lock()
+        self._closing = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(
+            target=self._work, args=(write_every_s,), name="event-log", daemon=True
+        )
+        self._thread.start()
+
+    def append(self, entry: Entry) -> None:
+        self._pending.append(entry)
+
+    def flush(self) -> int:
+        """Everything appended so far is on the disk when this returns. Returns the file's size in
+        bytes.
+
+        Raises `OSError` if it cannot be written, also for writes that failed in the background.
+        """
+        self._write()
+        if self._error is not None:
+            raise self._error
+        with self._writing:
+            os.fsync(self._file.fileno())
+            return self._file.tell()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _work(self, every_s: float) -> None:
+        while not self._closing.wait(every_s):
+            try:
+                self._write()
+            except OSError as error:
+                self._error = error
+                return
+
+    def _write(self) -> None:
+        with self._writing:
+            lines = []
+            while self._pending:
+                lines.append(encode(self._pending.popleft()))
+            if lines:
+                self._file.write(("\n".join(lines) + "\n").encode())
+                self._file.flush()
+
+
+def cut_back(path: Path, size: int) -> None:
+    """Shorten the log to what a checkpoint vouches for; the rest is kept beside it for a
+    post-mortem."""
+    with path.open("r+b") as file:
+        file.seek(size)
+        tail = file.read()
+        if tail:
+            path.with_suffix(".lost.jsonl").write_bytes(tail)
+        file.truncate(size)
+        os.fsync(file.fileno())

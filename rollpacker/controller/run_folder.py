@@ -1,0 +1,150 @@
+"""A run's folder: what lies where, one run at a time in it, and what a resume must not change.
+
+runs/NAME/
+    config.yaml       as resolved                 metrics.jsonl   one row a step
+    events.jsonl      the event log               tensorboard/
+    checkpoints/      see checkpoint.py           samples/        trained samples, parquet
+    identity.json     what a resume must find     summary.json, trace.json, timeline.png
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.controller.base import RunError
+
+_OWN = (
+    "config.yaml",
+    "identity.json",
+    "events.jsonl",
+    "events.lost.jsonl",
+    "metrics.jsonl",
+    "summary.json",
+    "trace.json",
+    "timeline.png",
+    "checkpoints",
+    "tensorboard",
+    "samples",
+    "run.lock",
+)
+
+RESUME_MUST_KEEP = ("seed", "model.path", "data", "rollout", "tail_batching.race", "rewards")
+"""Keys (with all below them) whose change would make another run of it."""
+
+RESUME_MAY_DIFFER = ("rollout.engine",)
+"""Exceptions to that: they change speed, not the rules."""
+
+
+class RunFolder:
+    """Opens the folder for one run and holds its lock until closed."""
+
+    def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / "run.lock").open("a")
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunError(f"{path} cannot be a run's folder: a file is in the way") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise RunError(
+                f"another run is at work in {path}; wait for it, or choose another name=..."
+            ) from error
+        try:
+            self._check_state(resume=resume, overwrite=overwrite)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _check_state(self, *, resume: bool, overwrite: bool) -> None:
+        used = self.events.exists() or self.checkpoints.exists()
+        if overwrite:
+            for name in _OWN:
+                self._remove(self.path / name)
+        elif used and not resume:
+            raise RunError(
+                f"{self.path} already holds a run: continue it with --resume, replace it with "
+                "--overwrite, or choose another name=..."
+            )
+        elif resume and not used:
+            raise RunError(f"there is no run to resume in {self.path}; start it without --resume")
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "run.lock":
+            path.unlink(missing_ok=True)
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    def write_identity(self, identity: Mapping[str, Any]) -> None:
+        """Record what the run depends on beyond its config (fingerprints, threads)."""
+        temporary = self.path / f"identity.tmp-{os.getpid()}"
+        temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        temporary.replace(self.path / "identity.json")
+
+    def read_identity(self) -> dict[str, Any]:
+        try:
+            identity = json.loads((self.path / "identity.json").read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / 'identity.json'} cannot be read: {error}") from error
+        assert isinstance(identity, dict)
+        return identity
+
+    def close(self) -> None:
+        """Let go of the lock. Idempotent."""
+        self._lock.close()
+
+
+def check_resume(
+    changes: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[str]:
+    """Refuse a resume that would make another run of it; return the harmless changes, in words.
+
+    `changes` are (key, old, new) of the two configs; `before` and `now` are identities.
+    """
+    refused, harmless = [], []
+    for key, old, new in changes:
+        text = f"{key}: {old!r} -> {new!r}"
+        must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
+        (refused if must_keep else harmless).append(text)
+    for key, meaning in (
+        ("model", "the model's files"),
+        ("tokenizer", "the tokenizer"),
+        ("train_data", "the training data"),
+    ):
+        if before.get(key) != now.get(key):
+            refused.append(f"{meaning} changed since the run began")
+    if refused:
+        raise RunError(
+            "this is not the run that was started; resuming it is refused:\n  "
+            + "\n  ".join(refused)
+            + "\nundo the change, or start a new run with another name=..."
+        )
+    return harmless
+
+
+def _below(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == prefix or key.startswith((prefix + ".", prefix + "[")) for prefix in prefixes)

@@ -1,0 +1,46 @@
+"""Trained samples as parquet, so that anybody can read what the model wrote and what it got for
+it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"steps_(\d+)-(\d+)\.parquet")
+
+
+class SampleWriter:
+    """Rows are gathered and written with each checkpoint: `samples/steps_000001-000010.parquet`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rows: list[Mapping[str, Any]] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row has at least `step`; all rows of a run have the same keys."""
+        self._rows.append(row)
+
+    def write(self) -> None:
+        if not self._rows:
+            return
+        import pyarrow
+        import pyarrow.parquet
+
+        self.folder.mkdir(exist_ok=True)
+        first, last = self._rows[0]["step"], self._rows[-1]["step"]
+        path = self.folder / f"steps_{first:06d}-{last:06d}.parquet"
+        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self._rows), temporary)
+        temporary.replace(path)
+        self._rows = []
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Remove the files with steps after `step`. Files end at checkpoints, so none straddles one."""
+    for path in folder.glob("*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[2]) > step:
+            path.unlink()
