@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import datetime
 import logging
+import math
 import os
 import signal
 import sys
@@ -136,13 +137,18 @@ class _Session:
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.checkpoint import newest_checkpoint
+        from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
         from rollpacker.controller.driver import Controller, Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        checkpoint = newest_checkpoint(folder.checkpoints) if self.resume else None
+        checkpoint = None
+        if self.resume and has_checkpoint(folder.checkpoints):
+            checkpoint = newest_checkpoint(folder.checkpoints)
+        elif self.resume:
+            logger.warning("the run ended before its first checkpoint; it begins anew")
+            folder.clear()
         before = folder.read_identity() if checkpoint else {}
         policy = build.load_policy(config, threads=before.get("threads"))
         self._check_identity(checkpoint, before, policy)
@@ -218,18 +224,24 @@ class _Session:
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
     ) -> list[Observer]:
-        from rollpacker.report.display import make_display
-        from rollpacker.report.metrics import MetricsObserver
+        from rollpacker.report.live import LiveReport
 
-        step = checkpoint.step if checkpoint else None
-        watching: list[Observer] = [MetricsObserver(self.folder.path, resume_step=step)]
-        if display:
-            watching.append(
-                make_display(
-                    name=self.config.name, total_steps=self.config.train.steps, done_steps=step or 0
-                )
+        rollout, train = self.config.rollout, self.config.train
+        steps = train.steps
+        if steps is None:
+            assert train.epochs is not None
+            rows = len(policy.train_prompts.rows) * train.epochs
+            steps = math.ceil(rows / rollout.prompts_per_step)
+        return [
+            LiveReport(
+                self.folder.path,
+                total_steps=steps,
+                resume=checkpoint is not None,
+                slots=rollout.engine.max_slots,
+                max_response_tokens=rollout.max_response_tokens,
+                show=display,
             )
-        return watching
+        ]
 
 
 async def _drive(controller: Controller) -> str:
@@ -260,9 +272,16 @@ async def _drive(controller: Controller) -> str:
 
 def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
     """Write what is made from the whole log, and print the table."""
-    from rollpacker.cli.report import write_report
+    from rollpacker.report.files import write_reports
 
-    return write_report(folder, show=display)
+    summary = write_reports(folder)
+    if display:
+        from rich.console import Console
+
+        from rollpacker.report.summary import render
+
+        Console().print(render(summary))
+    return summary
 
 
 def _utc_now() -> str:

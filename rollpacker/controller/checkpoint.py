@@ -71,8 +71,16 @@ def write_checkpoint(
     return final
 
 
+def has_checkpoint(root: Path) -> bool:
+    """Whether any checkpoint was completed, sound or not."""
+    return bool(_complete(root))
+
+
 def newest_checkpoint(root: Path) -> Checkpoint:
-    """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name."""
+    """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name.
+
+    Raises `CheckpointError`.
+    """
     problems = []
     for folder in _complete(root):
         problem = verify(folder)

@@ -31,7 +31,6 @@ _OWN = (
     "checkpoints",
     "tensorboard",
     "samples",
-    "run.lock",
 )
 
 RESUME_MUST_KEEP = ("seed", "model.path", "data", "rollout", "tail_batching.race", "rewards")
@@ -65,10 +64,9 @@ class RunFolder:
             raise
 
     def _check_state(self, *, resume: bool, overwrite: bool) -> None:
-        used = self.events.exists() or self.checkpoints.exists()
+        used = self.events.exists() or self.checkpoints.exists() or self.config.exists()
         if overwrite:
-            for name in _OWN:
-                self._remove(self.path / name)
+            self.clear()
         elif used and not resume:
             raise RunError(
                 f"{self.path} already holds a run: continue it with --resume, replace it with "
@@ -77,11 +75,13 @@ class RunFolder:
         elif resume and not used:
             raise RunError(f"there is no run to resume in {self.path}; start it without --resume")
 
-    def _remove(self, path: Path) -> None:
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != "run.lock":
-            path.unlink(missing_ok=True)
+    def clear(self) -> None:
+        """Remove what a run wrote here, and nothing else."""
+        for path in (self.path / name for name in _OWN):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def events(self) -> Path:

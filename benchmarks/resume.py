@@ -1,0 +1,253 @@
+"""Resume is exact: k steps, `kill -9`, resume equals the uninterrupted run, for every k.
+
+A tiny model is trained once without interruption. Then, for every k, a run is killed as soon as
+step k is committed and resumed to its end; and one run is killed at random moments until it is
+through. Compared by SHA-256: weights, optimizer, cursor, job (long queue and ledger) and metrics.
+The logs are checked by `exactly_once.py`, which shares no code with RollPacker.
+
+    python benchmarks/resume.py [--steps 12] [--kills 20] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exactly_once import check
+from machine import write_result
+
+ALPHABET = "0123456789+-=?.,: abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def write_model(folder: Path) -> None:
+    """A random Qwen2 of about 30 thousand parameters with a character tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rollpacker.train.model import write_character_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = write_character_tokenizer(ALPHABET, folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def write_config(folder: Path, steps: int) -> Path:
+    """A run with every kind of round, two epochs, and rewards that now and then have no verdict."""
+    (folder / "reward.py").write_text(
+        "def vowels(completions, **columns):\n"
+        "    found = [sum(c in 'aeiou' for c in text) for text in completions]\n"
+        "    return [None if n == 7 else n / max(1, len(t))\n"
+        "            for n, t in zip(found, completions)]\n"
+    )
+    rows = [{"prompt": f"{n}+{n % 7}="} for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "name": "reference",
+        "runs_dir": str(folder / "runs"),
+        "model": {"path": str(folder / "model"), "device": "cpu"},
+        "data": {"train": {"kind": "jsonl", "path": str(folder / "rows.jsonl")}},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "max_response_tokens": 40},
+        "train": {"steps": steps, "learning_rate": 1e-3, "threads": 1, "schedule": "linear"},
+        "rewards": [{"function": f"{folder / 'reward.py'}:vowels"}],
+        "checkpoint": {"every_steps": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return path
+
+
+class _KillAfter:
+    """An observer that kills its own process when `condition` holds for an entry."""
+
+    def __init__(self, condition: Callable[[Any], bool]) -> None:
+        self._condition = condition
+
+    def feed(self, entry: Any) -> None:
+        if self._condition(entry):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        pass
+
+
+def _train(
+    config: Path, overrides: list[str], resume: bool, kill: Callable[[Any], bool] | float | None
+):
+    from rollpacker.cli.train import train
+
+    os.setsid()
+    observers = [_KillAfter(kill)] if callable(kill) else []
+    if isinstance(kill, float):
+        threading.Timer(kill, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    train(config, overrides, resume=resume, observers=observers)
+    os._exit(0)
+
+
+def run(
+    config: Path,
+    name: str,
+    *,
+    resume: bool = False,
+    kill: Callable[[Any], bool] | float | None = None,
+    overrides: tuple[str, ...] = (),
+) -> int:
+    """Train in a forked process (so that torch is imported once). Returns its exit code."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_train, args=(config, [f"name={name}", *overrides], resume, kill)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """SHA-256 of everything that must not depend on interruptions."""
+    checkpoint = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+    state = json.loads((checkpoint / "state.json").read_text())
+    metrics = [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "perf/"))}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    job = {name: value for name, value in state["job"].items() if name != "num_late"}
+    return {
+        "weights": _sha256((checkpoint / "model" / "model.safetensors").read_bytes()),
+        "optimizer": _sha256((checkpoint / "trainer" / "optimizer.safetensors").read_bytes()),
+        "schedule": _sha256((checkpoint / "trainer" / "trainer.json").read_bytes()),
+        "cursor": _sha256(json.dumps(state["cursor"], sort_keys=True).encode()),
+        "job": _sha256(json.dumps(job, sort_keys=True).encode()),
+        "metrics": _sha256(json.dumps(metrics, sort_keys=True).encode()),
+    }
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def committed(step: int) -> Callable[[Any], bool]:
+    return lambda entry: (
+        getattr(getattr(entry, "event", None), "step", None) == step
+        and type(entry.event).__name__ == "Committed"
+    )
+
+
+def killed_at_every_step(config: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
+    """For every k: killed once step k is committed, then resumed."""
+    expected = fingerprints(folder / "runs" / "reference")
+    results = []
+    for k in range(1, steps + 1):
+        name = f"killed-{k}"
+        code = run(config, name, kill=committed(k))
+        assert code == -signal.SIGKILL, f"the run was to be killed after step {k}, it exited {code}"
+        assert run(config, name, resume=True) == 0
+        different = [
+            part
+            for part, digest in fingerprints(folder / "runs" / name).items()
+            if digest != expected[part]
+        ]
+        problems = check(folder / "runs" / name / "events.jsonl")["problems"]
+        results.append({"k": k, "different": different, "problems": problems})
+        print(f"killed after step {k}: {different or 'equal'}", flush=True)
+    return results
+
+
+def killed_at_random(config: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """One run, killed `kills` times at random moments, checkpoints every second step."""
+    rng = random.Random(seed)
+    name, overrides = "random", ("checkpoint.every_steps=2",)
+    killed = 0
+    while killed < kills:
+        kill = rng.uniform(0.2, 4.0)
+        if run(config, name, resume=killed > 0, kill=kill, overrides=overrides) == 0:
+            break
+        killed += 1
+    else:
+        assert run(config, name, resume=True, overrides=overrides) == 0
+    result = check(folder / "runs" / name / "events.jsonl")
+    expected = fingerprints(folder / "runs" / "reference")
+    found = fingerprints(folder / "runs" / name)
+    result["kills"] = killed
+    result["different"] = [part for part in expected if expected[part] != found[part]]
+    return result
+
+
+def measure(steps: int, kills: int) -> dict[str, Any]:
+    import torch
+    import transformers  # noqa: F401  (imported once, before the forks)
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_model(folder / "model")
+        config = write_config(folder, steps)
+        assert run(config, "reference") == 0
+        assert run(config, "again") == 0
+        again = fingerprints(folder / "runs" / "again") == fingerprints(
+            folder / "runs" / "reference"
+        )
+        total = check(folder / "runs" / "reference" / "events.jsonl")
+        every = killed_at_every_step(config, folder, total["steps"])
+        long_config = write_config(folder, max(steps, 6 * kills))
+        assert run(long_config, "reference", overrides=("runs_dir=" + str(folder / "long"),)) == 0
+        (folder / "runs").rename(folder / "short-runs")
+        (folder / "long").rename(folder / "runs")
+        at_random = killed_at_random(long_config, folder, kills, seed=0)
+    return {
+        "two_runs_equal": again,
+        "steps": total["steps"],
+        "killed_after_each_step": every,
+        "killed_at_random": at_random,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="4 steps, 4 kills, nothing is written")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    result = measure(4, 4) if args.quick else measure(args.steps, args.kills)
+    at_random = result["killed_at_random"]
+    good = (
+        result["two_runs_equal"]
+        and not any(r["different"] or r["problems"] for r in result["killed_after_each_step"])
+        and not at_random["different"]
+        and not at_random["problems"]
+    )
+    result["all_equal"] = good
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    print(json.dumps({k: v for k, v in result.items() if k != "killed_after_each_step"}, indent=1))
+    if not args.quick:
+        write_result("resume", result)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
