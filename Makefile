@@ -1,0 +1,51 @@
+# The README's commands. Everything goes into .venv; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# torch comes first and pinned, so that nothing below pulls in another build of it.
+# An installed torch >= 2.11 of your own choice stays: TORCH= make quickstart
+TORCH  ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help quickstart test lint bench docs clean
+
+help:
+	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
+	@echo "make test         set up .venv and run linter, type checker and tests"
+	@echo "make bench        run every benchmark and rewrite benchmarks/results (about an hour, quiet machine)"
+	@echo "make docs         rewrite the generated parts of docs/"
+	@echo "make clean        remove .venv and caches; runs/ stays"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "RollPacker needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(if $(TORCH),$(BIN)/pip install --quiet "$(TORCH)")
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/make_demonstrations.py
+	$(BIN)/rollpacker warmup configs/quickstart-warmup.yaml
+	$(BIN)/rollpacker train configs/quickstart.yaml --overwrite
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,23 @@
+"""One torch thread (threads fight on small machines), no network, fast tests first."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+
+_ORDER = ("core", "config", "report", "data", "rewards", "cli", "controller", "train", "rollout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The pure and quick folders before those that need a model."""
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+
+    items.sort(key=rank)

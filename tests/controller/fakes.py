@@ -1,0 +1,254 @@
+"""Parts that meet the protocols without a model: small, quick, and as broken as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollpacker.config.schema import (
+    CheckpointConfig,
+    DeadlineConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from rollpacker.controller.driver import Controller, Parts
+from rollpacker.controller.event_log import LogWriter
+from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.core.job import Job, JobConfig
+from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
+from rollpacker.data.cursor import PromptCursor
+from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
+from rollpacker.rollout.base import EngineOutput, EngineStatus, GenerationRequest, Response
+from rollpacker.train.base import ModelConfig, TrainConfig, TrainSample
+
+
+class FakeEngine:
+    """Responses of known lengths; one token per step, all at once, like the real one."""
+
+    def __init__(self, silent: bool = False) -> None:
+        self.silent = silent
+        self.version = 0
+        self.steps = 0
+        self._live: dict[SampleId, list[Any]] = {}
+        self._wake = threading.Condition()
+        self._closed = False
+        self._gone: list[SampleId] = []
+
+    def start(self, listener: Callable[..., None], on_error: Callable[..., None]) -> None:
+        self._listener, self._on_error = listener, on_error
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        with self._wake:
+            for request in requests:
+                length = 1 + hash((request.sample.prompt.row, request.sample.index)) % 9
+                self._live[request.sample] = [request, 0, length]
+            self._wake.notify()
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        with self._wake:
+            self._gone += [sample for sample in samples if sample in self._live]
+            self._wake.notify()
+
+    def _work(self) -> None:
+        try:
+            while not self._closed:
+                with self._wake:
+                    if (not self._live or self.silent) and not self._gone:
+                        self._wake.wait(0.05)
+                        continue
+                    outputs = self._step()
+                if outputs:
+                    self._listener(outputs)
+        except BaseException as error:
+            self._on_error(error)
+
+    def _step(self) -> list[EngineOutput]:
+        outputs = []
+        for sample in self._gone:
+            if (entry := self._live.pop(sample, None)) is not None:
+                event = SampleAborted(time_s=0, sample=sample, num_tokens=entry[1])
+                outputs.append(EngineOutput(event))
+        self._gone = []
+        if outputs:
+            return outputs
+        self.steps += 1
+        for sample, entry in list(self._live.items()):
+            entry[1] += 1
+            if entry[1] == entry[2]:
+                outputs.append(self._finished(sample, entry[0], entry[1]))
+                del self._live[sample]
+        return outputs
+
+    def _finished(self, sample: SampleId, request: GenerationRequest, length: int) -> EngineOutput:
+        event = SampleGenerated(
+            time_s=0, sample=sample, num_tokens=length, finish_reason="stop", version=self.version
+        )
+        response = Response(
+            sample=sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=(7,) * length,
+            log_probs=(-1.0,) * length,
+            finish_reason="stop",
+            version=self.version,
+        )
+        return EngineOutput(event, response)
+
+    async def update_weights(self, version: int) -> None:
+        self.version = version
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            num_running=len(self._live),
+            num_waiting=0,
+            version=self.version,
+            generated_tokens=0,
+            decode_steps=self.steps,
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+
+
+@dataclass
+class FakeTrainer:
+    version: int = 0
+    fail_at: int | None = None
+    error: BaseException | None = None
+    trained: list[list[SampleId]] = field(default_factory=list)
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        self.trained.append([sample.sample for sample in samples])
+
+    async def apply(self) -> dict[str, float]:
+        if self.fail_at == self.version + 1:
+            assert self.error is not None
+            raise self.error
+        self.version += 1
+        return {"actor/grad_norm": 1.0}
+
+    def save(self, folder: Path) -> None:
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "version.txt").write_text(str(self.version))
+
+    def load(self, folder: Path) -> None:
+        self.version = int((folder / "trainer" / "version.txt").read_text())
+
+
+@dataclass
+class FakeReward:
+    names: tuple[str, ...] = ("fake",)
+    hangs: bool = False
+    verdict: Callable[[RewardInput], Scored | Failed] = lambda sample: Scored(
+        value=len(sample.completion_tokens) % 2, parts={"fake": 1.0}
+    )
+
+    async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
+        if self.hangs:
+            await asyncio.sleep(1000)
+        return [self.verdict(sample) for sample in samples]
+
+
+@dataclass(frozen=True)
+class FakePrompts:
+    name: str = "train"
+    fingerprint: str = "none"
+    rows: tuple[PromptRow, ...] = tuple(
+        PromptRow(prompt=f"p{n}", tokens=(1, n), columns={}) for n in range(30)
+    )
+    num_dropped: dict[str, int] = field(default_factory=dict)
+
+
+def build_samples(groups: Sequence[Sequence[tuple[Response, float]]]) -> tuple[list, dict]:
+    flat = [
+        TrainSample(
+            sample=response.sample,
+            prompt_tokens=response.prompt_tokens,
+            response_tokens=response.tokens,
+            rollout_log_probs=response.log_probs,
+            advantage=reward,
+            token_weight=1.0,
+        )
+        for group in groups
+        for response, reward in group
+    ]
+    return flat, {}
+
+
+def run_config(steps: int = 6, **deadlines: float) -> RunConfig:
+    return RunConfig(
+        name="fake",
+        model=ModelConfig(path="nowhere"),
+        data=DataConfig(train=DatasetConfig(kind="jsonl", path="nowhere")),
+        rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_response_tokens=9),
+        train=TrainConfig(steps=steps),
+        rewards=(RewardConfig(function="fake"),),
+        eval=EvalConfig(every_steps=2),
+        checkpoint=CheckpointConfig(every_steps=2),
+        deadlines=DeadlineConfig(**deadlines),
+    )
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+    def feed(self, entry: Any) -> None:
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        pass
+
+
+def make(
+    folder: Path,
+    config: RunConfig,
+    *,
+    engine: FakeEngine | None = None,
+    trainer: FakeTrainer | None = None,
+    reward: FakeReward | None = None,
+) -> tuple[Controller, Recorder]:
+    recorder = Recorder()
+    prompts = FakePrompts()
+    job = Job(
+        JobConfig(
+            prompts_per_step=config.rollout.prompts_per_step,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            max_steps=config.train.steps,
+            tail_batching=config.tail_batching,
+        )
+    )
+    parts = Parts(
+        job=job,
+        engine=engine or FakeEngine(),
+        trainer=trainer or FakeTrainer(),
+        reward=reward or FakeReward(),
+        prompts=prompts,
+        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]),
+        cursor=PromptCursor("train", len(prompts.rows), 0, True, None),
+        build_samples=build_samples,
+        decode=lambda tokens: "x" * len(tokens),
+        log=LogWriter(folder / "events.jsonl"),
+        samples=SampleWriter(folder / "samples"),
+        observers=[recorder],
+    )
+    controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)
+    controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
+    return controller, recorder
+
+
+def drive(controller: Controller) -> str:
+    async def go() -> str:
+        try:
+            return await controller.run()
+        finally:
+            await controller.close()
+
+    return asyncio.run(go())

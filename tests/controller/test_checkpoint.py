@@ -1,0 +1,133 @@
+"""Checkpoints survive what files suffer; run folders belong to one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollpacker.controller.base import RunError
+from rollpacker.controller.checkpoint import (
+    CheckpointError,
+    has_checkpoint,
+    newest_checkpoint,
+    write_checkpoint,
+)
+from rollpacker.controller.evaluation import pass_at_k
+from rollpacker.controller.event_log import LogWriter, cut_back
+from rollpacker.controller.run_folder import RunFolder, check_resume
+from rollpacker.core.records import Note
+
+
+def save(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"0123456789" * 100)
+
+
+def write(root: Path, step: int, keep_last: int = 10) -> Path:
+    return write_checkpoint(root, step, {"answer": step}, save, keep_last)
+
+
+def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    assert not has_checkpoint(tmp_path)
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=2)
+    newest = newest_checkpoint(tmp_path)
+    assert (newest.step, newest.state) == (3, {"answer": 3})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step_000002", "step_000003"]
+    assert (tmp_path / "latest").read_text() == "step_000003\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda f: (f / "model" / "weights").write_bytes(b"1123456789" * 100), "SHA-256"),
+        (lambda f: (f / "model" / "weights").write_bytes(b"short"), "5 bytes"),
+        (lambda f: (f / "model" / "weights").unlink(), "is missing"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: (f / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_text('{"step": 1, "files": {}}'), "another step"),
+        (lambda f: (f / "manifest.json").write_text('{"step": 2, "files": {}}'), "state.json"),
+        (lambda f: (f / "state.json").write_text("{}"), "state.json has"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, problem: str
+) -> None:
+    write(tmp_path, 1)
+    damage(write(tmp_path, 2))
+    assert newest_checkpoint(tmp_path).step == 1
+    assert "step_000002" in caplog.text and problem in caplog.text
+
+
+def test_no_good_one_at_all_is_said(tmp_path: Path) -> None:
+    (write(tmp_path, 1) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000001: state\.json is missing"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
+    def full_disk(folder: Path) -> None:
+        save(folder)
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path, 1)
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(tmp_path, 2, {}, full_disk, 10)
+    assert newest_checkpoint(tmp_path).step == 1
+    write(tmp_path, 2)
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_one_run_at_a_time_and_no_overwriting_by_accident(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", resume=False, overwrite=False)
+    with pytest.raises(RunError, match="another run is at work"):
+        RunFolder(tmp_path / "run", resume=False, overwrite=False)
+    folder.events.write_text("")
+    folder.close()
+    with pytest.raises(RunError, match="--resume"):
+        RunFolder(tmp_path / "run", resume=False, overwrite=False)
+    (tmp_path / "run" / "mine.txt").write_text("keep")
+    RunFolder(tmp_path / "run", resume=False, overwrite=True).close()
+    assert not folder.events.exists() and (tmp_path / "run" / "mine.txt").exists()
+    with pytest.raises(RunError, match="no run to resume"):
+        RunFolder(tmp_path / "other", resume=True, overwrite=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="in the way"):
+        RunFolder(tmp_path / "file", resume=False, overwrite=False)
+
+
+def test_a_resume_refuses_what_would_make_another_run() -> None:
+    same = {"model": "a", "train_data": "c"}
+    harmless = check_resume(
+        [("train.steps", 10, 20), ("rollout.engine.max_slots", None, 4)], same, same
+    )
+    assert harmless == ["train.steps: 10 -> 20", "rollout.engine.max_slots: None -> 4"]
+    for change in (("seed", 0, 1), ("data.train.path", "a", "b"), ("rewards[0].weight", 1, 2)):
+        with pytest.raises(RunError, match="refused"):
+            check_resume([change], same, same)
+    with pytest.raises(RunError, match="the training data changed"):
+        check_resume([], same, {**same, "train_data": "d"})
+
+
+def test_a_log_is_cut_back_and_the_rest_kept(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = LogWriter(path)
+    note = Note(time_s=1.0, name="evaluation", seconds=0.5, step=1)
+    log.append(note)
+    size = log.flush()
+    log.append(note)
+    log.close()
+    assert len(path.read_text().splitlines()) == 2
+    cut_back(path, size)
+    assert len(path.read_text().splitlines()) == 1
+    assert len(path.with_suffix(".lost.jsonl").read_text().splitlines()) == 1
+
+
+def test_pass_at_k_is_the_chance_that_k_draws_hold_a_pass() -> None:
+    metrics = pass_at_k({0: (1, 4), 1: (4, 4), 2: (0, 4)}, most=4)
+    assert metrics["eval/pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert metrics["eval/pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)  # 1 - (3/4)(2/3)
+    assert metrics["eval/pass@4"] == pytest.approx(2 / 3)
+    assert pass_at_k({0: (1, 1)}, most=2) == {"eval/pass@1": 1.0}
