@@ -72,6 +72,9 @@ def load_policy(
         max_context_tokens=_context_tokens(model_config.path),
         max_response_tokens=config.rollout.max_response_tokens,
     )
+    for prompts in (train_prompts, eval_prompts):
+        if prompts is not None:
+            reward.check(row.columns for row in prompts.rows)
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)

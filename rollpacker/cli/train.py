@@ -195,6 +195,7 @@ class _Session:
     ) -> None:
         """A resume must find what the run began with; a new run writes it down."""
         from rollpacker.cli.parts import identity
+        from rollpacker.config.document import parse_document, read_text
         from rollpacker.config.load import differences, save_config, to_plain
         from rollpacker.controller.event_log import cut_back
         from rollpacker.controller.run_folder import check_resume
@@ -202,9 +203,7 @@ class _Session:
 
         now = identity(self.config, policy)
         if checkpoint is not None:
-            import yaml
-
-            old = yaml.safe_load(self.folder.config.read_text(encoding="utf-8"))
+            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
             changes = check_resume(differences(old, to_plain(self.config)), before, now)
             for change in changes:
                 logger.warning("resuming with a change: %s", change)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
-from rollpacker.core.job import TailBatchingConfig
+from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.data.base import DataConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
@@ -40,7 +40,8 @@ class RolloutConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.samples_per_prompt < 2:
             raise ValueError(
-                "samples_per_prompt must be at least 2: a group of one has no baseline to compare with"
+                "samples_per_prompt must be at least 2: a group of one has no baseline to compare"
+                " with"
             )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(
@@ -148,7 +149,8 @@ class WarmupConfig:
     model: ModelConfig | None = None
     """Start from this model ..."""
     architecture: dict[str, object] | None = None
-    """... or from random weights of this one: `model_type` and the fields of its transformers config."""
+    """... or from random weights of this one: `model_type` and the fields of its transformers
+    config."""
     alphabet: str | None = None
     """With `architecture`: build a tokenizer of single characters from these."""
     seed: int = 0

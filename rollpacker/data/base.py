@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -22,6 +23,10 @@ class TaskConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the task's own config, such as min_terms."""
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight must be more than 0, not {self.weight}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
@@ -29,7 +34,8 @@ class DatasetConfig:
 
     kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface"]
     path: str | None = None
-    """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub (huggingface)."""
+    """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
+    (huggingface)."""
     split: str = "train"
     """huggingface only."""
     subset: str | None = None
@@ -44,9 +50,31 @@ class DatasetConfig:
     answer_column: str | None = None
     """Its value reaches rewards as `answer`, whatever it is called in the file."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt, such as "{question}\\n"."""
+    """Python format string over the row's columns that makes the prompt, such as
+    "{question}\\n"."""
+    prompt_function: str | None = None
+    """`module:function` or `file.py:function`: takes the row as a dict and returns the prompt.
+    Instead of `prompt_template`."""
     system_prompt: str | None = None
-    """Put in front of chat messages (a string prompt becomes a user message then)."""
+    """Put in front of chat messages (a string prompt becomes a user message then). Messages that
+    begin with a system message keep their own."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "reasoning_gym":
+            if not self.tasks:
+                raise ValueError("tasks must name at least one task, such as [{task: chain_sum}]")
+            if self.size is None:
+                raise ValueError("size must say how many rows to make")
+            if self.path is not None:
+                raise ValueError("path is not used by kind reasoning_gym; leave it out")
+        elif self.path is None:
+            raise ValueError(f"path must say where the data is (kind {self.kind})")
+        elif self.tasks:
+            raise ValueError("tasks is for kind reasoning_gym only")
+        if self.size is not None and self.size < 1:
+            raise ValueError(f"size must be at least 1, not {self.size}")
+        if self.prompt_template is not None and self.prompt_function is not None:
+            raise ValueError("prompt_template and prompt_function exclude each other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +85,8 @@ class DataConfig:
     eval: DatasetConfig | None = None
     """None with eval_fraction 0: no evaluation."""
     eval_fraction: float = 0.0
-    """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one side."""
+    """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one
+    side."""
     max_prompt_tokens: int = 1024
     """Longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
@@ -100,8 +129,8 @@ class Cursor(Protocol):
     """Which prompts come next. Seeded, resumable, exact."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and whether all epochs
-        have. The next call then starts the next epoch."""
+        """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and
+        whether all epochs have. The next call then starts the next epoch."""
         ...
 
     def state(self) -> dict[str, Any]: ...

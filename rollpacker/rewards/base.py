@@ -46,7 +46,8 @@ class Reward(Protocol):
     """Names of the parts, in order."""
 
     async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order. Never raises for what a sample or a function did."""
+        """Judge a batch; one verdict each, same order. Never raises for what a sample or a function
+        did."""
         ...
 
 

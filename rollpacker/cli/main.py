@@ -1,0 +1,97 @@
+"""`rollpacker VERB ...`: parses, runs the verb, and turns errors into one message and an exit code.
+
+Every verb is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. Heavy
+imports belong inside `run`, so that `rollpacker --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rollpacker.cli.errors import EXIT_CODES, report_error
+
+VERBS = ("train", "warmup", "eval", "replay", "report")
+
+_EXAMPLES = """\
+examples:
+  rollpacker train configs/quickstart.yaml
+  rollpacker train configs/quickstart.yaml rollout.prompts_per_step=32 train.learning_rate=1e-4
+  rollpacker train configs/quickstart.yaml --dry-run    the batch arithmetic; nothing is loaded
+  rollpacker train configs/quickstart.yaml --resume     goes on exactly where it stopped
+  rollpacker report runs/quickstart                     the summary table again, and the timeline
+
+'rollpacker VERB --help' tells more about one verb.
+
+exit codes:
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line and points to the help, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n'{self.prog} --help' shows how it is used.\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"rollpacker {version('rollpacker')}")
+        parser.exit(0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every verb."""
+    codes = "".join(f"  {code:<4} {meaning}\n" for code, meaning in EXIT_CODES.items())
+    parser = _Parser(
+        prog="rollpacker",
+        description="On-policy RL post-training of language models that does not wait for the "
+        "longest response.",
+        epilog=_EXAMPLES + codes,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in VERBS:
+        importlib.import_module(f"rollpacker.cli.{verb}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (see `EXIT_CODES`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        arguments = ["--help"]
+    verb = arguments[0]
+    if not verb.startswith("-") and verb not in VERBS:
+        print(_unknown_verb(verb), file=sys.stderr)
+        return 2
+    try:
+        args = build_parser().parse_args(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        return int(importlib.import_module(f"rollpacker.cli.{args.verb}").run(args))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    # The outermost frame: whatever got here ends the process, and with a message.
+    except BaseException as error:
+        return report_error(error)
+
+
+def _unknown_verb(verb: str) -> str:
+    near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+    if near:
+        return f"rollpacker: there is no verb {verb!r}. Did you mean '{near[0]}'?"
+    if verb.endswith((".yaml", ".yml")):
+        return f"rollpacker: the verb is missing. Did you mean 'rollpacker train {verb}'?"
+    return f"rollpacker: there is no verb {verb!r}. The verbs are {', '.join(VERBS)}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`rollpacker report RUN`: the summary table again, and fresh timeline, trace and summary files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="summary table, timeline picture and trace of a run",
+        description="Reads a run's event log, prints the summary table, and writes summary.json, "
+        "timeline.png and trace.json (open it at ui.perfetto.dev) into the run's folder. "
+        "Works on a run that is still going or that was killed.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="write the files here instead of the run's folder"
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="FIRST[-LAST]",
+        help="steps in timeline.png, such as 5 or 5-9 (default: six steps, around a long round)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="RUN",
+        help="a second run, without tail batching: also write comparison.png of the two",
+    )
+    parser.add_argument(
+        "--trace-steps",
+        metavar="N",
+        type=int,
+        default=50,
+        help="last steps in trace.json (default %(default)s; every sample is a span)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from rollpacker.report.files import write_reports
+    from rollpacker.report.log import EventLog, events_path
+    from rollpacker.report.summary import render
+    from rollpacker.report.timeline import draw_comparison
+
+    console = Console()
+    events = events_path(args.run)
+    folder = Path(args.out) if args.out else events.parent
+    log = EventLog(events)
+    summary = write_reports(
+        args.run,
+        out=folder,
+        steps=parse_steps(args.steps),
+        trace_steps=args.trace_steps,
+        log=log,
+    )
+    if log.truncated:
+        told = (
+            f"The last line of {events} is cut off (the run was killed while it wrote): left out."
+        )
+        console.print(Text(told, style="yellow"), soft_wrap=True)
+    if summary["steps"]["total"] == 0:
+        console.print(Text(f"{events} holds no finished step yet."), soft_wrap=True)
+        return 0
+    written = ["summary.json", "timeline.png", "trace.json"]
+    if args.against:
+        draw_comparison(events, events_path(args.against), folder / "comparison.png")
+        written.append("comparison.png")
+    console.print(render(summary))
+    console.print(Text(f"\nWrote {', '.join(written)} to {folder}."), soft_wrap=True)
+    return 0
+
+
+def parse_steps(text: str | None) -> range | None:
+    """Steps from "5" or "5-9"; None for None. Raises `ValueError` for anything else."""
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+        raise ValueError(f"--steps takes one step or a range, such as 5 or 5-9, not {text!r}")
+    return range(int(first), int(last or first) + 1)

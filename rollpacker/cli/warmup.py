@@ -1,0 +1,89 @@
+"""`rollpacker warmup CONFIG [key=value ...]`: supervised fine-tuning that writes a model folder."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollpacker.config.schema import WarmupConfig
+    from rollpacker.train.warmup import WarmupProgress, WarmupResult
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "warmup",
+        help="fine-tune a model on prompt-completion pairs before reinforcement learning",
+        description="Fine-tune on JSONL rows of prompt and completion, and write a model folder.",
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace single settings")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code. Raises `ValueError` (config, data, model), whose message is for the user."""
+    from rich.console import Console
+
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import WarmupConfig
+    from rollpacker.train.warmup import run_warmup
+
+    config = load_config(args.config, args.overrides, WarmupConfig)
+    console = Console()
+    if console.is_terminal:
+        result = _with_progress_bar(config, console)
+    else:
+        result = run_warmup(config, _LinePrinter(console))
+    losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
+    console.print(
+        f"Warmed up {result.num_parameters:,} parameters in {result.elapsed_s:.0f} s "
+        f"(final loss by stage: {losses}). The model is in {result.output}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _with_progress_bar(config: WarmupConfig, console: Console) -> WarmupResult:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rollpacker.train.warmup import run_warmup
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        tasks = [
+            bar.add_task(f"Warm-up {i + 1}/{len(config.stages)}", total=stage.steps, loss=0.0)
+            for i, stage in enumerate(config.stages)
+        ]
+
+        def show(progress: WarmupProgress) -> None:
+            bar.update(tasks[progress.stage], completed=progress.step, loss=progress.loss)
+
+        return run_warmup(config, show)
+
+
+class _LinePrinter:
+    """One line per tenth of a stage, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, progress: WarmupProgress) -> None:
+        tenth = progress.step * 10 // progress.num_steps
+        if tenth == (progress.step - 1) * 10 // progress.num_steps:
+            return
+        self._console.print(
+            f"warm-up {progress.stage + 1}/{progress.num_stages}: "
+            f"step {progress.step}/{progress.num_steps}, loss {progress.loss:.3f}, "
+            f"{progress.elapsed_s:.0f} s",
+            highlight=False,
+            soft_wrap=True,
+        )

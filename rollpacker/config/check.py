@@ -1,0 +1,239 @@
+"""Plain values to the config's dataclasses: every key known, every value of its type.
+
+Walks the schema and asks pydantic (strict) about each leaf, so that all problems of a file are
+found in one go and each names its key, its value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rollpacker.config.document import Path_, nearest
+
+_FAILED = object()
+
+
+@functools.cache
+def field_types(schema: type) -> dict[str, Any]:
+    """The resolved type of every field of a dataclass."""
+    return typing.get_type_hints(schema)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; a tuple of one for anything else."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def nested_schema(kind: Any) -> type | None:
+    """The dataclass that a value of this type is made into, if it is one."""
+    return next((m for m in members(kind) if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
+
+
+def item_schema(kind: Any) -> type | None:
+    """The dataclass of the items, where the type is `tuple[SomeDataclass, ...]`."""
+    for member in members(kind):
+        if get_origin(member) is tuple:
+            return nested_schema(get_args(member)[0])
+    return None
+
+
+def allowed(kind: Any) -> str:
+    """A type in the user's words."""
+    parts = members(kind)
+    choices = [c for m in parts if get_origin(m) is Literal for c in get_args(m)]
+    words = [_WORDS.get(m) or _container_words(m) for m in parts if get_origin(m) is not Literal]
+    if choices:
+        quoted = ", ".join(f'"{c}"' for c in choices)
+        words.append(f"one of {quoted}" if len(choices) > 1 else quoted)
+    if "null" in words:
+        words.remove("null")
+        words.append("null")
+    return " or ".join(words)
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    types.NoneType: "null",
+}
+
+
+def _container_words(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"a list (each item {allowed(arguments[0])})"
+        return f"a list of {len(arguments)} (each {allowed(arguments[0])})"
+    return "a mapping"
+
+
+class Checker:
+    """Builds one schema from plain values and collects what is wrong with them."""
+
+    def __init__(self, raw: Mapping[Path_, str]) -> None:
+        self.problems: list[tuple[Path_, str]] = []
+        self._raw = raw
+        """What the user typed for an override, for the keys that want a text."""
+
+    def build(self, schema: type, value: Any, path: Path_) -> Any:
+        """An instance, or a sentinel after adding to `problems`."""
+        if not isinstance(value, Mapping):
+            keys = ", ".join(field_types(schema))
+            return self._refuse(
+                path, f"is {_show(value)}. Allowed: a mapping with keys such as {keys}"
+            )
+        hints = field_types(schema)
+        for key in value:
+            if key not in hints:
+                self._refuse((*path, key), f"is no known key.{nearest(str(key), hints)}")
+        arguments: dict[str, Any] = {}
+        complete = all(key in hints for key in value)
+        for field in dataclasses.fields(schema):
+            if field.name in value:
+                kind = hints[field.name]
+                arguments[field.name] = self._field(kind, value[field.name], (*path, field.name))
+                complete = complete and arguments[field.name] is not _FAILED
+            elif _required(field):
+                self._refuse(
+                    (*path, field.name), f"is not set. Allowed: {allowed_value(hints[field.name])}"
+                )
+                complete = False
+        if not complete:
+            return _FAILED
+        try:
+            return schema(**arguments)
+        except ValueError as error:
+            return self._refuse_whole(path, hints, str(error))
+
+    def _field(self, kind: Any, value: Any, path: Path_) -> Any:
+        if value is None and types.NoneType in members(kind):
+            return None
+        if value == "???":
+            return self._refuse(path, f"is not set. Allowed: {allowed_value(kind)}")
+        schema = nested_schema(kind)
+        if schema is not None:
+            return self.build(schema, value, path)
+        schema = item_schema(kind)
+        if schema is not None:
+            if not isinstance(value, list):
+                return self._refuse(path, f"is {_show(value)}. Allowed: a list of mappings")
+            items = [self.build(schema, v, (*path, i)) for i, v in enumerate(value)]
+            return _FAILED if any(item is _FAILED for item in items) else tuple(items)
+        return self._leaf(kind, value, path)
+
+    def _leaf(self, kind: Any, value: Any, path: Path_) -> Any:
+        unprintable = _unprintable(value)
+        if unprintable:
+            return self._refuse(path, f"holds {unprintable}")
+        candidates = [_prepared(kind, value)]
+        if path in self._raw and str in members(kind) and value is not None:
+            candidates.append(self._raw[path])
+        for candidate in candidates:
+            try:
+                return _adapter(kind).validate_python(candidate)
+            except ValidationError:
+                continue
+        problem = f"is {_show(value)}. Allowed: {allowed(kind)}"
+        choices = [str(c) for m in members(kind) if get_origin(m) is Literal for c in get_args(m)]
+        if isinstance(value, str) and choices:
+            problem += f".{nearest(value, choices)}"
+        elif str in members(kind) and isinstance(value, int | float):
+            problem += " (put it in quotes)"
+        return self._refuse(path, problem)
+
+    def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
+        """What a dataclass said of itself; its messages mostly begin with a field's name."""
+        name, _, rest = problem.partition(" ")
+        if name in hints and rest:
+            return self._refuse((*path, name), rest)
+        return self._refuse(path, f"cannot be used: {problem}" if path else problem)
+
+    def _refuse(self, path: Path_, problem: str) -> Any:
+        self.problems.append((path, problem))
+        return _FAILED
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def allowed_value(kind: Any) -> str:
+    """As `allowed`, for nested schemas too."""
+    schema = nested_schema(kind) or item_schema(kind)
+    if schema is None:
+        return allowed(kind)
+    required = [field.name for field in dataclasses.fields(schema) if _required(field)]
+    listed = f" with at least {', '.join(required)}" if required else ""
+    shape = "a mapping" if nested_schema(kind) else "a list of mappings"
+    return shape + listed
+
+
+def _prepared(kind: Any, value: Any) -> Any:
+    """Lists become tuples, and a text such as "1e-6" a number, where the type asks for it."""
+    parts = members(kind)
+    for part in parts:
+        if get_origin(part) is tuple and isinstance(value, list):
+            inner = get_args(part)
+            return tuple(_prepared(inner[0], item) for item in value)
+    if isinstance(value, str) and float in parts and str not in parts:
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def _unprintable(value: Any) -> str:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return "bytes that are not UTF-8"
+        return "a NUL character" if "\0" in value else ""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return next((found for item in value if (found := _unprintable(item))), "")
+    return ""
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        value = f'"{value}"'
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def to_plain_value(value: Any) -> Any:
+    """Dataclasses, tuples and mappings as dicts and lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: to_plain_value(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {key: to_plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_value(item) for item in value]
+    return value

@@ -1,0 +1,233 @@
+"""YAML text to plain values and back, with the line of every key.
+
+A config is somebody else's file: no tags, no aliases that grow without bound, no silent duplicates,
+and YAML 1.2's scalars (`no` is a text, `1e-6` a number) instead of YAML 1.1's surprises.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+MAX_FILE_BYTES = 1 << 20
+MAX_NODES = 20_000
+"""Values in one config, aliases expanded."""
+
+Path_ = tuple[str | int, ...]
+
+
+class ConfigError(ValueError):
+    """The config cannot be used. One message that lists every problem found."""
+
+
+_NUMBER_START = "-+0123456789."
+_SCALARS = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)$", _NUMBER_START),
+    (
+        "float",
+        r"^(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        _NUMBER_START,
+    ),
+    ("merge", r"^<<$", "<"),
+)
+"""Name, pattern and possible first characters of what is not a text."""
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, pattern, first_characters in _SCALARS:
+        entry = (f"tag:yaml.org,2002:{name}", re.compile(pattern))
+        for character in first_characters:
+            table.setdefault(character, []).append(entry)
+    return table
+
+
+class _SyntaxError(ConfigError):
+    pass
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    yaml_implicit_resolvers = _resolvers()
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes every text that the loader would read as something else."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{name}"
+    for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+}
+
+
+def dotted(path: Path_) -> str:
+    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    return ".".join(str(part) for part in path)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean "..."?`, or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def read_text(path: str | Path) -> str:
+    """The file's text. Every way in which it cannot be read is a `ConfigError`."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file.{_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; name a YAML file in it.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read ({reason}).") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; is it a config?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8; save the file as UTF-8.") from None
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")]
+    except OSError:
+        return f" The folder {path.parent} does not exist either."
+    return nearest(path.name, names)
+
+
+def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """A config file's mapping, and the line of each of its keys (from 1)."""
+    value, lines = _parse(text, where)
+    if value is None:
+        raise ConfigError(f"{where}: the file is empty.")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected `key: value` lines, not a {_kind(value)}.")
+    return value, lines
+
+
+def parse_value(text: str, where: str) -> Any:
+    """The right side of an override, read as YAML; what is no YAML, such as `[0-9]+`, is a text."""
+    try:
+        return _parse(text, where)[0]
+    except _SyntaxError:
+        return text
+
+
+def _parse(text: str, where: str) -> tuple[Any, dict[Path_, int]]:
+    lines: dict[Path_, int] = {}
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, lines
+            _Walk(where, lines).visit(node, ())
+            return loader.construct_document(node), lines
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise _SyntaxError(f"{where}{line}: not valid YAML: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise _SyntaxError(f"{where}: not valid YAML: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply.") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # such as an integer of ten thousand digits
+        raise ConfigError(f"{where}: {error}") from None
+
+
+class _Walk:
+    """Looks at every node before anything is built of it, aliases expanded."""
+
+    def __init__(self, where: str, lines: dict[Path_, int]) -> None:
+        self._where = where
+        self._lines = lines
+        self._num_nodes = 0
+        self._open: list[yaml.Node] = []
+
+    def visit(self, node: yaml.Node, path: Path_) -> None:
+        line = node.start_mark.line + 1
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise ConfigError(f"{self._where}: more than {MAX_NODES} values, aliases expanded.")
+        if node.tag not in _PLAIN_TAGS:
+            raise ConfigError(f"{self._where}, line {line}: the tag {node.tag} is not allowed.")
+        if any(node is parent for parent in self._open):
+            raise ConfigError(f"{self._where}, line {line}: an alias contains itself.")
+        self._open.append(node)
+        if isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._lines.setdefault((*path, index), item.start_mark.line + 1)
+                self.visit(item, (*path, index))
+        self._open.pop()
+
+    def _visit_mapping(self, node: yaml.MappingNode, path: Path_) -> None:
+        first_line: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag.endswith(":merge"):
+                self.visit(value, path)
+                continue
+            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
+                raise ConfigError(
+                    f"{self._where}, line {line}: a key must be a text; put it in quotes."
+                )
+            name = dotted((*path, key.value))
+            if key.value in first_line:
+                raise ConfigError(
+                    f"{self._where}: {name} is set twice, in line {first_line[key.value]} and in"
+                    f" line {line}. Keep one."
+                )
+            first_line[key.value] = line
+            self._lines[*path, key.value] = line
+            self.visit(value, (*path, key.value))
+
+
+def _kind(value: object) -> str:
+    return "list" if isinstance(value, list) else "single value"
+
+
+def write_document(value: dict[str, Any], path: str | Path) -> None:
+    """Write as YAML: complete or not at all. Raises `OSError`."""
+    path = Path(path)
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+    )
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

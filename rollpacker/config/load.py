@@ -1,0 +1,202 @@
+"""One config for a run: a YAML file and `a.b.c=value` overrides, checked once, frozen, saved.
+
+`${a.b}` refers to another value of the same config. Nothing else is looked up: no environment, no
+files, and nothing is ever instantiated by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+
+from rollpacker.config.check import Checker, to_plain_value
+from rollpacker.config.document import (
+    ConfigError,
+    Path_,
+    dotted,
+    nearest,
+    parse_document,
+    parse_value,
+    read_text,
+    write_document,
+)
+
+__all__ = ["ConfigError", "differences", "load_config", "save_config", "to_plain"]
+
+T = TypeVar("T")
+
+MAX_REFERENCES = 100
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+
+def load_config(path: str | Path, overrides: Sequence[str], schema: type[T]) -> T:
+    """The file with the overrides applied, as an instance of `schema`.
+
+    Raises `ConfigError` with one message that lists everything that is wrong.
+    """
+    tree, lines = parse_document(read_text(path), str(path))
+    problems: list[str] = []
+    raw: dict[Path_, str] = {}
+    for override in overrides:
+        try:
+            target, text = _override(tree, override)
+            raw[target] = text
+        except ConfigError as error:
+            problems.append(str(error))
+    tree, found = _resolved(tree)
+    checker = Checker(raw)
+    config = checker.build(schema, tree, ())
+    for place, problem in found + checker.problems:
+        end = "" if problem.endswith(("?", ".", ")")) else "."
+        subject = f"{dotted(place)}{_origin(place, raw, lines)} " if place else ""
+        problems.append(f"{subject}{problem}{end}")
+    if problems:
+        raise ConfigError(_message(str(path), problems))
+    return cast(T, config)
+
+
+def _message(path: str, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"{path}: {problems[0]}"
+    return f"{path}: {len(problems)} problems\n" + "\n".join(f"  - {p}" for p in problems)
+
+
+def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) -> str:
+    """Where a key comes from: the override or the line that set it, or else set its section."""
+    inside = (path for path in raw if path[: len(place)] == place and place not in lines)
+    for path in [*inside, *(place[:size] for size in range(len(place), 0, -1))]:
+        if path in raw:
+            return f" (override {dotted(path)}={raw[path]})"
+        if path in lines:
+            return f" (line {lines[path]})"
+    return ""
+
+
+def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
+    """Apply `a.b.0.c=value` to the tree; the path and the value's text."""
+    name, equals, text = override.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise ConfigError(f'override "{override}": expected key=value, such as train.steps=20.')
+    value = parse_value(text, f'override "{override}"')
+    parts = name.split(".")
+    if not all(parts):
+        raise ConfigError(f'override "{override}": the key {name} has an empty part.')
+    at: Any = tree
+    path: list[str | int] = []
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        key = _step(at, part, path, override)
+        path.append(key)
+        if last:
+            at[key] = value
+        elif isinstance(at, dict) and not isinstance(at.get(key), dict | list):
+            if at.get(key) is not None:
+                raise ConfigError(
+                    f'override "{override}": {dotted(tuple(path))} is a single value,'
+                    " it has no keys."
+                )
+            at[key] = {}
+        at = at[key]
+    return tuple(path), text
+
+
+def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int:
+    if isinstance(at, dict):
+        return part
+    if not isinstance(at, list):
+        raise ConfigError(
+            f'override "{override}": {dotted(tuple(path))} is a single value, it has no keys.'
+        )
+    if not part.isdecimal() or int(part) >= len(at):
+        entries = f"0 to {len(at) - 1}" if at else "none, the list is empty"
+        raise ConfigError(
+            f'override "{override}": {dotted(tuple(path))} is a list; entries: {entries}.'
+        )
+    return int(part)
+
+
+def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, str]]]:
+    """The tree with every `${a.b}` replaced, and what is wrong with the references."""
+    references = [(p, v) for p, v in _leaves(tree) if isinstance(v, str) and "${" in v]
+    if not references:
+        return tree, []
+    num_references = sum(value.count("${") for _, value in references)
+    if num_references > MAX_REFERENCES:
+        return tree, [((), f"more than {MAX_REFERENCES} references ${{...}} in one config")]
+    problems = []
+    for path, value in references:
+        problem = _reference_problem(tree, value)
+        if problem:
+            problems.append((path, f'is "{value}": {problem}'))
+    if problems:
+        return tree, problems
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(tree), resolve=True)), []
+
+
+def _reference_problem(tree: dict[str, Any], value: str) -> str:
+    """Why this text's references are refused; empty if they are fine.
+
+    A reference may not lead to another one: nothing can then go in circles or grow without bound.
+    """
+    if "${" in _REFERENCE.sub("", value) or "\\${" in value:
+        return "only ${key} or ${part.key} of this config may be referred to, nothing else"
+    for name in _REFERENCE.findall(value):
+        at: Any = tree
+        for part in name.split("."):
+            if isinstance(at, list) and part.isdecimal() and int(part) < len(at):
+                at = at[int(part)]
+            elif isinstance(at, dict) and part in at:
+                at = at[part]
+            else:
+                known = (str(key) for key in at) if isinstance(at, dict) else ()
+                return f"this config sets no {name}.{nearest(part, known)}".rstrip(".")
+        if any(isinstance(leaf, str) and "${" in leaf for _, leaf in _leaves(at)):
+            return f"{name} is itself a reference; refer to the value directly"
+    return ""
+
+
+def to_plain(config: object) -> dict[str, Any]:
+    """The config as dicts and lists, every default written out."""
+    return cast(dict[str, Any], to_plain_value(config))
+
+
+def save_config(config: object, path: str | Path) -> None:
+    """Write the resolved config as YAML, atomically; `load_config` reads back an equal one."""
+    write_document(to_plain(config), path)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    """`(path, old value, new value)` for every leaf in which two plain configs differ.
+
+    A key that one side lacks has the value None there.
+    """
+    found: list[tuple[str, object, object]] = []
+    _compare(old, new, (), found)
+    return found
+
+
+def _compare(old: Any, new: Any, path: Path_, found: list[tuple[str, object, object]]) -> None:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in [*old, *(key for key in new if key not in old)]:
+            _compare(old.get(key), new.get(key), (*path, key), found)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            _compare(before, after, (*path, index), found)
+    elif old != new or isinstance(old, bool) != isinstance(new, bool):
+        found.append((dotted(path), old, new))

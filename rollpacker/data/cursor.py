@@ -1,0 +1,95 @@
+"""Which prompts come next: seeded, resumable, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollpacker.core.ids import PromptId
+from rollpacker.data.base import DataError
+
+
+class PromptCursor:
+    """Every row once per epoch, in an order that (seed, epoch) alone decides."""
+
+    def __init__(
+        self, name: str, num_rows: int, seed: int, shuffle: bool, max_epochs: int | None
+    ) -> None:
+        if num_rows < 1:
+            raise DataError(f"{name}: there are no rows to draw prompts from.")
+        if max_epochs is not None and max_epochs < 1:
+            raise ValueError(f"max_epochs must be at least 1, not {max_epochs}")
+        self._name = name
+        self._num_rows = num_rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_epochs = max_epochs
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
+        """Up to `count` prompts of the epoch at hand, whether it ended with them, and whether all
+        epochs have. After the last epoch: none."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, not {count}")
+        if self._ended():
+            return (), True, True
+        rows = self._order[self._position : self._position + count]
+        prompts = tuple(PromptId(self._name, self._epoch, int(row)) for row in rows)
+        self._position += len(prompts)
+        epoch_ended = self._position == self._num_rows
+        if epoch_ended:
+            self._epoch += 1
+            self._position = 0
+            if not self._ended():
+                self._order = self._order_of(self._epoch)
+        return prompts, epoch_ended, self._ended()
+
+    def state(self) -> dict[str, Any]:
+        """Where the cursor is, as JSON-able values; `restore` continues exactly there."""
+        return {
+            "name": self._name,
+            "num_rows": self._num_rows,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises `DataError` if it is of other data or another seed.
+        """
+        for key, own in self.state().items():
+            if key not in state:
+                raise DataError(f"the saved place in the data ({self._name}) lacks {key}.")
+            if key not in ("epoch", "position") and state[key] != own:
+                raise DataError(
+                    f"cannot resume: the run drew its {self._name} prompts with {key}={state[key]},"
+                    f" now {key} is {own}. Restore the old dataset and settings, or start a new"
+                    " run."
+                )
+        epoch, position = state["epoch"], state["position"]
+        sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
+        if not sound or not 0 <= position < self._num_rows:
+            raise DataError(
+                f"cannot resume: epoch {epoch!r}, position {position!r} lies outside the data"
+                f" ({self._num_rows} rows)."
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _ended(self) -> bool:
+        return self._max_epochs is not None and self._epoch >= self._max_epochs
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(self._num_rows)
+        # numpy promises these bits for good, but not what `permutation` makes of them.
+        entropy = (int(self._seed < 0), abs(self._seed), epoch)
+        bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(self._num_rows)
+        return np.argsort(bits, kind="stable")

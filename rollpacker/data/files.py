@@ -1,0 +1,154 @@
+"""Rows of JSONL and parquet files and of Hugging Face datasets, each with where it came from."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollpacker.data.base import DataError, DatasetConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row before a prompt was made of it."""
+
+    where: str
+    """For messages: the file and line, or the dataset and row."""
+    columns: dict[str, Any]
+
+
+def read_rows(config: DatasetConfig) -> list[RawRow]:
+    """All rows of a jsonl, parquet or huggingface set, or the first `config.size`.
+
+    Raises `DataError` for what cannot be read, naming the file and line.
+    """
+    assert config.path is not None
+    if config.kind == "huggingface":
+        rows = _huggingface_rows(config)
+    else:
+        read = _jsonl_rows if config.kind == "jsonl" else _parquet_rows
+        suffix = ".jsonl" if config.kind == "jsonl" else ".parquet"
+        rows = (row for path in find_files(config.path, suffix) for row in read(path))
+    found = list(islice(rows, config.size))
+    if not found:
+        raise DataError(f"{config.path}: the dataset is empty, there is no row in it.")
+    return found
+
+
+def find_files(path: str, suffix: str) -> list[Path]:
+    """The files that a file name, a folder or a glob stands for, sorted."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = sorted(p for p in place.rglob(f"*{suffix}") if p.is_file())
+        if not found:
+            raise DataError(f"{path}: there is no *{suffix} file in this folder.")
+        return found
+    if place.is_file():
+        return [place]
+    found = sorted(Path(p) for p in glob.glob(str(place), recursive=True) if Path(p).is_file())
+    if not found:
+        names = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+        close = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
+        hint = f' Did you mean "{place.parent / close[0]}"?' if close else ""
+        raise DataError(f"{path}: no such file (looked in {Path.cwd()}).{hint}")
+    return found
+
+
+def _jsonl_rows(path: Path) -> Iterator[RawRow]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                text = _decoded(line, where, first=number == 1).strip()
+                if text:
+                    yield RawRow(where, _parsed(text, where))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def _decoded(line: bytes, where: str, first: bool) -> str:
+    try:
+        return line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: not UTF-8; save the file as UTF-8.") from None
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error.msg} (column {error.colno}).") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{where}: cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise DataError(
+            f'{where}: each line must be an object such as {{"prompt": "...", "answer": "..."}},'
+            f" not a {type(value).__name__}."
+        )
+    return value
+
+
+def _parquet_rows(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield RawRow(f"{path}, row {number}", columns)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        after = f" after row {number}" if number else ""
+        raise DataError(
+            f"{path}: not a readable parquet file{after}; is it complete? ({reason})"
+        ) from None
+
+
+def _huggingface_rows(config: DatasetConfig) -> Iterator[RawRow]:
+    dataset = _load_huggingface(config)
+    for number, columns in enumerate(dataset):
+        yield RawRow(f"{config.path} ({config.split}), row {number}", columns)
+
+
+def _load_huggingface(config: DatasetConfig) -> Any:
+    import datasets
+
+    assert config.path is not None
+    folder = Path(config.path).expanduser()
+    local = folder.is_dir()
+    try:
+        if local and (folder / "dataset_dict.json").is_file():
+            whole = datasets.load_from_disk(str(folder))
+            if config.split not in whole:
+                raise DataError(
+                    f"{config.path}: there is no split {config.split}; it has {', '.join(whole)}."
+                )
+            return whole[config.split]
+        if local and (folder / "state.json").is_file():
+            return datasets.load_from_disk(str(folder))
+        name = str(folder) if local else config.path
+        return datasets.load_dataset(name, name=config.subset, split=config.split)
+    except DataError:
+        raise
+    except ConnectionError as error:
+        raise DataError(
+            f"{config.path}: the Hugging Face hub cannot be reached ({error}). Without a network,"
+            " download the dataset elsewhere and set path to its folder, or use kind jsonl or"
+            " parquet."
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as error:
+        subset = f", subset {config.subset}" if config.subset else ""
+        reason = " ".join(str(error).split())[:400]
+        raise DataError(
+            f"{config.path} (split {config.split}{subset}) cannot be loaded:"
+            f" {type(error).__name__}: {reason}"
+        ) from None

@@ -1,0 +1,110 @@
+"""Rows from reasoning-gym's procedural tasks: nothing to download, every row made from a seed.
+
+Item i of a reasoning-gym dataset with seed s is drawn from `Random(s + i)`: seeds that lie close
+together share items. So every task of every mixture gets a seed of its own, far from the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollpacker.data.base import DataError, DatasetConfig, TaskConfig
+from rollpacker.data.files import RawRow
+
+_SEED_RANGE = 2**31
+"""Some tasks pass their seed on to generators that take 32 bits; leaves room for the rows."""
+
+
+def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
+    """`config.size` rows of the mixture, in a fixed random order.
+
+    `split` ("train" or "eval") is part of the seed: the two draw different problems from one config
+    seed. Columns: question, answer, metadata, task, task_options. Raises `DataError`.
+    """
+    assert config.size is not None
+    counts = shares([task.weight for task in config.tasks], config.size)
+    rows = []
+    for position, (task, count) in enumerate(zip(config.tasks, counts, strict=True)):
+        rows += _task_rows(task, count, _task_seed(config.seed, split, position, task), split)
+    order = np.argsort(
+        np.random.Philox(_task_seed(config.seed, split, -1, None)).random_raw(len(rows)),
+        kind="stable",
+    )
+    return [rows[index] for index in order]
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in proportion to `weights` that add up to `total` (largest remainders)."""
+    exact = [total * weight / math.fsum(weights) for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def create_task(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
+    """A reasoning-gym dataset. `DataError` for unknown tasks and options, with the nearest name."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise DataError(f"reasoning-gym has no task {task}.{_nearest(task, DATASETS)}")
+    known = inspect.signature(DATASETS[task][1]).parameters
+    for name in options:
+        if name not in known or name in ("seed", "size"):
+            own = [key for key in known if key not in ("seed", "size")]
+            raise DataError(
+                f"task {task} has no option {name}.{_nearest(name, own)} It has: {', '.join(own)}."
+            )
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
+    except Exception as error:  # the task's own checks: assertions, mostly without a text
+        reason = str(error) or "its own check of them failed"
+        raise DataError(
+            f"task {task} does not take the options {dict(options)}: {reason}"
+        ) from None
+
+
+def _task_rows(task: TaskConfig, count: int, seed: int, split: str) -> list[RawRow]:
+    if not count:
+        return []
+    dataset = create_task(task.task, task.options, count, seed)
+    options = dict(task.options)
+    rows = []
+    for index in range(count):
+        try:
+            item = dataset[index]
+        except Exception as error:  # whatever a third party's generator does
+            raise DataError(
+                f"task {task.task} could not make row {index} of {count} for {split}:"
+                f" {type(error).__name__}: {error}"
+            ) from None
+        columns = {
+            "question": item["question"],
+            "answer": item["answer"],
+            "metadata": item["metadata"],
+            "task": task.task,
+            "task_options": options,
+        }
+        rows.append(RawRow(f"{task.task}, item {index} ({split})", columns))
+    return rows
+
+
+def _task_seed(seed: int, split: str, position: int, task: TaskConfig | None) -> int:
+    options = json.dumps(dict(task.options), sort_keys=True, default=str) if task else ""
+    key = f"{seed}/{split}/{position}/{task.task if task else ''}/{options}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % _SEED_RANGE
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,273 @@
+"""Prompt sets: rows read, prompts made, tokenized and checked, train and eval kept apart.
+
+Whatever is left out is counted by reason and located; nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow
+from rollpacker.data.files import RawRow, read_rows
+from rollpacker.data.procedural import make_rows
+from rollpacker.data.rendering import NUM_SHOWN, Prompt, PromptMaker, tokenize
+
+logger = logging.getLogger(__name__)
+
+TOO_LONG = "prompt too long"
+IN_EVAL = "prompt also in eval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPrompts:
+    """All usable prompts of one split, in the file's order."""
+
+    name: str
+    rows: tuple[PromptRow, ...]
+    fingerprint: str
+    """SHA-256 over prompts, tokens and columns."""
+    num_dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A row on its way: located, with its prompt."""
+
+    where: str
+    prompt: Prompt
+    columns: dict[str, Any]
+
+
+def load_prompts(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_context_tokens: int | None = None,
+    max_response_tokens: int = 0,
+) -> tuple[LoadedPrompts, LoadedPrompts | None]:
+    """The prompts to train on and the held-out ones (None if the config has none).
+
+    A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
+    `max_context_tokens` together with `max_response_tokens`. Raises `DataError`.
+    """
+    limit = _prompt_limit(config, max_context_tokens, max_response_tokens)
+    train = _made_rows(config.train, "train")
+    held_out: list[_Made] | None = None
+    dropped: Counter[str] = Counter()
+    if config.eval is not None:
+        held_out = _made_rows(config.eval, "eval")
+        train = _without(train, held_out, dropped)
+    elif config.eval_fraction:
+        train, held_out = _split(train, config.eval_fraction)
+
+    def finish(name: str, rows: list[_Made], dropped: Counter[str]) -> LoadedPrompts:
+        kwargs = chat_template_kwargs
+        return _prompt_set(name, rows, dropped, config, tokenizer, kwargs, limit)
+
+    train_set = finish("train", train, dropped)
+    return train_set, None if held_out is None else finish("eval", held_out, Counter())
+
+
+def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int:
+    if context is None:
+        return config.max_prompt_tokens
+    if context - response < 1:
+        raise DataError(
+            f"the model's context has {context} tokens and a response may take {response}: no room"
+            " for a prompt. Lower rollout.max_response_tokens."
+        )
+    return min(config.max_prompt_tokens, context - response)
+
+
+def _made_rows(config: DatasetConfig, split: str) -> list[_Made]:
+    is_gym = config.kind == "reasoning_gym"
+    rows: list[RawRow] = make_rows(config, split) if is_gym else read_rows(config)
+    maker = PromptMaker(config, list(rows[0].columns))
+    made, problems = [], []
+    for row in rows:
+        try:
+            made.append(_Made(row.where, maker.prompt(row), maker.columns(row)))
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        shown = problems[:NUM_SHOWN]
+        more = f"\n  ... and {len(problems) - len(shown)} more" if len(problems) > NUM_SHOWN else ""
+        if len(problems) == 1:
+            raise DataError(problems[0])
+        raise DataError(
+            f"data.{split}: {len(problems)} of {len(rows)} rows cannot be used:\n  "
+            + "\n  ".join(shown)
+            + more
+        )
+    return made
+
+
+def _key(prompt: Prompt) -> bytes:
+    """The same for equal prompts, and for no others."""
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+
+
+def _without(train: list[_Made], held_out: list[_Made], dropped: Counter[str]) -> list[_Made]:
+    banned = {_key(row.prompt) for row in held_out}
+    kept = [row for row in train if _key(row.prompt) not in banned]
+    num_banned = len(train) - len(kept)
+    if not kept:
+        raise DataError(
+            f"every prompt of data.train ({len(train)} rows) is also in data.eval: nothing is left"
+            " to train on. Evaluate on other data, or set eval_fraction instead."
+        )
+    if num_banned:
+        dropped[IN_EVAL] = num_banned
+        logger.info("train: left out %d rows whose prompt is also in eval", num_banned)
+    _report_small_tasks(train, kept)
+    return kept
+
+
+def _report_small_tasks(train: list[_Made], kept: list[_Made]) -> None:
+    """A task of few distinct problems loses most rows to eval, which shifts the mixture."""
+    before = Counter(_task_name(row) for row in train)
+    after = Counter(_task_name(row) for row in kept)
+    for task, count in before.items():
+        if task and after[task] < count / 2:
+            distinct = len({_key(row.prompt) for row in train if _task_name(row) == task})
+            logger.warning(
+                "train: task %s keeps %d of %d rows; it has too few distinct problems (%d) to keep"
+                " train and eval apart. Make it more varied, or eval smaller.",
+                task,
+                after[task],
+                count,
+                distinct,
+            )
+
+
+def _task_name(row: _Made) -> str:
+    task, options = row.columns.get("task"), row.columns.get("task_options")
+    return f"{task} {options}" if task and options is not None else ""
+
+
+def _split(rows: list[_Made], fraction: float) -> tuple[list[_Made], list[_Made]]:
+    train: list[_Made] = []
+    held_out: list[_Made] = []
+    for row in rows:
+        draw = int.from_bytes(_key(row.prompt)[:8], "big") / 2**64
+        (held_out if draw < fraction else train).append(row)
+    if not held_out or not train:
+        side = "nothing to evaluate on" if not held_out else "nothing to train on"
+        raise DataError(
+            f"eval_fraction {fraction} leaves {side} ({len(rows)} rows); change it, or add rows."
+        )
+    return train, held_out
+
+
+def _prompt_set(
+    name: str,
+    rows: list[_Made],
+    dropped: Counter[str],
+    config: DataConfig,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    limit: int,
+) -> LoadedPrompts:
+    tokens = tokenize([row.prompt for row in rows], tokenizer, chat_template_kwargs)
+    _report_tokens(name, rows, tokens, tokenizer)
+    too_long = [i for i, ids in enumerate(tokens) if len(ids) > limit]
+    if too_long:
+        dropped[TOO_LONG] = len(too_long)
+        _report_too_long(name, rows, tokens, too_long, config, limit)
+    kept = tuple(
+        PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns)
+        for row, ids in zip(rows, tokens, strict=True)
+        if len(ids) <= limit
+    )
+    return LoadedPrompts(
+        name=name, rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped)
+    )
+
+
+def _report_tokens(
+    name: str, rows: list[_Made], tokens: Sequence[tuple[int, ...]], tokenizer: Any
+) -> None:
+    empty = next((row.where for row, ids in zip(rows, tokens, strict=True) if not ids), None)
+    if empty is not None:
+        raise DataError(f"{empty}: the tokenizer makes no token of the prompt.")
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return
+    with_unknown = [row.where for row, ids in zip(rows, tokens, strict=True) if unknown in ids]
+    if with_unknown:
+        logger.warning(
+            "%s: %d of %d prompts hold characters that the tokenizer does not know, the first: %s",
+            name,
+            len(with_unknown),
+            len(rows),
+            with_unknown[0],
+        )
+
+
+def _report_too_long(
+    name: str,
+    rows: list[_Made],
+    tokens: Sequence[tuple[int, ...]],
+    too_long: list[int],
+    config: DataConfig,
+    limit: int,
+) -> None:
+    """Log the dropped prompts; a `DataError` if they are too many."""
+    places = ", ".join(f"{rows[i].where} ({len(tokens[i])})" for i in too_long[:NUM_SHOWN])
+    more = ", ..." if len(too_long) > NUM_SHOWN else ""
+    what = (
+        f"data.{name}: {len(too_long)} of {len(rows)} prompts have more than {limit} tokens:"
+        f" {places}{more}"
+    )
+    if len(too_long) == len(rows) or len(too_long) > config.max_dropped_fraction * len(rows):
+        cause = (
+            "Raise data.max_prompt_tokens"
+            if limit == config.max_prompt_tokens
+            else "The model's context has no room for more; lower rollout.max_response_tokens"
+        )
+        raise DataError(
+            f"{what}. That is more than data.max_dropped_fraction={config.max_dropped_fraction}"
+            f" allows. {cause}, or shorten the prompts."
+        )
+    logger.warning("%s. They are left out.", what)
+
+
+def _fingerprint(rows: Sequence[PromptRow]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(_canonical([row.prompt, row.tokens, dict(row.columns)]).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=_plain)
+    except TypeError:  # keys that JSON does not have
+        return json.dumps(_plain_keys(value), sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(_canonical(item) for item in value)
+    return f"{type(value).__name__} {value}" if _has_text(value) else type(value).__name__
+
+
+def _has_text(value: Any) -> bool:
+    """False for objects that print as their address, which no two runs share."""
+    return type(value).__repr__ is not object.__repr__ or type(value).__str__ is not object.__str__
+
+
+def _plain_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {repr(key): _plain_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_keys(item) for item in value]
+    return value

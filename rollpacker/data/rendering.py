@@ -1,0 +1,192 @@
+"""From a row to a prompt (text or chat messages), and from prompts to tokens."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from rollpacker.data.base import DataError, DatasetConfig
+from rollpacker.data.files import RawRow
+from rollpacker.imports import ImportSpecError, load_function
+
+Prompt = str | list[dict[str, str]]
+
+NUM_SHOWN = 3
+"""How many bad rows a message lists."""
+
+
+class PromptMaker:
+    """Turns rows into prompts as the config says: function, template, or column."""
+
+    def __init__(self, config: DatasetConfig, columns: Sequence[str]) -> None:
+        self._config = config
+        self._column = config.prompt_column
+        if config.kind == "reasoning_gym" and self._column == "prompt":
+            self._column = "question"
+        self._function: Callable[[dict[str, Any]], Any] | None = None
+        if config.prompt_function is not None:
+            try:
+                self._function = load_function(config.prompt_function)
+            except ImportSpecError as error:
+                raise DataError(f"prompt_function {error}") from None
+        elif config.prompt_template is None:
+            require_column(self._column, columns, "prompt_column", config.path)
+
+    def columns(self, row: RawRow) -> dict[str, Any]:
+        """What rewards get to see: the row without its prompt, the answer under its usual name."""
+        columns = dict(row.columns)
+        is_prompt = self._function is None and self._config.prompt_template is None
+        if is_prompt and self._config.kind != "reasoning_gym":  # its scorers want the whole row
+            columns.pop(self._column, None)
+        answer = self._config.answer_column
+        if answer is not None:
+            if answer not in row.columns:
+                require_column(answer, list(row.columns), "answer_column", row.where)
+            columns.pop(answer, None)
+            columns["answer"] = row.columns[answer]
+        return columns
+
+    def prompt(self, row: RawRow) -> Prompt:
+        """Raises `DataError` that says what is wrong with the row."""
+        prompt = self._with_system(_checked(self._bare_prompt(row), row.where))
+        texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+        for text in texts:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"{row.where}: the prompt holds half a character (a lone surrogate)."
+                ) from None
+        return prompt
+
+    def _bare_prompt(self, row: RawRow) -> Any:
+        if self._function is not None:
+            try:
+                return self._function(dict(row.columns))
+            except Exception as error:  # the user's function
+                raise DataError(
+                    f"{row.where}: prompt_function {self._config.prompt_function} raised"
+                    f" {type(error).__name__}: {error}"
+                ) from None
+        if self._config.prompt_template is not None:
+            return _filled(self._config.prompt_template, row)
+        if self._column not in row.columns:
+            require_column(self._column, list(row.columns), "prompt_column", row.where)
+        return row.columns[self._column]
+
+    def _with_system(self, prompt: Prompt) -> Prompt:
+        system = self._config.system_prompt
+        if system is None:
+            return prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt[0]["role"] == "system":
+            return prompt
+        return [{"role": "system", "content": system}, *prompt]
+
+
+def require_column(name: str, columns: Sequence[str], setting: str, where: str | None) -> None:
+    """A `DataError` with the nearest name if `name` is not among `columns`."""
+    if name in columns:
+        return
+    close = difflib.get_close_matches(name, columns, n=1, cutoff=0.5)
+    hint = f' Did you mean "{close[0]}"?' if close else ""
+    raise DataError(
+        f"{where}: there is no column {name}.{hint} It has: {', '.join(map(str, columns))}."
+        f" Set {setting} to one of them."
+    )
+
+
+def _filled(template: str, row: RawRow) -> str:
+    names: dict[str, Any] = {}
+    metadata = row.columns.get("metadata")
+    if isinstance(metadata, Mapping):
+        names.update(metadata)
+    names.update(row.columns)
+    try:
+        for _, field, _, _ in Formatter().parse(template):
+            if field and "._" in field:
+                raise DataError(f"prompt_template: {{{field}}} reaches for private attributes.")
+        return template.format_map(names)
+    except KeyError as error:
+        missing = str(error.args[0]) if error.args else "?"
+        close = difflib.get_close_matches(missing, [str(n) for n in names], n=1, cutoff=0.5)
+        hint = f' Did you mean "{{{close[0]}}}"?' if close else ""
+        raise DataError(
+            f"{row.where}: prompt_template wants {{{missing}}}, which the row does not have.{hint}"
+            f" It has: {', '.join(str(name) for name in names)}."
+        ) from None
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{row.where}: prompt_template cannot be filled ({error}). A literal brace is written"
+            " twice: {{ or }}."
+        ) from None
+
+
+def _checked(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError(f"{where}: the prompt is empty.")
+        return prompt
+    if isinstance(prompt, list | tuple) and prompt:
+        messages = []
+        for message in prompt:
+            sound = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not sound or not isinstance(message.get("content"), str):
+                raise DataError(
+                    f'{where}: chat messages must look like {{"role": "user", "content": "..."}}.'
+                )
+            messages.append({key: value for key, value in message.items() if value is not None})
+        return messages
+    raise DataError(
+        f"{where}: the prompt must be a text or a list of chat messages,"
+        f" not {'empty' if prompt in (None, [], ()) else type(prompt).__name__}."
+    )
+
+
+def tokenize(
+    prompts: Sequence[Prompt], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
+) -> list[tuple[int, ...]]:
+    """Token ids of each prompt; chat messages go through the tokenizer's template first."""
+    tokens: list[tuple[int, ...]] = [()] * len(prompts)
+    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    if chats:
+        rendered = _rendered([prompts[i] for i in chats], tokenizer, chat_template_kwargs or {})
+        for i, ids in zip(chats, _encoded(rendered, tokenizer, False), strict=True):
+            tokens[i] = ids
+    if texts:
+        for i, ids in zip(
+            texts, _encoded([prompts[i] for i in texts], tokenizer, True), strict=True
+        ):
+            tokens[i] = ids
+    return tokens
+
+
+def _encoded(texts: Sequence[Any], tokenizer: Any, special: bool) -> list[tuple[int, ...]]:
+    encoded = tokenizer(
+        list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
+    )
+    return [tuple(ids) for ids in encoded["input_ids"]]
+
+
+def _rendered(
+    chats: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
+) -> list[str]:
+    import jinja2
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the prompts are chat messages, but the tokenizer has no chat template. Use an"
+            " instruct model, or make text prompts (prompt_template, no system_prompt)."
+        )
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                list(chats), tokenize=False, add_generation_prompt=True, **chat_template_kwargs
+            )
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from None

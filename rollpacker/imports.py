@@ -1,0 +1,109 @@
+"""Functions that a config names: `module:function` or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class ImportSpecError(ValueError):
+    """The function that a config names cannot be had; the message says why and what to do."""
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function behind `module:function` or `file.py:function` (relative to the working folder).
+
+    The module is run once, however often it is named. Raises `ImportSpecError`.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ImportSpecError(
+            f'"{spec}" names no function; write "module:function" or "path/to/file.py:function".'
+        )
+    is_file = place.endswith(".py") or "/" in place
+    module = _module_of_file(place, spec) if is_file else _module_by_name(place, spec)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ImportSpecError(f'"{spec}": {place} has no {name}.{_nearest(part, found)}')
+        found = getattr(found, part)
+    if not callable(found):
+        raise ImportSpecError(f'"{spec}" is a {type(found).__name__}, not a function.')
+    return found  # type: ignore[no-any-return]
+
+
+def _nearest(name: str, module: Any) -> str:
+    known = [k for k in dir(module) if not k.startswith("_")]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def _module_by_name(name: str, spec: str) -> ModuleType:
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:  # the console script does not put the working folder on the path, `python -m` does
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise ImportSpecError(
+                f'"{spec}": there is no module {error.name}. Install it, or name a file:'
+                f' "path/to/file.py:function" (relative to {here}).'
+            ) from None
+        raise _raised(spec, name, error) from None
+    except (Exception, SystemExit) as error:
+        raise _raised(spec, name, error) from None
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def _module_of_file(place: str, spec: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        close: list[str] = []
+        if path.parent.is_dir():
+            names = [p.name for p in path.parent.glob("*.py")]
+            close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise ImportSpecError(f'"{spec}": there is no file {path}.{hint}')
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = f"rollpacker_file_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportSpecError(f'"{spec}": {path} is no Python file.')
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # its dataclasses look themselves up here
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _raised(spec, str(path), error) from None
+    return module
+
+
+def _raised(spec: str, place: str, error: BaseException) -> ImportSpecError:
+    """Somebody else's module failed: what it said and in which line, without its traceback."""
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}, line {error.lineno}"
+        return ImportSpecError(f'"{spec}": {where}: {type(error).__name__}: {error.msg}.')
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return ImportSpecError(
+        f'"{spec}": importing {place} raised {type(error).__name__}: {error}{where}.'
+    )

@@ -1,0 +1,132 @@
+"""The built-in reward `reasoning_gym`: each row is judged by the scorer of its own task.
+
+Some tasks' scorers *evaluate* the answer as Python. A model's output is not to be trusted with
+that, so these tasks are refused unless the config says otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollpacker.rewards.base import RewardError
+
+_EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
+_SOUND = {"number_sorting"}
+"""It evaluates the row's own answer, not the model's."""
+
+
+class ReasoningGymScorer:
+    """Scores completions of rows made by `kind: reasoning_gym`.
+
+    `answer_regex` finds the answer in the completion: its last match that is not empty, the first
+    group if it has one; no match scores 0. Without it the whole completion is the answer.
+    `require_stop`: a response that was cut off scores 0. `allow_evaluation`: accept tasks whose
+    scorers run the model's answer as code.
+    """
+
+    __name__ = "reasoning_gym"
+
+    def __init__(
+        self,
+        answer_regex: str | None = None,
+        require_stop: bool = False,
+        allow_evaluation: bool = False,
+    ) -> None:
+        try:
+            self._pattern = re.compile(answer_regex) if answer_regex is not None else None
+        except (re.error, TypeError) as error:
+            raise RewardError(
+                f"reasoning_gym: answer_regex {answer_regex!r} is no regular expression: {error}."
+            ) from None
+        self._require_stop = require_stop
+        self._allow_evaluation = allow_evaluation
+        self._scorers: dict[tuple[str, str], Any] = {}
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        finish_reasons: Sequence[str],
+        question: Sequence[str],
+        answer: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+        task: Sequence[str],
+        task_options: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        rows = zip(
+            completions,
+            finish_reasons,
+            question,
+            answer,
+            metadata,
+            task,
+            task_options,
+            strict=True,
+        )
+        return [self._score(*row) for row in rows]
+
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` for a task that cannot be scored, before any is."""
+        tasks = {(row["task"], json.dumps(row["task_options"], default=str)): row for row in rows}
+        for row in tasks.values():
+            self._scorer(row["task"], row["task_options"])
+
+    def _score(
+        self,
+        completion: Any,
+        finish_reason: str,
+        question: str,
+        answer: str,
+        metadata: Mapping[str, Any],
+        task: str,
+        task_options: Mapping[str, Any],
+    ) -> float:
+        scorer = self._scorer(task, task_options)
+        if self._require_stop and finish_reason != "stop":
+            return 0.0
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        found = self._answer(text)
+        if found is None:
+            return 0.0
+        entry = {"question": question, "answer": answer, "metadata": metadata}
+        return float(scorer.score_answer(found, entry))
+
+    def _answer(self, text: str) -> str | None:
+        if self._pattern is None:
+            return text.strip()
+        group = 1 if self._pattern.groups else 0
+        found = [match.group(group) or "" for match in self._pattern.finditer(text)]
+        return next((answer.strip() for answer in reversed(found) if answer.strip()), None)
+
+    def _scorer(self, task: str, options: Mapping[str, Any]) -> Any:
+        key = (task, json.dumps(options, sort_keys=True, default=str))
+        if key not in self._scorers:
+            import reasoning_gym
+
+            dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **options)
+            if not self._allow_evaluation and evaluates_answers(dataset, task):
+                raise RewardError(
+                    f"reasoning_gym: the scorer of task {task} runs the model's answer as Python"
+                    " code, which can do anything that you can. Leave the task out, or accept that"
+                    " with the reward's argument allow_evaluation=true."
+                )
+            self._scorers[key] = dataset
+        return self._scorers[key]
+
+
+def evaluates_answers(dataset: Any, task: str) -> bool:
+    """Whether the task's `score_answer` calls something that evaluates text as code."""
+    if task in _SOUND:
+        return False
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(dataset).score_answer)))
+    called = {
+        node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    }
+    return bool(called & _EVALUATING)

@@ -1,0 +1,102 @@
+"""The reasoning-gym scorer, and the tasks whose own scorers would run a model's answer as code."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from rollpacker.data.base import DatasetConfig, TaskConfig
+from rollpacker.data.procedural import create_task, make_rows
+from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.rewards.functions import build_reward
+from rollpacker.rewards.reasoning_gym import evaluates_answers
+
+
+def rows(task: str, size: int = 4) -> list[dict[str, Any]]:
+    config = DatasetConfig(kind="reasoning_gym", size=size, tasks=(TaskConfig(task=task),))
+    return [row.columns for row in make_rows(config, "train")]
+
+
+def verdict(completion: str, row: dict[str, Any], reason: str = "stop", **arguments: Any) -> Any:
+    reward = build_reward([RewardConfig(function="reasoning_gym", arguments=arguments)])
+    sample = RewardInput(
+        prompt=row["question"],
+        completion=completion,
+        completion_tokens=(),
+        finish_reason=reason,
+        columns=row,
+    )
+    (one,) = asyncio.run(reward.score([sample]))
+    return one.value if isinstance(one, Scored) else one
+
+
+def test_scores_answers() -> None:
+    row = rows("chain_sum")[0]
+    assert verdict(f" {row['answer']}\n", row) == 1.0
+    assert verdict("no idea", row) == 0.0
+    assert verdict("", row) == 0.0
+
+
+def test_finds_the_answer() -> None:
+    row = rows("chain_sum")[0]
+    own = row["answer"]
+    for text in (f"1+2=3;3+4={own}", f"...!{own}", own, f"4-1=3;{own} "):
+        assert verdict(text, row, answer_regex="[^=;!]*$") == 1.0
+    assert verdict(f"<a>7</a> <a>{own}</a>", row, answer_regex="<a>(.*?)</a>") == 1.0
+    assert verdict(f"the answer is {own}", row, answer_regex="<a>(.*?)</a>") == 0.0
+    assert verdict("4=", row, answer_regex="[^=;!]*$") == 0.0
+
+
+def test_cut_off_responses() -> None:
+    row = rows("chain_sum")[0]
+    assert verdict(row["answer"], row, reason="length") == 1.0
+    assert verdict(row["answer"], row, reason="length", require_stop=True) == 0.0
+    assert verdict(row["answer"], row, require_stop=True) == 1.0
+
+
+def test_answers_are_never_run_as_code(tmp_path: Any) -> None:
+    row = rows("spiral_matrix")[0]
+    attack = f"[open({str(tmp_path / 'pwned')!r}, 'w')]"
+    refused = verdict(attack, row)
+    assert isinstance(refused, Failed)
+    assert "runs the model's answer as Python" in refused.reason
+    assert not (tmp_path / "pwned").exists()
+    reward = build_reward([RewardConfig(function="reasoning_gym")])
+    with pytest.raises(RewardError, match="spiral_matrix"):
+        reward.check([row])
+    assert verdict(row["answer"], row, allow_evaluation=True) == 1.0
+
+
+def test_which_tasks_are_refused() -> None:
+    """The list of the installed version: a new entry wants a look before it is accepted here."""
+    refused = {task for task in DATASETS if evaluates_answers(type_only(DATASETS[task][0]), task)}
+    assert refused == {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+
+
+def type_only(dataset_class: type) -> Any:
+    """An instance without its constructor: the check looks at the class alone."""
+    return object.__new__(dataset_class)
+
+
+def test_other_data_is_refused_with_the_reason() -> None:
+    reward = build_reward([RewardConfig(function="reasoning_gym")])
+    with pytest.raises(RewardError, match="needs the column question"):
+        reward.check([{"answer": "4"}])
+
+
+@pytest.mark.parametrize("task", ["gcd", "number_sorting", "word_sorting", "base_conversion"])
+def test_own_answers_score_full_marks(task: str) -> None:
+    for row in rows(task):
+        assert verdict(row["answer"], row) == 1.0
+    assert create_task(task, {}, 1, 0) is not None

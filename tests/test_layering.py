@@ -1,0 +1,193 @@
+"""Who may import whom, as `docs/architecture.md` says; and light commands stay light."""
+
+import ast
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rollpacker"
+PARTS = (
+    *("algo", "cli", "config", "controller", "core", "data"),
+    *("remote", "report", "rewards", "rollout", "sim", "train"),
+)
+BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "train"))
+NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "config": ("core", *BASES),
+    "sim": ("core", "config"),
+    "report": ("core", "config"),
+    "algo": (),
+    "rollout": NOUNS,
+    "rewards": (*NOUNS, "imports"),
+    "data": (*NOUNS, "imports"),
+    "train": (*NOUNS, "algo"),
+    "remote": (*NOUNS, "rollout", "train", "rewards"),
+    "controller": ("core", "config", *BASES),
+    "imports": (),
+}
+"""What of rollpacker each part may import besides itself, inside functions too. Imports for type
+checking alone are free, except in the core."""
+MAY_ANYTHING_INSIDE_FUNCTIONS = ("cli", "__init__")
+"""At module level these two have the light parts only."""
+LIGHT = ("cli", "config", "core", "report", *BASES)
+
+IMPURE = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "random"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "datasets", "reasoning_gym", "pyarrow"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports_of(tree: ast.AST) -> list[tuple[int, str]]:
+    """`(line, dotted name)` of everything imported; `from a import b` counts as `a.b`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def in_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def imports_outside(tree: ast.Module, *blocks: Callable[[ast.AST], bool]) -> list[tuple[int, str]]:
+    """All imports but those in these kinds of blocks."""
+    inside = {
+        line
+        for node in ast.walk(tree)
+        if any(is_block(node) for is_block in blocks)
+        for line, _ in imports_of(node)
+    }
+    return [(line, name) for line, name in imports_of(tree) if line not in inside]
+
+
+def module_level(tree: ast.Module) -> list[tuple[int, str]]:
+    """The imports that run when the module does."""
+    return imports_outside(tree, for_types_only, in_function)
+
+
+def within(name: str, allowed: tuple[str, ...]) -> bool:
+    return any(name == one or name.startswith(one + ".") for one in allowed)
+
+
+def violations(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text())
+    part = part_of(path)
+    if part in MAY_ANYTHING_INSIDE_FUNCTIONS:
+        checked, allowed = module_level(tree), LIGHT
+    else:
+        checked = imports_of(tree) if part == "core" else imports_outside(tree, for_types_only)
+        allowed = (part, *MAY_IMPORT[part])
+    found = []
+    for line, name in checked:
+        top, _, rest = name.partition(".")
+        where = f"{path.relative_to(ROOT)}, line {line}: {name}"
+        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, "imports"):
+            if not within(rest, allowed):
+                found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")
+        elif top == "ray" and part != "remote":
+            found.append(f"{where} (only remote imports ray)")
+        elif part == "core" and top in IMPURE:
+            found.append(f"{where} (core is pure)")
+        elif part == "core" and top not in sys.stdlib_module_names | {"numpy", "rollpacker"}:
+            found.append(f"{where} (core has the standard library and numpy)")
+    if part in ("core", "config", "sim", "report", "cli", "__init__") or path.name == "base.py":
+        found += [
+            f"{path.relative_to(ROOT)}, line {line}: {name} (this module must stay light)"
+            for line, name in module_level(tree)
+            if name.split(".")[0] in HEAVY
+        ]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_layers(path: Path) -> None:
+    assert violations(path) == []
+
+
+def test_every_part_has_a_row() -> None:
+    assert {part_of(path) for path in FILES} <= {*MAY_IMPORT, "cli", "__init__"}
+
+
+def test_the_check_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for part, source in [
+        ("core", "import time\n"),
+        ("core", "import torch\n"),
+        ("core", "from rollpacker.config.load import load_config\n"),
+        ("config", "def f():\n    import rollpacker.rewards.functions\n"),
+        ("data", "from rollpacker.core.job import Job\n"),
+        ("train", "import ray\n"),
+        ("cli", "import torch\n"),
+        ("cli", "from rollpacker.rollout import torch_engine\n"),
+    ]:
+        path = tmp_path / part / "file.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+        assert violations(path), source
+    path.write_text("def f():\n    import torch\n    from rollpacker.rollout import torch_engine\n")
+    assert violations(path) == []
+
+
+def modules_named(*parts: str) -> list[str]:
+    """Modules of these parts that exist, `__main__` ones aside."""
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in FILES
+        if part_of(path) in parts and path.name != "__main__.py"
+    ]
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    names = ["rollpacker", *modules_named("core", "config", "sim", "report", "cli")]
+    names += [f"rollpacker.{base}" for base in BASES]
+    code = "import importlib, sys\n"
+    code += f"for name in {names!r}: importlib.import_module(name)\n"
+    code += f"print(*sorted(set(sys.modules) & {HEAVY!r}))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_cli_module_loads_no_config_libraries() -> None:
+    pytest.importorskip("rollpacker.cli.main")
+    code = "import sys, rollpacker.cli.main\n"
+    code += (
+        "print(*sorted(set(sys.modules) & {'omegaconf', 'pydantic', 'yaml', 'numpy', 'rich'}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.split()) & {"omegaconf", "pydantic"}
+
+
+def test_help_answers_at_once() -> None:
+    pytest.importorskip("rollpacker.cli.main")
+    command = [sys.executable, "-m", "rollpacker.cli.main", "--help"]
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+        assert "train" in done.stdout
+    assert statistics.median(seconds) < 0.5, seconds
