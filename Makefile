@@ -47,5 +47,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
