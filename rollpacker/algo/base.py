@@ -22,12 +22,12 @@ class AlgorithmConfig:
     """... and above at 1 + clip_high."""
     loss_aggregation: LossAggregation = "token-mean"
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """What the ratio's denominator is. "recomputed": the trainer's own, under the weights that sampled; with one
-    optimizer step a round the ratio is then exactly 1. "rollout": the engine's, so that the ratio also corrects
-    the difference between the two implementations."""
+    """What the ratio's denominator is. "recomputed": the trainer's own, under the weights that
+    sampled; with one optimizer step a round the ratio is then exactly 1. "rollout": the engine's,
+    so that the ratio also corrects the difference between the two implementations."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty (k3 estimator) against the model that the run started from. 0: no reference
-    model is kept."""
+    """Weight of the KL penalty (k3 estimator) against the model that the run started from. 0: no
+    reference model is kept."""
 
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high", "kl_coef"):

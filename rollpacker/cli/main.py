@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown_verb(verb), file=sys.stderr)
         return 2
     try:
-        args = build_parser().parse_args(arguments)
+        args = _parse(build_parser(), arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -82,6 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The outermost frame: whatever got here ends the process, and with a message.
     except BaseException as error:
         return report_error(error)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Parse; `key=value` may also stand after an option (argparse alone stops at the first one)."""
+    args, rest = parser.parse_known_args(arguments)
+    late = [word for word in rest if "=" in word and not word.startswith("-")]
+    unknown = [word for word in rest if word not in late]
+    if unknown or (late and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or late)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
 
 
 def _unknown_verb(verb: str) -> str:

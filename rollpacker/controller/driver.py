@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,8 +80,8 @@ T = TypeVar("T")
 MAX_REWARD_CALLS = 8
 """Reward batches under way at once; what finishes meanwhile joins the next batch."""
 
-_TICK_S = 0.5
-"""How often a wait looks at its deadline."""
+_TICK_S = 0.25
+"""How often a wait looks at its deadline and the observers at the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,8 @@ class Controller:
         self._kind = ""
         self._state: dict[str, Any] = {}
         """The job's state at the last `Commit`."""
+        self._unobserved: deque[Entry] = deque()
+        """Logged, but not yet shown to the observers."""
         self._last_sign = self.now()
         self._last_decode_steps = -1
         self._evaluation: _Collecting | None = None
@@ -157,6 +160,7 @@ class Controller:
         try:
             while True:
                 command = await self._next_command()
+                self._post(self._observe)
                 if isinstance(command, Finish):
                     return command.reason
                 await self._execute(command)
@@ -181,6 +185,7 @@ class Controller:
     async def close(self) -> None:
         """Let go of the engine. What the log holds is made durable."""
         await self.parts.engine.close()
+        self._observe()
         self.parts.log.flush()
 
     def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
@@ -232,8 +237,14 @@ class Controller:
 
     def _write(self, entry: Entry) -> None:
         self.parts.log.append(entry)
-        for observer in self.parts.observers:
-            observer.feed(entry)
+        self._unobserved.append(entry)
+
+    def _observe(self) -> None:
+        """Feed the observers, in log order, on the event loop: off the engine's path."""
+        while self._unobserved:
+            entry = self._unobserved.popleft()
+            for observer in self.parts.observers:
+                observer.feed(entry)
 
     def _post(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
@@ -450,6 +461,7 @@ class Controller:
             try:
                 item = await asyncio.wait_for(self._inbox.get(), _TICK_S)
             except TimeoutError:
+                self._observe()
                 self._check_rollout()
                 continue
             if isinstance(item, BaseException):

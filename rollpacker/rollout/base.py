@@ -49,8 +49,8 @@ class Response:
     tokens: tuple[int, ...]
     """Response tokens as sampled, the end token included. Nobody re-tokenizes them."""
     log_probs: tuple[float, ...]
-    """One per response token: its log-probability under the distribution it was drawn from, that is after
-    temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
+    """One per response token: its log-probability under the distribution it was drawn from, that is
+    after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
     finish_reason: Literal["stop", "length"]
     version: int
 
@@ -65,28 +65,30 @@ class EngineOutput:
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
-"""Called by the engine, from any thread, with what one decode step brought, in launch order. The embedded
-engine calls it between two decode steps and goes on when it returns: an abort given inside the call takes
-effect at that very step, in every run alike."""
+"""Called by the engine, from any thread, with what one decode step brought, in launch order. The
+embedded engine calls it between two decode steps and goes on when it returns: an abort given inside
+the call takes effect at that very step, in every run alike."""
 
 
 class Engine(Protocol):
     """Commands down, outputs up. `submit` and `abort` are thread-safe and return at once."""
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Begin to work. `on_error` is called once, from any thread, if the engine as a whole dies."""
+        """Begin to work. `on_error` is called once, from any thread, if the engine as a whole
+        dies."""
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take on requests, first come, first served. Each gets exactly one output, sooner or later.
+        """Take on requests, first come, first served. Each gets exactly one output, sooner or
+        later.
 
         A request that can never run (prompt and response do not fit) gets `SampleFailed`.
         """
         ...
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop these, running or waiting; each that was still going gets `SampleAborted`. Unknown or finished
-        ids are ignored."""
+        """Stop these, running or waiting; each that was still going gets `SampleAborted`. Unknown
+        or finished ids are ignored."""
         ...
 
     async def update_weights(self, version: int) -> None:
@@ -115,9 +117,11 @@ class EngineConfig:
     """The embedded engine (`rollout.engine.*`)."""
 
     max_slots: int | None = None
-    """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows, up to 1024."""
+    """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
+    up to 1024."""
     kv_cache_gib: float | None = None
-    """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the model."""
+    """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the
+    model."""
     width_buckets: bool = True
     """Let rows of different age attend over different cache widths in one step."""
     cuda_graphs: bool = True

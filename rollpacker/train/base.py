@@ -26,7 +26,8 @@ class ModelConfig:
     path: str
     """A Hugging Face model folder, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer keeps float32 master weights."""
+    """auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer keeps float32 master
+    weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     chat_template_kwargs: Mapping[str, object] | None = None
@@ -38,7 +39,8 @@ class TrainConfig:
     """Optimizer and micro-batches (`train.*`)."""
 
     steps: int | None = None
-    """Optimizer steps. The long queue is emptied at the end, which can add steps. None: until `epochs` are done."""
+    """Optimizer steps. The long queue is emptied at the end, which can add steps. None: until
+    `epochs` are done."""
     epochs: int | None = None
     """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
     learning_rate: float = 1e-6
@@ -52,7 +54,8 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """None: gradients are not clipped."""
     micro_batch_tokens: int = 4096
-    """Padded tokens per micro-batch; samples are sorted by length first. One longer sample gets its own."""
+    """Padded tokens per micro-batch; samples are sorted by length first. One longer sample gets its
+    own."""
     threads: int | Literal["auto"] = "auto"
     """Torch threads of this process on a CPU. auto: a short measurement picks."""
 
@@ -81,7 +84,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sample as the trainer takes it. Which algorithm made the numbers, the trainer does not know."""
+    """One sample as the trainer takes it. Which algorithm made the numbers, the trainer does not
+    know."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
@@ -90,8 +94,9 @@ class TrainSample:
     advantage: float
     """Holds for every response token."""
     token_weight: float
-    """Weight of each response token's loss in the step's sum, with the step's *global* denominator already in it:
-    1 / (tokens of the whole step) for token-mean. Any split of the samples then adds up to the same gradient."""
+    """Weight of each response token's loss in the step's sum, with the step's *global* denominator
+    already in it: 1 / (tokens of the whole step) for token-mean. Any split of the samples then adds
+    up to the same gradient."""
 
 
 class Trainer(Protocol):
@@ -110,13 +115,15 @@ class Trainer(Protocol):
     async def apply(self) -> Mapping[str, float]:
         """Clip, step, forget the gradients; `version` goes up by one.
 
-        Returns the step's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with weights and
-        optimizer untouched and the gradients forgotten, if the gradient is NaN or infinite.
+        Returns the step's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with
+        weights and optimizer untouched and the gradients forgotten, if the gradient is NaN or
+        infinite.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors and JSON, no pickle)."""
+        """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors and JSON,
+        no pickle)."""
         ...
 
     def load(self, folder: Path) -> None:

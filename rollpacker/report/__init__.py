@@ -1,0 +1,1 @@
+"""What a run did, told from its event log alone: seconds by cause, metrics, pictures, tables."""

@@ -1,0 +1,271 @@
+"""What one sees while a run goes on: a small live panel, or one line a step where there is no
+terminal.
+
+The panel reads the accounting that `LiveReport` keeps; it is drawn twice a second by a thread of
+its own, so feeding costs the controller nothing here but at a step's end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.report.accounting import STEP_CAUSES, Accounting, StepSummary
+from rollpacker.report.summary import clock
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+_REFRESH_PER_S = 2
+_MIN_BAR = 16
+"""Cells of the bar of a step's seconds; its legend gives way before it does."""
+_COLOURS = {
+    "decode": "green",
+    "tail_idle": "red",
+    "reward_wait": "yellow",
+    "training": "blue",
+    "sync": "cyan",
+    "checkpoint": "white",
+    "controller": "magenta",
+}
+_SHORT_NAMES = {"tail_idle": "idle", "reward_wait": "reward", "checkpoint": "save"}
+_PHASE_WORDS = {
+    "rollout": "generating",
+    "reward_wait": "waiting for rewards",
+    "training": "training",
+    "sync": "new weights to the engine",
+    "checkpoint": "committing",
+    "controller": "getting ready",
+}
+
+
+class Display(Protocol):
+    """Shows a run. Both methods are called at a step's or an evaluation's end only."""
+
+    def on_step(self, step: StepSummary) -> None: ...
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display(
+    accounting: Accounting, *, total_steps: int | None, console: Console | None = None
+) -> Display:
+    """The live panel on a terminal, lines otherwise (a pipe, a log file, `TERM=dumb`)."""
+    from rich.console import Console
+
+    console = Console() if console is None else console
+    state = _State(accounting, total_steps)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(state, console)
+    return LineDisplay(state, console)
+
+
+class _State:
+    """What both displays tell."""
+
+    def __init__(self, accounting: Accounting, total_steps: int | None) -> None:
+        self.accounting = accounting
+        self.total_steps = total_steps
+        self.last: StepSummary | None = None
+        self.evaluation: tuple[int, Mapping[str, float]] | None = None
+        self._began_s = time.monotonic()
+        self._num_steps, self._steps_s, self._last_step_at = 0, 0.0, self._began_s
+
+    def on_step(self, step: StepSummary) -> None:
+        self.last = step
+        self._num_steps += 1
+        self._steps_s += step.step_s + step.seconds["evaluation"]
+        self._last_step_at = time.monotonic()
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.evaluation = (step, metrics)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of this session."""
+        return time.monotonic() - self._began_s
+
+    def left_s(self) -> float | None:
+        """Time left, from the mean time of this session's steps; None before the first."""
+        if self.total_steps is None or not self._num_steps:
+            return None
+        num_left = max(0, self.total_steps - self.accounting.last_step)
+        left = num_left * self._steps_s / self._num_steps
+        return max(0.0, left - (time.monotonic() - self._last_step_at))
+
+    def passed(self) -> str | None:
+        """The last evaluation's pass@1."""
+        if self.evaluation is None or "eval/pass@1" not in self.evaluation[1]:
+            return None
+        return f"{self.evaluation[1]['eval/pass@1']:.3f}"
+
+
+class LineDisplay:
+    """One plain line a step."""
+
+    def __init__(self, state: _State, console: Console) -> None:
+        self._state, self._console = state, console
+
+    def on_step(self, step: StepSummary) -> None:
+        self._state.on_step(step)
+        total = self._state.total_steps
+        number = f"{step.step}/{total}" if total and step.step <= total else f"{step.step}"
+        parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
+        if step.reward_mean is not None:
+            parts.append(f"reward {step.reward_mean:.3f}")
+        if step.trained_lengths is not None:
+            lengths = step.trained_lengths
+            parts.append(f"tokens median {lengths.median:.0f} max {lengths.max}")
+        parts.append(f"long queue {step.long_queue}")
+        shares = _shares(step)
+        parts.append(" ".join(f"{_short(c)} {s:.0%}" for c, s in shares.items() if s >= 0.005))
+        left = self._state.left_s()
+        if left:
+            parts.append(f"{clock(left)} left")
+        self._print(" | ".join(parts))
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.on_evaluation(step, metrics)
+        shown = " | ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self._print(f"evaluation after step {step} | {shown}")
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A few lines that stay in place; they are left standing when the run ends."""
+
+    def __init__(self, state: _State, console: Console) -> None:
+        from rich.live import Live
+
+        self._state, self._console = state, console
+        self._live: Live = Live(
+            get_renderable=self._panel,
+            console=console,
+            refresh_per_second=_REFRESH_PER_S,
+            vertical_overflow="crop",
+        )
+        self._live.start()
+
+    def on_step(self, step: StepSummary) -> None:
+        self._state.on_step(step)
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.on_evaluation(step, metrics)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+
+        width = min(self._console.width, 120)
+        lines = [self._progress(width), self._now(width), self._learned(width)]
+        if self._state.last is not None:
+            lines.append(_seconds_line(self._state.last, width))
+        return Group(*lines)
+
+    def _progress(self, width: int) -> Text:
+        from rich.text import Text
+
+        state = self._state
+        done, total = state.accounting.last_step, state.total_steps
+        if total is None:
+            return Text.assemble((f"step {done}", "bold"), f"  {clock(state.elapsed_s)}")
+        left = state.left_s()
+        if done > total:  # the steps that empty the long queue come on top
+            head, tail = f"step {done}", "  emptying the long queue"
+        else:
+            head = f"step {done}/{total}"
+            tail = f"  {clock(state.elapsed_s)}" + (f", {clock(left)} left" if left else "")
+        room = max(10, width - len(head) - max(len(tail), 24) - 2)
+        full = round(room * min(1.0, done / total)) if total else 0
+        return Text.assemble(
+            (head, "bold"), "  ", ("━" * full, "green"), ("━" * (room - full), "bright_black"), tail
+        )
+
+    def _now(self, width: int) -> Text:
+        from rich.text import Text
+
+        accounting = self._state.accounting
+        phase = accounting.phase
+        words = _PHASE_WORDS[phase]
+        if accounting.last_step == 0 and phase == "controller":
+            words = "loading" if accounting.start_s is None else words
+        kind = accounting.round_kind
+        text = Text("now      ", style="dim")
+        if kind is not None:
+            text.append(f"{kind} round, ", style="red" if _is_long(kind) else "green")
+        text.append(words)
+        if phase == "rollout":
+            text.append(f", {len(accounting.live)} of {accounting.num_launched} samples live")
+        text.append("   long queue ", style="dim").append(str(accounting.long_queue))
+        text.truncate(width)
+        return text
+
+    def _learned(self, width: int) -> Text:
+        from rich.text import Text
+
+        step, passed = self._state.last, self._state.passed()
+        text = Text("learning ", style="dim")
+        reward = None if step is None else step.reward_mean
+        text.append("reward ", style="dim").append("-" if reward is None else f"{reward:.3f}")
+        if passed is not None and self._state.evaluation is not None:
+            text.append("   pass@1 ", style="dim").append(passed)
+            text.append(f" (step {self._state.evaluation[0]})", style="dim")
+        if step is not None and step.trained_lengths is not None:
+            lengths = step.trained_lengths
+            text.append("   tokens ", style="dim")
+            text.append(f"median {lengths.median:.0f}, max {lengths.max}")
+        text.truncate(width)
+        return text
+
+
+def _seconds_line(step: StepSummary, width: int) -> Text:
+    """The last step's seconds as one bar with its legend."""
+    from rich.text import Text
+
+    shares = _shares(step)
+    text = Text(f"took {step.step_s:.2f} s  ", style="dim")
+    legend = {c: f"  {_short(c)} {share:.0%}" for c, share in shares.items() if share >= 0.02}
+    while legend and sum(map(len, legend.values())) > width - len(text) - _MIN_BAR:
+        del legend[min(legend, key=lambda cause: shares[cause])]
+    room = max(_MIN_BAR, width - len(text) - sum(map(len, legend.values())))
+    for cause, num in _cells(shares, room).items():
+        text.append("█" * num, style=_COLOURS[cause])
+    for cause, told in legend.items():
+        text.append(told, style=_COLOURS[cause])
+    text.truncate(width)
+    return text
+
+
+def _cells(shares: Mapping[str, float], room: int) -> dict[str, int]:
+    """Cells of a bar by largest remainder: they add up to `room`."""
+    cells = {cause: math.floor(share * room) for cause, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda cause: cells[cause] - shares[cause] * room)
+    for cause in by_remainder[: room - sum(cells.values())]:
+        cells[cause] += 1
+    return cells
+
+
+def _shares(step: StepSummary) -> dict[str, float]:
+    total = step.step_s
+    return {cause: step.seconds[cause] / total if total else 0.0 for cause in STEP_CAUSES}
+
+
+def _short(cause: str) -> str:
+    return _SHORT_NAMES.get(cause, cause)
+
+
+def _is_long(kind: RoundKind | None) -> bool:
+    return kind in (RoundKind.LONG, RoundKind.FLUSH)

@@ -1,0 +1,68 @@
+"""The files that tell of a finished (or killed) run: summary.json, timeline.png, trace.json."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollpacker.core.records import Entry
+from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.spans import Excerpt, SpanFold, StepSpans
+from rollpacker.report.summary import SUMMARY_FILE, summarize_entries, with_paths, write_summary
+from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
+from rollpacker.report.trace import write_steps_trace
+
+
+def write_reports(
+    run: str | Path,
+    *,
+    out: str | Path | None = None,
+    steps: range | None = None,
+    trace_steps: int = 50,
+    log: EventLog | None = None,
+) -> dict[str, Any]:
+    """Write all three into `out` (None: the run's folder) and return the summary.
+
+    `steps` are those in the picture (None: a few around a long round), `trace_steps` how many of
+    the last ones the trace holds. The log is read once. Nothing is written for a run without a
+    finished step. Raises `ValueError` and `LogError` as reading a log does, and `OSError` as
+    writing does."""
+    if trace_steps < 1:
+        raise ValueError(f"a trace needs at least one step, not {trace_steps}")
+    events = events_path(run)
+    folder = events.parent if out is None else Path(out)
+    keep = _Keep(trace_steps)
+    summary = summarize_entries(keep.passing(EventLog(events) if log is None else log))
+    if summary["steps"]["total"] == 0:
+        return with_paths(summary, events.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    if steps is not None:
+        draw_timeline(events, folder / "timeline.png", steps=steps)
+    elif any(step.samples for step in keep.excerpt.steps):
+        draw_steps(keep.excerpt.steps, folder / "timeline.png")
+    write_steps_trace(list(keep.last), folder / "trace.json")
+    summary = with_paths(summary, events.parent)
+    for name, file in (("timeline", "timeline.png"), ("trace", "trace.json")):
+        if (folder / file).exists():
+            summary["paths"][name] = str(folder / file)
+    write_summary(summary, folder / SUMMARY_FILE)
+    return summary
+
+
+class _Keep:
+    """The steps that the pictures need, picked up while the log passes by."""
+
+    def __init__(self, num_last: int) -> None:
+        self.last: deque[StepSpans] = deque(maxlen=num_last)
+        self.excerpt = Excerpt(NUM_STEPS)
+
+    def passing(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        fold = SpanFold()
+        for entry in entries:
+            step = fold.feed(entry)
+            if step is not None:
+                self.last.append(step)
+                self.excerpt.feed(step)
+            yield entry

@@ -1,0 +1,77 @@
+"""The observer of a running run: accounting, metrics files and display behind one `feed`.
+
+On a resume it first reads the log that is already there, so that queues, windows and metrics go on
+as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollpacker.core.records import Entry, Note
+from rollpacker.report.accounting import Accounting
+from rollpacker.report.display import Display, make_display
+from rollpacker.report.log import EVENTS_FILE, EventLog
+from rollpacker.report.metrics import MetricsWriter, step_metrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class LiveReport:
+    """An `Observer` (core/records.py). `feed` is O(1) but at a step's end.
+
+    `resume`: the folder's event log, cut back to its checkpoint and closed or flushed, is read
+    first, and rows of `metrics.jsonl` beyond it are taken out. Without it `metrics.jsonl` is
+    appended to as it is. `total_steps` is what the progress bar counts to. `slots` and
+    `max_response_tokens` sharpen tail idle time and the length estimate (see `Accounting`)."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        total_steps: int | None,
+        resume: bool = False,
+        slots: int | None = None,
+        max_response_tokens: int | None = None,
+        console: Console | None = None,
+        show: bool = True,
+        tensorboard: bool = True,
+    ) -> None:
+        folder = Path(folder)
+        self.accounting = Accounting(slots=slots, max_response_tokens=max_response_tokens)
+        evaluations: dict[int, Mapping[str, float]] = {}
+        if resume:
+            for entry in EventLog(folder / EVENTS_FILE):
+                self.accounting.feed(entry)
+                if isinstance(entry, Note) and entry.name == "evaluation":
+                    evaluations[entry.step] = entry.metrics
+        resume_step = self.accounting.last_step if resume else None
+        self._metrics = MetricsWriter(folder, resume_step=resume_step, tensorboard=tensorboard)
+        self._display: Display | None = None
+        if show:
+            self._display = make_display(self.accounting, total_steps=total_steps, console=console)
+        # The log can hold an evaluation of the step whose commit the resumed run is about to
+        # repeat.
+        for step, metrics in evaluations.items():
+            self._metrics.write_evaluation(step, metrics)
+        if self._display is not None and evaluations:
+            self._display.on_evaluation(*list(evaluations.items())[-1])
+
+    def feed(self, entry: Entry) -> None:
+        step = self.accounting.feed(entry)
+        if step is not None:
+            self._metrics.write(step.step, step_metrics(step))
+            if self._display is not None:
+                self._display.on_step(step)
+        elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
+            self._metrics.write_evaluation(entry.step, entry.metrics)
+            if self._display is not None:
+                self._display.on_evaluation(entry.step, entry.metrics)
+
+    def close(self) -> None:
+        """Flush and let go of the terminal. Idempotent."""
+        if self._display is not None:
+            self._display.close()
+        self._metrics.close()

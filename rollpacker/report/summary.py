@@ -1,0 +1,305 @@
+"""What came of a run: one pass over its event log, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.core.commands import Finish
+from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.report.accounting import CAUSES, Accounting, StepSummary
+from rollpacker.report.log import EventLog, events_path
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+SUMMARY_FILE = "summary.json"
+_LAST_STEPS = 5
+
+
+def summarize(run: str | Path) -> dict[str, Any]:
+    """The summary of a run folder (or of an event log).
+
+    Raises `ValueError` if there is no log, `LogError` if it is none.
+    """
+    events = events_path(run)
+    summary = summarize_entries(EventLog(events))
+    return with_paths(summary, events.parent)
+
+
+def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A summary with the run's name and what its folder holds."""
+    return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
+
+
+def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
+    """The same from entries alone, without `run` and `paths`."""
+    accounting = Accounting()
+    steps: list[StepSummary] = []
+    evaluations: dict[int, Mapping[str, float]] = {}
+    sessions, finished = 0, None
+    for entry in entries:
+        step = accounting.feed(entry)
+        if step is not None:
+            steps.append(step)
+        if isinstance(entry, Session):
+            sessions += 1
+        elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
+            evaluations[entry.step] = entry.metrics
+        elif isinstance(entry, Record):
+            for command in entry.commands:
+                if isinstance(command, Finish):
+                    finished = command.reason
+    dropped = _add_up([*(step.dropped for step in steps), accounting.pending_drops])
+    trained_mean, policy_mean = accounting.run_length_means()
+    return {
+        "finished": finished,
+        "sessions": sessions,
+        "steps": _steps(steps),
+        "wall_s": accounting.wall_s,
+        "seconds": accounting.seconds(),
+        "evaluations": [{"step": step, **metrics} for step, metrics in sorted(evaluations.items())],
+        "training_reward": _training_reward(steps),
+        "tokens": _tokens(steps),
+        "lengths": {
+            "trained_mean": trained_mean,
+            "policy_mean": policy_mean,
+            "shift": trained_mean / policy_mean if trained_mean and policy_mean else None,
+        },
+        "prompts": {
+            "trained": sum(step.num_prompts_trained for step in steps),
+            "deferred": sum(step.num_prompts_deferred for step in steps),
+            "long_queue": accounting.long_queue,
+            "dropped": dropped,
+        },
+        "samples": {
+            "launched": sum(step.num_samples_launched for step in steps),
+            "trained": sum(step.num_samples_trained for step in steps),
+            "aborted": sum(step.num_samples_aborted for step in steps),
+            "failed": sum(step.num_samples_failed for step in steps),
+            "no_verdict": _add_up(step.no_verdict for step in steps),
+        },
+    }
+
+
+def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
+    """Write it as JSON, in one atomic replacement."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    temporary.replace(path)
+
+
+def _steps(steps: list[StepSummary]) -> dict[str, Any]:
+    kinds: dict[str, list[StepSummary]] = {}
+    for step in steps:
+        kinds.setdefault("none" if step.kind is None else str(step.kind), []).append(step)
+    return {
+        "total": len(steps),
+        "mean_step_s": _mean([step.step_s for step in steps]),
+        "mean_rollout_s": _mean([step.rollout_s for step in steps]),
+        "by_kind": {
+            kind: {
+                "steps": len(of_kind),
+                "mean_step_s": _mean([step.step_s for step in of_kind]),
+                "mean_rollout_s": _mean([step.rollout_s for step in of_kind]),
+                "median_tokens": _mean(
+                    [s.trained_lengths.median for s in of_kind if s.trained_lengths]
+                ),
+                "longest_tokens": max(
+                    (s.trained_lengths.max for s in of_kind if s.trained_lengths), default=None
+                ),
+            }
+            for kind, of_kind in kinds.items()
+        },
+    }
+
+
+def _training_reward(steps: list[StepSummary]) -> dict[str, float | None]:
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    return {"first": _mean(rewards[:_LAST_STEPS]), "last": _mean(rewards[-_LAST_STEPS:])}
+
+
+def _tokens(steps: list[StepSummary]) -> dict[str, float | None]:
+    generated = sum(step.tokens_generated for step in steps)
+    trained = sum(step.tokens_trained for step in steps)
+    return {
+        "generated": generated,
+        "trained": trained,
+        "generated_per_trained": generated / trained if trained else None,
+    }
+
+
+def _paths(folder: Path) -> dict[str, str]:
+    names = {
+        "timeline": folder / "timeline.png",
+        "trace": folder / "trace.json",
+        "metrics": folder / "metrics.jsonl",
+        "samples": folder / "samples",
+    }
+    paths = {name: str(path) for name, path in names.items() if path.exists()}
+    models = sorted((folder / "checkpoints").glob("step_*/model"))
+    models = [model for model in models if ".tmp" not in model.parent.name]
+    return {**paths, "model": str(models[-1])} if models else paths
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(sorted(total.items()))
+
+
+# As a table.
+
+
+def render(summary: Mapping[str, Any]) -> RenderableType:
+    """The table printed at the end of a run; fits 80 columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    steps = summary["steps"]
+    head = Text.assemble(
+        "\n",
+        (str(summary.get("run", "run")), "bold"),
+        f"  {steps['total']} steps in {clock(summary['wall_s'])}",
+        f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
+        "" if summary["finished"] else "  (not finished)",
+    )
+    parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
+    parts += [_seconds_table(summary), _counts_table(summary)]
+    if summary.get("paths"):
+        parts.append(_paths_table(summary["paths"]))
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", width=78
+    )
+    for number, column in enumerate(columns):
+        table.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=number > 0,
+            ratio=None if number else 1,
+        )
+    return table
+
+
+def _result_table(summary: Mapping[str, Any]) -> Table:
+    table = _table("learning", "before", "after", "change")
+    evaluations = summary["evaluations"]
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        rows = [("held-out pass@1", "eval/pass@1"), ("held-out reward", "eval/reward")]
+        for name, key in rows:
+            if len(evaluations) > 1:
+                table.add_row(name, *_change(first.get(key), last.get(key)))
+            else:
+                table.add_row(name, _number(first.get(key)), "", "")
+    reward = summary["training_reward"]
+    name = f"training reward (first, last {_LAST_STEPS} steps)"
+    table.add_row(name, *_change(reward["first"], reward["last"]))
+    return table
+
+
+def _rounds_table(summary: Mapping[str, Any]) -> Table:
+    table = _table("rounds", "steps", "step s", "rollout s", "median tokens", "longest")
+    for kind, of_kind in summary["steps"]["by_kind"].items():
+        table.add_row(
+            kind,
+            str(of_kind["steps"]),
+            _number(of_kind["mean_step_s"]),
+            _number(of_kind["mean_rollout_s"]),
+            _number(of_kind["median_tokens"], 0),
+            _number(of_kind["longest_tokens"], 0),
+        )
+    if len(summary["steps"]["by_kind"]) > 1:
+        steps = summary["steps"]
+        means = _number(steps["mean_step_s"]), _number(steps["mean_rollout_s"])
+        table.add_row("all", str(steps["total"]), *means, "", "", style="bold")
+    return table
+
+
+def _seconds_table(summary: Mapping[str, Any]) -> Table:
+    table = _table("where the seconds went", "s", "%")
+    wall = summary["wall_s"] or 1.0
+    for cause, seconds in summary["seconds"].items():
+        name = f"{cause.replace('_', ' '):<12} [dim]{CAUSES[cause]}[/]"
+        table.add_row(name, f"{seconds:.2f}", f"{100 * seconds / wall:.1f}")
+    total = sum(summary["seconds"].values())
+    name = f"sum (wall time {summary['wall_s']:.2f} s)"
+    table.add_row(name, f"{total:.2f}", f"{100 * total / wall:.1f}", style="bold")
+    return table
+
+
+def _counts_table(summary: Mapping[str, Any]) -> Table:
+    table = _table("tokens, lengths, prompts", "")
+    tokens, lengths, prompts = summary["tokens"], summary["lengths"], summary["prompts"]
+    table.add_row("tokens generated", f"{tokens['generated']:,}")
+    table.add_row("tokens trained on", f"{tokens['trained']:,}")
+    table.add_row("generated per trained", _number(tokens["generated_per_trained"], 2))
+    table.add_row("mean trained length", _number(lengths["trained_mean"], 1))
+    table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
+    if lengths["shift"] is not None:
+        table.add_row(
+            "length shift of what is trained on", f"{100 * (lengths['shift'] - 1):+.0f} %"
+        )
+    table.add_row("prompts trained on", f"{prompts['trained']:,}")
+    table.add_row("prompts deferred to a long round", f"{prompts['deferred']:,}")
+    if prompts["long_queue"]:
+        table.add_row("prompts still in the long queue", f"{prompts['long_queue']:,}")
+    table.add_row("prompts dropped", _reasons(prompts["dropped"]))
+    table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
+    if summary["samples"]["failed"]:
+        table.add_row("samples that the engine failed on", f"{summary['samples']['failed']:,}")
+    return table
+
+
+def _paths_table(paths: Mapping[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, path in paths.items():
+        table.add_row(name, path)
+    return table
+
+
+def _change(before: float | None, after: float | None) -> tuple[str, str, str]:
+    if before is None or after is None:
+        return _number(before), _number(after), ""
+    return _number(before), _number(after), f"{after - before:+.3f}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    if not counts:
+        return "0"
+    return "\n".join(f"{num:,} ({reason})" for reason, num in counts.items())
+
+
+def clock(seconds: float) -> str:
+    """Seconds for people: "12.3 s", "4:05", "1:02:03"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

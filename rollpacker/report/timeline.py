@@ -1,0 +1,297 @@
+"""Pictures of rounds: every sample a bar from launch to its end, the other phases as a band
+below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.report.log import EventLog
+from rollpacker.report.spans import Excerpt, Outcome, StepSpans, iterate_steps, read_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OUTCOME_COLOURS = {
+    Outcome.TRAINED: "#2a9d8f",
+    Outcome.SURPLUS: "#d9d4c5",
+    Outcome.DEFERRED: "#e76f51",
+    Outcome.UNUSED: "#8d99ae",
+    Outcome.FAILED: "#22223b",
+}
+PHASE_COLOURS = {
+    "reward_wait": "#f4d35e",
+    "training": "#3d5a80",
+    "sync": "#98c1d9",
+    "checkpoint": "#b8b8b8",
+    "evaluation": "#b392ac",
+    "startup": "#e8e8e8",
+}
+_INK, _FAINT = "#333333", "#777777"
+NUM_STEPS = 6
+"""Steps in a timeline, unless told otherwise."""
+_KIND_WORDS = {
+    RoundKind.SHORT: "short",
+    RoundKind.LONG: "long",
+    RoundKind.FLUSH: "flush",
+    RoundKind.PLAIN: "plain",
+}
+
+
+def draw_timeline(
+    events_path: str | Path, out_png: str | Path, steps: range | None = None
+) -> list[int]:
+    """Draw some steps of a run, in sequence; returns their numbers.
+
+    `steps` None: six steps, around the first long round if there is one. Evaluation, startup and
+    checkpoints are cut out of the time axis: they are not part of the rhythm. Raises `ValueError`
+    if the log has none of the steps."""
+    if steps is not None:
+        shown = _choose(events_path, steps)
+    else:
+        excerpt = Excerpt(NUM_STEPS)
+        for step in iterate_steps(EventLog(events_path)):
+            excerpt.feed(step)
+        shown = excerpt.steps
+    return draw_steps(shown, out_png)
+
+
+def draw_steps(steps: Sequence[StepSpans], out_png: str | Path) -> list[int]:
+    """`draw_timeline` for steps at hand. Raises `ValueError` if none of them launched a sample."""
+    shown = [step for step in steps if step.samples]
+    if not shown:
+        raise ValueError("no finished step to draw")
+    lanes = max(len(step.samples) for step in shown)
+    figure, (axes, band) = _figure(1, heights=[max(2.4, min(6.0, lanes * 0.045)), 0.32])
+    clock = _Clock(shown)
+    _draw_samples(axes, shown, clock, lanes)
+    _draw_band(band, shown, clock)
+    _label_steps(axes, shown, clock, lanes)
+    axes.set_ylabel("samples, longest at the bottom", color=_FAINT, fontsize=9)
+    _title(axes, "Every sample of the rounds, from launch to its end")
+    axes.set_xlim(0, clock.end_s)
+    _finish(figure, band, shown, Path(out_png))
+    return [step.step for step in shown]
+
+
+def draw_comparison(
+    events_with: str | Path,
+    events_without: str | Path,
+    out: str | Path,
+    *,
+    steps: range | None = None,
+) -> None:
+    """Two runs over the same steps on one time axis: with tail batching above, without below.
+
+    `steps` None: ten steps, or as many as both have, that hold the first long round. Raises
+    `ValueError` if a log has none of the steps."""
+    if steps is None:
+        steps = _common_steps(events_with, events_without)
+    both = [_choose(path, steps) for path in (events_with, events_without)]
+    clocks = [_Clock(shown) for shown in both]
+    lanes = [max(len(step.samples) for step in shown) for shown in both]
+    below = 2.6 * min(1.5, max(0.6, lanes[1] / lanes[0]))
+    figure, axes = _figure(2, heights=[2.6, 0.22, 0.12, below, 0.22], blank=2)
+    end = max(clock.end_s for clock in clocks)
+    names = ("With tail batching", "Without")
+    for row, (shown, clock, name) in enumerate(zip(both, clocks, names, strict=True)):
+        panel, band = axes[2 * row], axes[2 * row + 1]
+        _draw_samples(panel, shown, clock, lanes[row])
+        _draw_band(band, shown, clock)
+        _label_steps(panel, shown, clock, lanes[row], short=True)
+        _title(panel, f"{name}: {len(shown)} steps in {clock.end_s:.2f} s")
+        panel.set_ylabel("samples", color=_FAINT, fontsize=9)
+        for one in (panel, band):
+            one.axvline(clock.end_s, color=_INK, linewidth=1, linestyle=(0, (2, 2)))
+        panel.set_xlim(0, end * 1.005)
+    _finish(figure, axes[-1], [step for shown in both for step in shown], Path(out))
+
+
+def _choose(events_path: str | Path, steps: range) -> list[StepSpans]:
+    shown = [step for step in read_steps(EventLog(events_path), steps=steps) if step.samples]
+    if not shown:
+        wanted = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps.start}"
+        raise ValueError(f"{events_path} has no finished {wanted} to draw")
+    return shown
+
+
+def _kinds(events_path: str | Path) -> dict[int, RoundKind | None]:
+    return {step.step: step.kind for step in iterate_steps(EventLog(events_path))}
+
+
+def _around_long(kinds: dict[int, RoundKind | None], count: int) -> range:
+    """`count` steps that end with the first long round after them, or the first ones."""
+    first, last = min(kinds, default=1), max(kinds, default=1)
+    longs = [step for step, kind in kinds.items() if kind is RoundKind.LONG]
+    end = next((step for step in longs if step >= first + count - 1), max(longs, default=0))
+    end = min(last, max(end, first + count - 1))
+    return range(max(first, end - count + 1), end + 1)
+
+
+def _common_steps(one: str | Path, other: str | Path, count: int = 10) -> range:
+    kinds, others = _kinds(one), _kinds(other)
+    return _around_long({step: kind for step, kind in kinds.items() if step in others}, count)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Run time to picture time: the first step starts at 0, what is cut out takes no room."""
+
+    start_s: float
+    end_s: float
+    cuts: list[tuple[float, float]]
+
+    def __init__(self, steps: Sequence[StepSpans]) -> None:
+        self.start_s = _begin(steps[0])
+        self.cuts = sorted(
+            (phase.start_s, phase.end_s)
+            for step in steps
+            for phase in step.phases
+            if phase.name in ("evaluation", "startup", "checkpoint")
+        )
+        self.cuts = _union(self.cuts)
+        self.end_s = self(steps[-1].end_s)
+
+    def __call__(self, time_s: float) -> float:
+        gone = sum(
+            max(0.0, min(time_s, end) - max(start, self.start_s)) for start, end in self.cuts
+        )
+        return time_s - self.start_s - gone
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _begin(step: StepSpans) -> float:
+    return step.start_s if step.rollout_start_s is None else step.rollout_start_s
+
+
+def _figure(
+    panels: int, *, heights: list[float], blank: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """Rows of these heights in inches on one time axis; row `blank` is only room and not
+    returned."""
+    # The object interface: no display, no global state of pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, sum(heights) + 1.15 + 0.35 * (panels - 1)), dpi=150)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.02, hspace=0.0)
+    rows = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for axes in rows:
+        for side in ("top", "right", "left", "bottom"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0, labelcolor=_FAINT, labelsize=9)
+        axes.set_yticks([])
+    if blank is not None:
+        rows[blank].set_visible(False)
+    return figure, [axes for row, axes in enumerate(rows) if row != blank]
+
+
+def _draw_samples(axes: Axes, steps: Sequence[StepSpans], clock: _Clock, lanes: int) -> None:
+    """One bar a sample; a round's samples are stacked by the time they took, the longest at the
+    bottom."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    boxes: dict[Outcome, list[Any]] = {outcome: [] for outcome in Outcome}
+    for step in steps:
+        spans = sorted(step.samples.values(), key=lambda s: -((s.end_s or step.end_s) - s.start_s))
+        # A round with fewer samples stands on the same ground.
+        for lane, span in enumerate(spans):
+            left = clock(span.start_s)
+            width = clock(step.end_s if span.end_s is None else span.end_s) - left
+            boxes[span.outcome].append(Rectangle((left, lane + 0.08), width, 0.84))
+    for outcome, patches in boxes.items():
+        collection = PatchCollection(patches, facecolor=OUTCOME_COLOURS[outcome], linewidth=0)
+        axes.add_collection(collection)
+    axes.set_ylim(-0.5, lanes + 0.5)
+
+
+def _draw_band(axes: Axes, steps: Sequence[StepSpans], clock: _Clock) -> None:
+    """What the run did: rollout in grey, the other phases in colour."""
+    for step in steps:
+        if step.rollout_start_s is not None:
+            left, right = clock(step.rollout_start_s), clock(step.rollout_end_s or step.end_s)
+            axes.barh(0, right - left, left=left, height=0.8, color="#eeeeee")
+        for phase in step.phases:
+            left, right = clock(phase.start_s), clock(phase.end_s)
+            if right > left:
+                colour = PHASE_COLOURS.get(phase.name, "#cccccc")
+                axes.barh(0, right - left, left=left, height=0.8, color=colour)
+    axes.set_ylim(-0.5, 0.5)
+
+
+def _label_steps(
+    axes: Axes, steps: Sequence[StepSpans], clock: _Clock, lanes: int, *, short: bool = False
+) -> None:
+    """A faint line where a step begins and the round's kind above it, where there is room for
+    it."""
+    room = clock.end_s * (0.022 if short else 0.05)
+    for number, step in enumerate(steps):
+        left, right = clock(_begin(step)), clock(step.end_s)
+        if number:
+            axes.axvline(left, color="#dddddd", linewidth=0.8, zorder=0)
+        if right - left < room:
+            continue
+        kind = "" if step.kind is None else _KIND_WORDS[step.kind]
+        long = step.kind in (RoundKind.LONG, RoundKind.FLUSH)
+        text = kind if short else f"{step.step}  {kind}"
+        axes.text(
+            left,
+            lanes + 0.5,
+            f" {text}",
+            fontsize=8,
+            va="bottom",
+            ha="left",
+            color=OUTCOME_COLOURS[Outcome.DEFERRED] if long else _FAINT,
+            clip_on=False,
+        )
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11.5, color=_INK, pad=18, fontweight="bold")
+
+
+def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepSpans], out: Path) -> None:
+    from matplotlib.patches import Patch
+
+    bottom.set_xlabel("seconds", color=_FAINT, fontsize=9)
+    seen = {span.outcome for step in steps for span in step.samples.values()}
+    phases = {phase.name for step in steps for phase in step.phases}
+    handles = [
+        Patch(color=colour, label=str(outcome))
+        for outcome, colour in OUTCOME_COLOURS.items()
+        if outcome in seen
+    ]
+    handles += [
+        Patch(color=colour, label=name.replace("_", " "))
+        for name, colour in PHASE_COLOURS.items()
+        if name in phases and name not in ("evaluation", "startup", "checkpoint")
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+    )
+    temporary = out.with_name(out.name + ".tmp")
+    figure.savefig(temporary, format=out.suffix.lstrip(".") or "png", facecolor="white")
+    temporary.replace(out)

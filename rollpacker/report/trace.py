@@ -1,0 +1,152 @@
+"""`trace.json` in Chrome's trace format: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+One process shows what the run did (rounds, phases, live samples), one shows every sample in its
+lane; a sample's span is named after what became of it, which is also what viewers colour by."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.report.log import EventLog
+from rollpacker.report.spans import Outcome, Phase, StepSpans, read_steps
+
+_RUN, _SAMPLES = 1, 2
+_TRACKS = {
+    "round": 1,
+    "reward_wait": 2,
+    "training": 3,
+    "sync": 4,
+    "checkpoint": 5,
+    "evaluation": 6,
+    "startup": 7,
+    "other": 8,
+}
+_COLOURS = {
+    Outcome.TRAINED: "good",
+    Outcome.SURPLUS: "grey",
+    Outcome.DEFERRED: "bad",
+    Outcome.UNUSED: "black",
+    Outcome.FAILED: "terrible",
+}
+"""Names of chrome://tracing's palette; Perfetto chooses its own by the span's name."""
+
+
+def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 50) -> int:
+    """Write the last `last_steps` steps of a log as a trace; returns the number of steps in it.
+
+    Every sample is a span of about 200 bytes: 50 steps of 100 samples make 1 MB. Raises `LogError`
+    for a foreign file and `ValueError` if `last_steps` is less than one."""
+    if last_steps < 1:
+        raise ValueError(f"a trace needs at least one step, not {last_steps}")
+    steps = read_steps(EventLog(events_path), last=last_steps)
+    write_steps_trace(steps, out)
+    return len(steps)
+
+
+def write_steps_trace(steps: Sequence[StepSpans], out: str | Path) -> None:
+    """`write_trace` for steps at hand."""
+    temporary = Path(out).with_suffix(".json.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for number, event in enumerate(_trace_events(steps)):
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+    temporary.replace(out)
+
+
+def _trace_events(steps: Sequence[StepSpans]) -> Iterator[dict[str, Any]]:
+    yield _name("process_name", _RUN, 0, "run")
+    yield _name("process_name", _SAMPLES, 0, "samples")
+    for name, track in _TRACKS.items():
+        yield _name("thread_name", _RUN, track, name.replace("_", " "))
+    num_lanes = 0
+    for step in steps:
+        if step.rollout_start_s is not None:
+            end = step.rollout_end_s or step.end_s
+            arguments = {"step": step.step, "samples": len(step.samples)}
+            yield _span(str(step.kind), _RUN, 1, step.rollout_start_s, end, arguments)
+        for phase in step.phases:
+            yield _phase(phase, step.step)
+        yield from _live_counter(step)
+        for lane, event in _sample_spans(step):
+            num_lanes = max(num_lanes, lane + 1)
+            yield event
+    for lane in range(num_lanes):
+        yield _name("thread_name", _SAMPLES, lane + 1, f"lane {lane:03d}")
+
+
+def _phase(phase: Phase, step: int) -> dict[str, Any]:
+    track = _TRACKS.get(phase.name, _TRACKS["other"])
+    name = phase.name.replace("_", " ")
+    return _span(name, _RUN, track, phase.start_s, phase.end_s, {"step": step})
+
+
+def _live_counter(step: StepSpans) -> Iterator[dict[str, Any]]:
+    """How many samples are live, a point at each change."""
+    changes: dict[float, int] = {}
+    for span in step.samples.values():
+        end = step.end_s if span.end_s is None else span.end_s
+        changes[span.start_s] = changes.get(span.start_s, 0) + 1
+        changes[end] = changes.get(end, 0) - 1
+    live = 0
+    for time_s in sorted(changes):
+        live += changes[time_s]
+        yield {
+            "ph": "C",
+            "name": "live samples",
+            "pid": _RUN,
+            "ts": _us(time_s),
+            "args": {"samples": live},
+        }
+
+
+def _sample_spans(step: StepSpans) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each sample's span with its lane: the lowest one that is free when it starts."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    num_lanes = 0
+    for span in sorted(step.samples.values(), key=lambda span: span.start_s):
+        while busy and busy[0][0] <= span.start_s:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane, num_lanes = num_lanes, num_lanes + 1
+        end = step.end_s if span.end_s is None else span.end_s
+        heapq.heappush(busy, (end, lane))
+        arguments = {
+            "id": str(span.sample),
+            "step": step.step,
+            "tokens": span.tokens,
+            "reward": span.reward,
+        }
+        name = str(span.outcome)
+        event = _span(name, _SAMPLES, lane + 1, span.start_s, end, arguments)
+        event["cname"] = _COLOURS[span.outcome]
+        yield lane, event
+
+
+def _span(
+    name: str, process: int, track: int, start_s: float, end_s: float, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": track,
+        "ts": _us(start_s),
+        "dur": max(0, _us(end_s) - _us(start_s)),
+        "args": arguments,
+    }
+
+
+def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _us(time_s: float) -> int:
+    return round(time_s * 1e6)

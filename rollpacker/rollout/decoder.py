@@ -1,0 +1,370 @@
+"""The model's side of the embedded engine: prefill, decode steps, and the rows' caches.
+
+Knows no threads and no queue. Two ways to shape a step: dynamic (a CPU: exactly the live rows,
+each width bucket exactly as wide as its longest row) and static (CUDA: rows and width rounded up to
+a few sizes, all inputs in fixed tensors, so that a step can be captured and replayed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rollpacker.rollout.attention import (
+    STEP_KEYWORD,
+    RolloutStep,
+    UnsupportedModelError,
+    install_attention,
+)
+from rollpacker.rollout.base import EngineConfig
+from rollpacker.rollout.buckets import (
+    CALL_COST_ELEMENTS,
+    SORT_HORIZON_STEPS,
+    Bucket,
+    bucket_cost,
+    plan_buckets,
+)
+from rollpacker.rollout.graphs import StepGraphs
+from rollpacker.rollout.kv_slots import (
+    DecodeStep,
+    KVSlots,
+    LayerProbe,
+    LayerShape,
+    PrefillStep,
+    PromptCache,
+)
+from rollpacker.rollout.rows import Pending, RowTable
+from rollpacker.rollout.sampling import draw
+
+MAX_SLOTS = 1024
+STATIC_WIDTH_CHUNK = 256
+PREFILL_TOKENS = {"cpu": 4096}
+PREFILL_TOKENS_ACCELERATOR = 16384
+PREFILL_LOGITS = 1 << 26
+"""At most so many logits at once in a prefill."""
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """A prompt that was prefilled and has samples waiting for a free row."""
+
+    prompt: Prompt
+    logits: torch.Tensor
+    """[vocabulary], after the prompt's last token."""
+    cache: PromptCache
+
+
+class Decoder:
+    """Rows of one model, decoded together. Used from one thread, under `torch.inference_mode`."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, device: torch.device, *, static: bool
+    ) -> None:
+        install_attention(model)
+        self.model = model
+        self.num_prefilled_tokens = 0
+        self.num_steps = 0
+        self._static = static
+        self._width_buckets = config.width_buckets and not static
+        self._max_slots = config.max_slots or MAX_SLOTS
+        self._device = device
+        shapes, dtype, vocabulary_size = _probe(model, device)
+        self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
+        self.rows = RowTable(device, vocabulary_size, mirrored=static)
+        largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
+        self._call_cost = CALL_COST_ELEMENTS / largest
+        self._plan: list[Bucket] | None = None
+        self._plan_age = 0
+        self._kept: KeptPrompt | None = None
+        self._graphs = StepGraphs(device) if static and config.cuda_graphs else None
+        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._static_noise = torch.zeros(0)
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def can_ever_hold(self, entry: Pending) -> bool:
+        return self.slots.fits(1, entry.width)
+
+    def num_admissible(self, waiting: Iterable[Pending]) -> int:
+        """How many of these, from the first on, can join the live rows and surely be finished."""
+        num_rows = self.rows.num_rows
+        width = max((entry.width for entry in self.rows.pending), default=1)
+        count = 0
+        for entry in waiting:
+            width = max(width, entry.width)
+            if num_rows + count >= self._max_slots or not self.slots.fits(
+                num_rows + count + 1, width
+            ):
+                break
+            count += 1
+        return count
+
+    def admit(self, entries: Sequence[Pending], next_prompt: Prompt | None) -> None:
+        """Prefill these, once per run of equal prompts, and draw their first tokens.
+
+        `next_prompt` is that of the first request still waiting: if it is the last one here, what
+        its prefill gave is kept for it.
+        """
+        self._reserve(entries)
+        groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
+        if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
+            self._join(groups.pop(0), self._kept)
+        if self._kept is not None and self._kept.prompt != next_prompt:
+            self._kept = None
+        groups.sort(key=lambda group: len(group[0].request.prompt_tokens))
+        for batch in self._prefill_batches(groups):
+            self._prefill(batch, next_prompt)
+        self._plan = None
+
+    def forget_prompt(self) -> None:
+        """Nothing waits any more, and the weights may change."""
+        self._kept = None
+
+    def _reserve(self, entries: Sequence[Pending]) -> None:
+        """Slots as wide as any of these rows may become."""
+        num_rows = self.rows.num_rows + len(entries)
+        width = max(entry.width for entry in (*self.rows.pending, *entries))
+        if self._static:
+            width = -(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK
+            num_slots = self._max_slots
+            while not self.slots.fits(num_slots, width) and num_slots > num_rows:
+                num_slots = max(num_rows, num_slots // 2)
+            num_rows = num_slots
+        else:
+            width |= 1  # Rows a power of two apart would compete for the same cache lines.
+        moved = self.slots.reserve(num_rows, width)
+        moved |= self.rows.reserve(self.slots.num_slots)
+        if moved and self._static:
+            self._make_static_buffers()
+
+    def _make_static_buffers(self) -> None:
+        num_slots = self.slots.num_slots
+        tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+        log_probs = torch.zeros(num_slots, dtype=torch.float64, device=self._device)
+        self._outputs = (tokens, log_probs)
+        self._static_noise = torch.zeros(num_slots, dtype=torch.float64, device=self._device)
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _join(self, entries: list[Pending], kept: KeptPrompt) -> None:
+        """Samples whose prompt was prefilled before copy its keys and values."""
+        first = self.rows.num_rows
+        noise = self.rows.add(entries)
+        self.slots.restore(kept.cache, slice(first, self.rows.num_rows))
+        self._draw_first(first, kept.logits.expand(len(entries), -1), noise)
+
+    def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
+        """Groups, sorted by prompt length, in batches that keep to the token budget."""
+        budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
+        max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
+        batch: list[list[Pending]] = []
+        lengths: set[int] = set()
+        for group in groups:
+            length = len(group[0].request.prompt_tokens)
+            size = len(batch) + 1
+            if batch and (size * length > budget or size * len(lengths | {length}) > max_kept):
+                yield batch
+                batch, lengths = [], set()
+            batch.append(group)
+            lengths.add(length)
+        if batch:
+            yield batch
+
+    def _prefill(self, groups: list[list[Pending]], next_prompt: Prompt | None) -> None:
+        prompts = [group[0].request.prompt_tokens for group in groups]
+        lengths = [len(prompt) for prompt in prompts]
+        first = self.rows.num_rows
+        noise = self.rows.add([entry for group in groups for entry in group])
+        padded = np.zeros((len(prompts), max(lengths)), np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        prompt_of_row = torch.from_numpy(
+            np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        ).to(self._device)
+        ends, end_of_prompt = np.unique(np.array(lengths) - 1, return_inverse=True)
+        logits = self.model(
+            input_ids=torch.from_numpy(padded).to(self._device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(ends).to(self._device),
+            **{STEP_KEYWORD: PrefillStep(self.slots, first, prompt_of_row)},
+        ).logits
+        self.num_prefilled_tokens += sum(lengths)
+        prompt_index = torch.arange(len(prompts), device=self._device)
+        logits = logits[prompt_index, torch.from_numpy(end_of_prompt).to(self._device)]
+        if next_prompt in prompts:
+            place = prompts.index(next_prompt)
+            row = first + sum(len(group) for group in groups[:place])
+            cache = self.slots.snapshot(row, lengths[place])
+            self._kept = KeptPrompt(next_prompt, logits[place].clone(), cache)
+        self._draw_first(first, logits.index_select(0, prompt_of_row), noise)
+
+    def _draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
+        rows = slice(first, self.rows.num_rows)
+        columns = (
+            self.rows.device_column(name)[rows] for name in ("temperature", "top_k", "top_p")
+        )
+        tokens, log_probs = draw(logits, noise, *columns, self.rows.mode)
+        self.rows.begin(first, tokens.cpu().numpy(), log_probs.cpu().numpy())
+
+    # -- decoding ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One token for every live row."""
+        if self._static:
+            tokens, log_probs = self._static_step()
+        else:
+            tokens, log_probs = self._dynamic_step()
+        self.num_steps += 1
+        self.rows.record(tokens.cpu().numpy(), log_probs.cpu().numpy())
+
+    def _dynamic_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = self.rows.num_rows
+        if self._plan is None:
+            self._plan, self._plan_age = self._make_plan(), 0
+        age = self._plan_age
+        buckets = [Bucket(start, stop, width + age) for start, stop, width in self._plan]
+        self._plan_age += 1
+        return self._forward(num_rows, buckets, self.rows.next_noise())
+
+    def _static_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = self.rows.num_rows
+        width = int(self.rows.host_column("position").max()) + 1
+        rows_bucket = _round_rows(num_rows, self.slots.num_slots)
+        width_bucket = min(-(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK, self.slots.width)
+        self._static_noise.copy_(self.rows.next_noise())
+        outputs = self._outputs
+        assert outputs is not None
+        tokens = self.rows.device_column("token")
+        positions = self.rows.device_column("position")
+
+        def forward() -> None:
+            buckets = [Bucket(0, rows_bucket, width_bucket)]
+            new_tokens, log_probs = self._forward(rows_bucket, buckets, self._static_noise)
+            outputs[0][:rows_bucket].copy_(new_tokens)
+            outputs[1][:rows_bucket].copy_(log_probs)
+            tokens[:rows_bucket].copy_(new_tokens)
+            # Rows beyond the live ones run along; the clamp keeps them inside their slots.
+            positions[:rows_bucket].add_(1).clamp_(max=self.slots.width - 1)
+
+        if self._graphs is None:
+            forward()
+        else:
+            key = (rows_bucket, width_bucket, self.rows.mode)
+            self._graphs.run(key, forward, (tokens, positions))
+        return outputs[0][:num_rows], outputs[1][:num_rows]
+
+    def _forward(
+        self, num_rows: int, buckets: list[Bucket], noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        column = self.rows.device_column
+        positions = column("position")[:num_rows]
+        logits = self.model(
+            input_ids=column("token")[:num_rows, None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            **{STEP_KEYWORD: DecodeStep(self.slots, positions, buckets)},
+        ).logits
+        return draw(
+            logits[:, -1],
+            noise[:num_rows],
+            column("temperature")[:num_rows],
+            column("top_k")[:num_rows],
+            column("top_p")[:num_rows],
+            self.rows.mode,
+        )
+
+    def _make_plan(self) -> list[Bucket]:
+        """Buckets for the live rows; sorts the rows by length first if that soon pays."""
+        lengths = self.rows.host_column("position") + 1
+        num_rows, width = len(lengths), int(lengths.max())
+        one_bucket = [Bucket(0, num_rows, width)]
+        most_to_save = num_rows * width - int(lengths.sum())
+        if not self._width_buckets or most_to_save <= self._call_cost:
+            return one_bucket
+        plan = plan_buckets(lengths, self._call_cost)
+        order = np.argsort(lengths, kind="stable")
+        moved = np.flatnonzero(order != np.arange(num_rows))
+        sorted_plan = plan_buckets(lengths[order], self._call_cost)
+        saving = bucket_cost(plan, self._call_cost) - bucket_cost(sorted_plan, self._call_cost)
+        if saving * SORT_HORIZON_STEPS <= 2 * len(moved) * width:
+            return plan
+        self.slots.gather(order[moved].tolist(), moved.tolist(), width)
+        self.rows.rearrange(order[moved], moved)
+        return sorted_plan
+
+    # -- departure ---------------------------------------------------------------------------------
+
+    def remove(self, gone: np.ndarray) -> None:
+        """Take these rows out; the last rows move into their places."""
+        for row in gone[np.isnan(self.rows.host_column("log_prob")[gone])]:
+            self.slots.clear(int(row))
+        source, target = self.rows.remove(gone)
+        if source:
+            lengths = self.rows.host_column("position")[target].tolist()
+            self.slots.move(source, target, lengths)
+        self._plan = None
+
+
+def _round_rows(num_rows: int, num_slots: int) -> int:
+    """The next power of two up to 32, the next multiple of 32 from there on, at most all slots."""
+    rounded = 1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32
+    return min(rounded, num_slots)
+
+
+def _kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * 2**30)
+    if device.type == "cuda":
+        return int(0.6 * torch.cuda.mem_get_info(device)[0])
+    return 2**30
+
+
+def _probe(
+    model: PreTrainedModel, device: torch.device
+) -> tuple[list[LayerShape], torch.dtype, int]:
+    """Which layers attend, with what shapes; the dtype of the keys; the vocabulary's size.
+
+    Refuses a model whose decode steps do not repeat what its full forward pass says.
+    """
+    name = type(model).__name__
+    probe = LayerProbe()
+    ids = torch.arange(1, 7, device=device)[None]
+    full = _last_logits(model, ids, probe)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layers = sorted(shape.layer for shape in probe.shapes)
+    if layers != list(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{name} has {num_layers} layers, of which {len(set(layers))} attended through "
+            f"RollPacker's attention ({len(layers)} calls); the embedded engine runs models with "
+            "exactly one attention call per layer"
+        )
+    assert probe.dtype is not None
+    slots = KVSlots(probe.shapes, probe.dtype, device, budget_bytes=2**30)
+    slots.reserve(1, 8)
+    prefill = PrefillStep(slots, 0, torch.zeros(1, dtype=torch.int64, device=device))
+    _last_logits(model, ids[:, :-1], prefill)
+    positions = torch.tensor([ids.shape[1] - 1], device=device)
+    decode = DecodeStep(slots, positions, [Bucket(0, 1, 8)])
+    decoded = _last_logits(model, ids[:, -1:], decode, position_ids=positions[:, None])
+    tolerance = 0.1 * float(full.abs().max())
+    if not torch.allclose(full, decoded, rtol=0, atol=tolerance, equal_nan=True):
+        raise UnsupportedModelError(
+            f"{name} gives other logits when it decodes with cached keys and values (largest "
+            f"difference {float((full - decoded).abs().max()):.3g}); the embedded engine cannot run it"
+        )
+    return probe.shapes, probe.dtype, full.shape[-1]
+
+
+def _last_logits(
+    model: PreTrainedModel, ids: torch.Tensor, step: RolloutStep, **kwargs: torch.Tensor
+) -> torch.Tensor:
+    with torch.inference_mode():
+        output = model(input_ids=ids, use_cache=False, **{STEP_KEYWORD: step}, **kwargs)
+    return output.logits[0, -1].float()

@@ -1,0 +1,250 @@
+"""The live rows: who sits in which slot, and what each has generated.
+
+Everything per row is a column of a numpy array, so that a step's bookkeeping is a handful of
+vector operations whatever the number of rows. The columns that the model and the sampler read are
+seen as tensors too: on a CPU these share the arrays' memory, with static shapes they are copies on
+the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollpacker.rollout.base import GenerationRequest, Response
+from rollpacker.rollout.sampling import DrawMode, sample_key, uniforms
+
+NOISE_BLOCK = 64
+_DEVICE_COLUMNS = {
+    "token": np.int64,
+    "position": np.int64,
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+}
+_HOST_COLUMNS = {
+    "sequence": np.int64,
+    "count": np.int64,
+    "limit": np.int64,
+    "may_stop": np.bool_,
+    "has_stop_strings": np.bool_,
+    "key": np.uint64,
+    "store": np.int64,
+    "log_prob": np.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request that was taken on; `sequence` counts launches."""
+
+    request: GenerationRequest
+    sequence: int
+
+    @property
+    def limit(self) -> int:
+        return self.request.forced_length or self.request.sampling.max_response_tokens
+
+    @property
+    def width(self) -> int:
+        """Cache positions it can need: the last token is never fed back."""
+        return len(self.request.prompt_tokens) + self.limit - 1
+
+
+class RowTable:
+    """Columns over slots; the first `num_rows` are live.
+
+    token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
+    which is where the next step writes its key and value. With `mirrored` the device has copies of
+    its columns, which the step itself keeps up to date and `upload` refreshes.
+    """
+
+    def __init__(self, device: torch.device, vocabulary_size: int, *, mirrored: bool) -> None:
+        assert mirrored or device.type == "cpu"
+        self.device = device
+        self.vocabulary_size = vocabulary_size
+        self.mirrored = mirrored
+        self.num_rows = 0
+        self.pending: list[Pending] = []
+        self.mode = DrawMode()
+        self._num_slots = 0
+        self._columns = {
+            name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
+        }
+        self._device_columns: dict[str, torch.Tensor] = {}
+        self._noise = np.zeros((0, NOISE_BLOCK))
+        self._device_noise = torch.zeros(0)
+        self._noise_column = 0
+        self._free_stores: list[int] = []
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._log_probs = np.zeros((0, 0), np.float32)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def reserve(self, num_slots: int) -> bool:
+        """Make room for so many rows. True if device columns moved."""
+        if num_slots <= self._num_slots:
+            return False
+        added = num_slots - self._num_slots
+        for name, old in self._columns.items():
+            self._columns[name] = np.concatenate([old, np.zeros(added, old.dtype)])
+        self._noise = np.concatenate([self._noise, np.zeros((added, NOISE_BLOCK))])
+        self._free_stores.extend(range(num_slots - 1, self._num_slots - 1, -1))
+        width = self._tokens.shape[1]
+        self._tokens = np.concatenate([self._tokens, np.zeros((added, width), np.int64)])
+        self._log_probs = np.concatenate([self._log_probs, np.zeros((added, width), np.float32)])
+        self._num_slots = num_slots
+        self._device_columns = {
+            name: self._on_device(self._columns[name]) for name in _DEVICE_COLUMNS
+        }
+        self._device_noise = self._on_device(self._noise)
+        return True
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(self.device, copy=True) if self.mirrored else tensor
+
+    def device_column(self, name: str) -> torch.Tensor:
+        return self._device_columns[name]
+
+    def host_column(self, name: str) -> np.ndarray:
+        """The live part of a column; writes reach the device with `upload`."""
+        return self._columns[name][: self.num_rows]
+
+    def upload(self) -> None:
+        """Bring mode and the device's copies up to date after rows came, went or moved."""
+        temperature, top_k, top_p = (
+            self.host_column(name) for name in ("temperature", "top_k", "top_p")
+        )
+        self.mode = DrawMode(
+            greedy=bool((temperature == 0).any()),
+            tempered=bool((temperature != 1).any()),
+            truncated=bool((top_k < self.vocabulary_size).any() or (top_p < 1).any()),
+        )
+        if self.mirrored:
+            for name, column in self._device_columns.items():
+                column.copy_(torch.from_numpy(self._columns[name]))
+            self._device_noise.copy_(torch.from_numpy(self._noise))
+
+    # -- noise -------------------------------------------------------------------------------------
+
+    def next_noise(self) -> torch.Tensor:
+        """Noise of every slot for the step at hand, float64 [slots] on the device."""
+        if self._noise_column == NOISE_BLOCK:
+            self._noise_column = 0
+            self._fill_noise(slice(0, self.num_rows))
+            if self.mirrored:
+                self._device_noise.copy_(torch.from_numpy(self._noise))
+        column = self._device_noise[:, self._noise_column]
+        self._noise_column += 1
+        return column
+
+    def _fill_noise(self, rows: slice) -> None:
+        """The rest of the block for these rows, whose next token is number `count`."""
+        keys, counts = self._columns["key"][rows], self._columns["count"][rows]
+        block = uniforms(keys, counts, NOISE_BLOCK - self._noise_column)
+        self._noise[rows, self._noise_column :] = block
+
+    # -- rows come, advance, go --------------------------------------------------------------------
+
+    def add(self, new: list[Pending]) -> torch.Tensor:
+        """Append rows with no token yet. Returns the noise for their first tokens, float64 [new]."""
+        first, self.num_rows = self.num_rows, self.num_rows + len(new)
+        rows = slice(first, self.num_rows)
+        self.pending.extend(new)
+        requests = [entry.request for entry in new]
+        sampling = [request.sampling for request in requests]
+        greedy = [params.temperature == 0 for params in sampling]
+        columns = self._columns
+        columns["position"][rows] = [len(request.prompt_tokens) - 1 for request in requests]
+        columns["temperature"][rows] = [params.temperature for params in sampling]
+        columns["top_k"][rows] = [
+            params.top_k if params.top_k and not off else self.vocabulary_size
+            for params, off in zip(sampling, greedy, strict=True)
+        ]
+        columns["top_p"][rows] = [
+            1.0 if off else params.top_p for params, off in zip(sampling, greedy, strict=True)
+        ]
+        columns["sequence"][rows] = [entry.sequence for entry in new]
+        columns["count"][rows] = 0
+        columns["limit"][rows] = [entry.limit for entry in new]
+        columns["may_stop"][rows] = [request.forced_length is None for request in requests]
+        columns["has_stop_strings"][rows] = [
+            bool(request.sampling.stop) and request.forced_length is None for request in requests
+        ]
+        columns["key"][rows] = [
+            sample_key(request.sampling.seed, request.sample) for request in requests
+        ]
+        columns["store"][rows] = [self._free_stores.pop() for _ in new]
+        self.upload()
+        noise = uniforms(columns["key"][rows], columns["count"][rows], 1)[:, 0]
+        return torch.from_numpy(noise).to(self.device)
+
+    def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
+        """Append one token to each row from `first` on."""
+        rows = slice(first, self.num_rows)
+        store, count = self._columns["store"][rows], self._columns["count"][rows]
+        while len(count) and count.max() >= self._tokens.shape[1]:
+            self._widen_outputs()
+        self._tokens[store, count] = tokens
+        self._log_probs[store, count] = log_probs
+        count += 1
+        self._columns["token"][rows] = tokens
+        self._columns["log_prob"][rows] = log_probs
+        self._columns["position"][rows] += 1
+
+    def begin(self, first: int, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Give the rows from `first` on their first tokens, and noise for the next ones."""
+        self.record(tokens, log_probs, first)
+        self._fill_noise(slice(first, self.num_rows))
+        self.upload()
+
+    def _widen_outputs(self) -> None:
+        added = max(64, self._tokens.shape[1])
+        self._tokens = np.pad(self._tokens, ((0, 0), (0, added)))
+        self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
+
+    def tail(self, row: int, num_tokens: int) -> list[int]:
+        """The newest tokens of a row, at most so many."""
+        count = int(self._columns["count"][row])
+        store = self._columns["store"][row]
+        return self._tokens[store, max(0, count - num_tokens) : count].tolist()
+
+    def response(self, row: int, *, stopped: bool, version: int) -> Response:
+        request = self.pending[row].request
+        store, count = self._columns["store"][row], self._columns["count"][row]
+        return Response(
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tuple(self._tokens[store, :count].tolist()),
+            log_probs=tuple(self._log_probs[store, :count].tolist()),
+            finish_reason="stop" if stopped else "length",
+            version=version,
+        )
+
+    def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
+        """Take rows out; the last ones fill their places. Returns who moved (from where, to where)."""
+        remaining = self.num_rows - len(gone)
+        self._free_stores.extend(self._columns["store"][gone].tolist())
+        dead = np.zeros(self.num_rows, np.bool_)
+        dead[gone] = True
+        holes = np.flatnonzero(dead[:remaining])
+        movers = remaining + np.flatnonzero(~dead[remaining:])
+        self.rearrange(movers, holes)
+        self.num_rows = remaining
+        del self.pending[remaining:]
+        self.upload()
+        return movers.tolist(), holes.tolist()
+
+    def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Row source[i] becomes row target[i]."""
+        if not len(source):
+            return
+        for column in self._columns.values():
+            column[target] = column[source]
+        self._noise[target] = self._noise[source]
+        moved = [self.pending[row] for row in source]
+        for row, entry in zip(target, moved, strict=True):
+            self.pending[row] = entry

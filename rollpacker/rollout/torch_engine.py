@@ -1,0 +1,366 @@
+"""The embedded engine: continuous batching over the trainer's own module, on a CPU or one GPU.
+
+One worker thread turns: take what was submitted and aborted, admit waiting requests into free
+rows, decode one token for every row, report what ended. It waits for the listener before it goes
+on, so an abort or a request given inside that call takes effect at the same decode step in every
+run.
+
+The CUDA path (static shapes, captured steps) shares all of its code with a path that runs and is
+tested on a CPU, except for the capture itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.rollout.base import (
+    EngineConfig,
+    EngineError,
+    EngineOutput,
+    EngineStatus,
+    GenerationRequest,
+    Listener,
+)
+from rollpacker.rollout.decoder import Decoder
+from rollpacker.rollout.rows import Pending
+
+logger = logging.getLogger(__name__)
+
+STOP_TAIL_TOKENS = 8
+"""A stop string is looked for in as many of the newest tokens as it has bytes, and so many more."""
+
+
+class TorchEngine:
+    """An `Engine` that samples from `model` as it stands, weights read in place.
+
+    `update_weights` therefore only notes the version; whoever changes the weights does so while
+    nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its training
+    mode whenever the engine has nothing to do. Set torch's thread count before `start`.
+
+    Raises:
+        UnsupportedModelError: the model's architecture cannot run here; the message says why.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
+        device: torch.device | str | None = None,
+        static_shapes: bool | None = None,
+    ) -> None:
+        """`tokenizer` is needed for stop strings only. `static_shapes` None: on CUDA."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._device = torch.device(device or next(model.parameters()).device)
+        static = self._device.type != "cpu" if static_shapes is None else static_shapes
+        was_training = model.training
+        model.eval()
+        self._decoder = Decoder(model, config, self._device, static=static)
+        model.train(was_training)
+        self._ends = self._end_tokens()
+        self._max_positions = getattr(
+            model.config.get_text_config(), "max_position_embeddings", None
+        )
+
+        # Shared with callers, under the condition's lock.
+        self._condition = threading.Condition()
+        self._submitted: list[Pending] = []
+        self._aborted: list[SampleId] = []
+        self._in_flight: set[SampleId] = set()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
+        self._on_error: Callable[[BaseException], None] | None = None
+        self._num_launched = 0
+        self._version = 0
+
+        # The worker's own.
+        self._waiting: deque[Pending] = deque()
+        self._num_generated = 0
+        self._busy = False
+        self._was_training = was_training
+
+    # -- the protocol ------------------------------------------------------------------------------
+
+    def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """Begin to work. Called again while nothing runs, it replaces the listener."""
+        with self._condition:
+            self._check_open()
+            if self._in_flight:
+                raise EngineError("the engine cannot change its listener while samples run")
+            self._listener, self._on_error = listener, on_error
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="rollpacker-engine", daemon=True
+                )
+                self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        with self._condition:
+            self._check_open()
+            samples = [request.sample for request in requests]
+            twice = self._in_flight.intersection(samples)
+            if twice or len(set(samples)) < len(samples):
+                name = min(twice, default="in this call")
+                raise EngineError(f"a sample was submitted twice: {name}")
+            self._in_flight.update(samples)
+            for request in requests:
+                self._submitted.append(Pending(request, self._num_launched))
+                self._num_launched += 1
+            self._condition.notify()
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        with self._condition:
+            self._check_open()
+            self._aborted.extend(sample for sample in samples if sample in self._in_flight)
+            self._condition.notify()
+
+    async def update_weights(self, version: int) -> None:
+        with self._condition:
+            self._check_open()
+            if self._in_flight:
+                raise EngineError(
+                    f"the weights cannot change to version {version} while "
+                    f"{len(self._in_flight)} samples run"
+                )
+            self._version = version
+
+    def status(self) -> EngineStatus:
+        with self._condition:
+            self._check_open()
+            num_running = min(self._decoder.rows.num_rows, len(self._in_flight))
+            return EngineStatus(
+                num_running=num_running,
+                num_waiting=len(self._in_flight) - num_running,
+                version=self._version,
+                generated_tokens=self._num_generated,
+                decode_steps=self._decoder.num_steps,
+            )
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens that went through the model since the engine was made."""
+        return self._decoder.num_prefilled_tokens
+
+    async def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            # The worker may be inside the listener, which may need this event loop to go on.
+            await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._error is not None:
+            raise EngineError(f"the engine died: {self._error}") from self._error
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._turn()
+        except Exception as error:
+            logger.exception("the engine's worker died")
+            with self._condition:
+                self._error = error
+                on_error = self._on_error
+            self._rest()
+            assert on_error is not None
+            on_error(error)
+
+    def _wait_for_work(self) -> bool:
+        with self._condition:
+            while not (self._closed or self._in_flight):
+                self._condition.wait()
+            return not self._closed
+
+    def _turn(self) -> None:
+        outputs = self._take_inbox()
+        if not outputs and self._waiting:
+            outputs = self._admit()
+        if not outputs and self._decoder.rows.num_rows:
+            self._decoder.step()
+            self._num_generated += self._decoder.rows.num_rows
+            outputs = self._collect_ended(0)
+        if outputs:
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: list[tuple[int, EngineOutput]]) -> None:
+        outputs.sort(key=lambda numbered: numbered[0])
+        with self._condition:
+            self._in_flight.difference_update(output.event.sample for _, output in outputs)
+            idle = not self._in_flight
+            listener = self._listener
+        if idle:
+            self._rest()
+        assert listener is not None
+        listener([output for _, output in outputs])
+
+    def _rest(self) -> None:
+        """Leave the model in the mode that it was found in."""
+        if self._busy:
+            self._busy = False
+            self._decoder.forget_prompt()
+            self._model.train(self._was_training)
+
+    # -- requests come -----------------------------------------------------------------------------
+
+    def _take_inbox(self) -> list[tuple[int, EngineOutput]]:
+        """New requests join the queue; aborted ones leave it, or their rows."""
+        with self._condition:
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = set(self._aborted), []
+        outputs = []
+        for entry in submitted:
+            reason = self._why_impossible(entry)
+            if reason is None:
+                self._waiting.append(entry)
+            else:
+                outputs.append(_failure(entry, reason))
+        if aborted:
+            outputs.extend(self._abort(aborted))
+        return outputs
+
+    def _abort(self, samples: set[SampleId]) -> list[tuple[int, EngineOutput]]:
+        outputs = []
+        for entry in [entry for entry in self._waiting if entry.request.sample in samples]:
+            self._waiting.remove(entry)
+            outputs.append(_abortion(entry, 0))
+        rows = self._decoder.rows
+        gone = [row for row, entry in enumerate(rows.pending) if entry.request.sample in samples]
+        counts = rows.host_column("count")
+        outputs.extend(_abortion(rows.pending[row], int(counts[row])) for row in gone)
+        if gone:
+            self._decoder.remove(np.array(gone))
+        return outputs
+
+    def _why_impossible(self, entry: Pending) -> str | None:
+        prompt, limit = entry.request.prompt_tokens, entry.limit
+        if not prompt:
+            return "the prompt has no tokens"
+        if limit < 1:
+            return f"a response of at most {limit} tokens was asked for"
+        if self._max_positions is not None and len(prompt) + limit > self._max_positions:
+            return (
+                f"{len(prompt)} prompt tokens and up to {limit} response tokens do not fit the "
+                f"model's context of {self._max_positions}"
+            )
+        if max(prompt) >= self._decoder.rows.vocabulary_size or min(prompt) < 0:
+            return "the prompt has a token that is not in the model's vocabulary"
+        if not self._decoder.can_ever_hold(entry):
+            return (
+                f"{entry.width} tokens of keys and values need more memory than "
+                "rollout.engine.kv_cache_gib allows"
+            )
+        if entry.request.sampling.stop and self._tokenizer is None:
+            return "stop strings need a tokenizer"
+        return None
+
+    def _admit(self) -> list[tuple[int, EngineOutput]]:
+        num_new = self._decoder.num_admissible(self._waiting)
+        if not num_new:
+            return []
+        if not self._busy:
+            self._busy, self._was_training = True, self._model.training
+            self._model.eval()
+        first = self._decoder.rows.num_rows
+        entries = [self._waiting.popleft() for _ in range(num_new)]
+        next_prompt = self._waiting[0].request.prompt_tokens if self._waiting else None
+        self._decoder.admit(entries, next_prompt)
+        self._num_generated += num_new
+        return self._collect_ended(first)
+
+    # -- responses go ------------------------------------------------------------------------------
+
+    def _collect_ended(self, first: int) -> list[tuple[int, EngineOutput]]:
+        """Take out the rows, from `first` on, that their newest token ended."""
+        rows = self._decoder.rows
+        token, count, limit, may_stop, log_prob = (
+            rows.host_column(name)[first:]
+            for name in ("token", "count", "limit", "may_stop", "log_prob")
+        )
+        stopped = self._ends[token] & may_stop
+        broken = np.isnan(log_prob)
+        ended = stopped | broken | (count >= limit)
+        stopped |= self._at_stop_string(first)
+        ended |= stopped
+        if not ended.any():
+            return []
+        gone = first + np.flatnonzero(ended)
+        outputs = []
+        for row in gone.tolist():
+            entry = rows.pending[row]
+            if broken[row - first]:
+                reason = (
+                    f"the model's logits are not numbers at response token {count[row - first] - 1}"
+                )
+                outputs.append(_failure(entry, reason))
+            else:
+                outputs.append(self._finish(row, stopped=bool(stopped[row - first])))
+        self._decoder.remove(gone)
+        return outputs
+
+    def _finish(self, row: int, *, stopped: bool) -> tuple[int, EngineOutput]:
+        entry = self._decoder.rows.pending[row]
+        stopped = stopped or entry.request.forced_length is not None
+        response = self._decoder.rows.response(row, stopped=stopped, version=self._version)
+        event = SampleGenerated(
+            time_s=0.0,
+            sample=response.sample,
+            num_tokens=len(response.tokens),
+            finish_reason=response.finish_reason,
+            version=response.version,
+        )
+        return entry.sequence, EngineOutput(event, response)
+
+    def _at_stop_string(self, first: int) -> np.ndarray:
+        """Which rows, from `first` on, have just completed one of their stop strings."""
+        rows = self._decoder.rows
+        asked = rows.host_column("has_stop_strings")[first:]
+        found = np.zeros(len(asked), np.bool_)
+        for offset in np.flatnonzero(asked):
+            assert self._tokenizer is not None
+            stops = rows.pending[first + offset].request.sampling.stop
+            num_tokens = max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS
+            text = self._tokenizer.decode(rows.tail(first + int(offset), num_tokens))
+            found[offset] = any(stop in text for stop in stops)
+        return found
+
+    def _end_tokens(self) -> np.ndarray:
+        """Which tokens end a response: those of the generation config and the tokenizer's own."""
+        ends = np.zeros(self._decoder.rows.vocabulary_size, np.bool_)
+        generation_config = getattr(self._model, "generation_config", None)
+        configured = getattr(generation_config, "eos_token_id", None)
+        ids = configured if isinstance(configured, list) else [configured]
+        ids.append(getattr(self._tokenizer, "eos_token_id", None))
+        ends[[token for token in ids if token is not None and token < len(ends)]] = True
+        return ends
+
+
+def _failure(entry: Pending, reason: str) -> tuple[int, EngineOutput]:
+    event = SampleFailed(time_s=0.0, sample=entry.request.sample, reason=reason)
+    return entry.sequence, EngineOutput(event)
+
+
+def _abortion(entry: Pending, num_tokens: int) -> tuple[int, EngineOutput]:
+    event = SampleAborted(time_s=0.0, sample=entry.request.sample, num_tokens=num_tokens)
+    return entry.sequence, EngineOutput(event)

@@ -1,0 +1,266 @@
+"""Models and tokenizers: load a Hugging Face folder or hub name, name its contents, build a tiny
+one.
+
+Weights are safetensors only and no code from a model's folder is ever run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from rollpacker.train.base import ModelConfig
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+class ModelError(ValueError):
+    """The model or tokenizer cannot be used; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: PreTrainedModel
+    """On `device`, in `dtype`, in eval mode, every parameter trainable."""
+    tokenizer: PreTrainedTokenizerBase
+    """Has a padding token (the end token where the folder names none)."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load `config.path`. Raises `ModelError`, one message, for whatever is wrong with it."""
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    path = _checked_path(config.path)
+    tokenizer = load_tokenizer(path)
+    with no_progress_bars():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except _LOAD_ERRORS as error:
+            raise ModelError(f"cannot load the model {config.path}: {_short(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the weights of {config.path} are incomplete: {missing[0]} is missing"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    check_vocabulary(model, tokenizer, config.path)
+    return LoadedModel(
+        model=model.to(device).eval(), tokenizer=tokenizer, device=device, dtype=dtype
+    )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Raises `ModelError`."""
+    path = _checked_path(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"cannot load the tokenizer of {path}: {_short(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {path} names no end token (eos_token)")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise `ModelError` if the tokenizer can produce a token that the model has no row for."""
+    rows = model.get_input_embeddings().num_embeddings
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ModelError(
+            f"the tokenizer of {path} does not fit its model: token {token!r} is number {largest}, "
+            f"the model has {rows} rows of embeddings"
+        )
+
+
+def fingerprint(path: str | Path) -> str:
+    """SHA-256 over the weights, the config and the tokenizer of a folder (or of a hub name's local
+    copy).
+
+    Two folders with the same files have the same fingerprint, wherever they lie. Raises
+    `ModelError`.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            config_file = cached_file(str(path), "config.json", local_files_only=True)
+        except OSError as error:
+            raise ModelError(f"there is no model at {path}") from error
+        folder = Path(config_file).parent
+    names = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.suffix == ".safetensors" or entry.name in ("config.json", *TOKENIZER_FILES)
+    )
+    digest = hashlib.sha256()
+    for name in names:
+        with (folder / name).open("rb") as file:
+            digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One character, one token: the special tokens first, then `alphabet` in its order.
+
+    Decoding with `skip_special_tokens` gives back exactly the text; a character that is not in the
+    alphabet becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
+    character.
+    """
+    if not alphabet:
+        raise ModelError("alphabet must have at least one character")
+    if repeated := sorted({c for c in alphabet if alphabet.count(c) > 1}):
+        raise ModelError(f"alphabet has {repeated[0]!r} more than once")
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, UNKNOWN, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )
+
+
+def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTokenizerFast:
+    """`character_tokenizer`, saved where `AutoTokenizer` finds it."""
+    tokenizer = character_tokenizer(alphabet)
+    tokenizer.save_pretrained(str(folder))
+    return tokenizer
+
+
+def new_model(
+    architecture: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """A float32 model with random weights. `architecture` is `model_type` and fields of its config;
+    vocabulary and special tokens follow the tokenizer. Raises `ModelError`."""
+    settings = dict(architecture)
+    model_type = settings.pop("model_type", None)
+    try:
+        config_class = type(AutoConfig.for_model(model_type))
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"architecture.model_type {model_type!r} is not one that transformers knows"
+        ) from error
+    _check_fields(config_class, settings)
+    settings.setdefault("vocab_size", len(tokenizer))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        settings.setdefault(name, getattr(tokenizer, name))
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(
+            config_class(**settings), dtype=torch.float32, trust_remote_code=False
+        )
+    except (*_LOAD_ERRORS, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"cannot build the architecture: {_short(error)}") from error
+    check_vocabulary(model, tokenizer, "the architecture")
+    return model.eval()
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws none inside; the run has a display of its own."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, object]) -> None:
+    """transformers takes any keyword; a misspelt one would be ignored."""
+    if not is_dataclass(config_class):
+        return
+    known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    known |= {"rope_theta", "rope_scaling"}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelError(
+                f"architecture.{name}: {config_class.__name__} has no such field{hint}"
+            )
+
+
+def _checked_path(path: str) -> str:
+    """What transformers can load by: a sound folder, or a name that may be one of the hub."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+        if folder.exists():
+            raise ModelError(f"model.path {path} is a file; it must be a Hugging Face model folder")
+        if looks_local:
+            raise ModelError(f"model.path {path}: there is no such folder")
+        return path
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path {path}: no config.json in it, so it is not a model folder")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))), None)
+        hint = (
+            f" ({pickled.name} is a pickle, which is never loaded: convert it)" if pickled else ""
+        )
+        raise ModelError(f"model.path {path}: no weights (*.safetensors) in it{hint}")
+    return str(folder)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device=cuda, but torch sees no CUDA device; use auto or cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _short(error: Any) -> str:
+    """The first line of a message, which is all that a user needs of transformers' long ones."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,70 @@
+"""From responses and their rewards to what the trainer takes: advantages and token weights per
+sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.table import ALGORITHMS
+from rollpacker.train.base import NonFiniteError, TrainSample
+
+if TYPE_CHECKING:
+    from rollpacker.rollout.base import Response
+
+
+def build_train_samples(
+    groups: Sequence[Sequence[tuple[Response, float]]], config: AlgorithmConfig
+) -> tuple[list[TrainSample], dict[str, float]]:
+    """All samples of one step, in the order given. The denominators are global, so pass the whole
+    step at once.
+
+    Each group holds the (response, reward) pairs of one prompt; samples without a verdict are not
+    among them. The metrics describe rewards, groups and advantages. Raises `NonFiniteError`, naming
+    the sample, if a reward is NaN or infinite.
+    """
+    flat = [(response, reward) for group in groups for response, reward in group]
+    for response, reward in flat:
+        if not math.isfinite(reward):
+            raise NonFiniteError(f"the reward of sample {response.sample} is {reward}")
+    if not flat:
+        return [], {}
+    algorithm = ALGORITHMS[config.name]
+    rewards = torch.tensor([reward for _, reward in flat], dtype=torch.float64)
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
+    advantages = algorithm.advantages(rewards, group_ids, config=config)
+    weights = algorithm.token_weights([len(r.tokens) for r, _ in flat], config=config)
+    samples = [
+        TrainSample(
+            sample=response.sample,
+            prompt_tokens=response.prompt_tokens,
+            response_tokens=response.tokens,
+            rollout_log_probs=response.log_probs,
+            advantage=advantage,
+            token_weight=weight,
+        )
+        for (response, _), advantage, weight in zip(flat, advantages.tolist(), weights, strict=True)
+    ]
+    return samples, _reward_metrics(groups, rewards, advantages)
+
+
+def _reward_metrics(
+    groups: Sequence[Sequence[tuple[Response, float]]],
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+) -> dict[str, float]:
+    no_signal = sum(len({reward for _, reward in group}) < 2 for group in groups)
+    return {
+        "critic/rewards/mean": rewards.mean().item(),
+        "critic/rewards/std": rewards.std(correction=0).item(),
+        "critic/rewards/max": rewards.max().item(),
+        "critic/rewards/min": rewards.min().item(),
+        "critic/advantages/mean": advantages.mean().item(),
+        "critic/advantages/max": advantages.max().item(),
+        "critic/advantages/min": advantages.min().item(),
+        "critic/frac_reward_zero_std": no_signal / len(groups),
+    }

@@ -1,0 +1,329 @@
+"""Supervised fine-tuning before reinforcement learning: stages of steps over prompt-completion
+files.
+
+Batches run without padding where the model's attention allows it, else in micro-batches of like
+length. The loss is the mean over the batch's completion tokens, the end token included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rollpacker.train.batches import MicroBatch, collate, plan_micro_batches
+from rollpacker.train.checkpoint import save_model
+from rollpacker.train.logprobs import response_log_probs
+from rollpacker.train.model import UNKNOWN, character_tokenizer, load_model, new_model
+from rollpacker.train.optimizer import MasterAdamW
+from rollpacker.train.packing import pack, use_packed_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rollpacker.config.schema import WarmupConfig, WarmupStage
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+MICRO_BATCH_TOKENS = 4096
+SMALL_MODEL_PARAMETERS = 20_000_000
+"""Below this, one thread is as fast as several or faster."""
+LOSS_WINDOW = 20
+"""`max_loss` is compared with the mean over this many last steps."""
+
+Row = tuple[list[int], list[int]]
+"""Prompt tokens and completion tokens (with the end token)."""
+
+
+class WarmupError(ValueError):
+    """The warm-up cannot go on; the message says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupProgress:
+    """Given to `on_progress` after every step."""
+
+    stage: int
+    """From 0."""
+    num_stages: int
+    step: int
+    """Steps done in this stage."""
+    num_steps: int
+    loss: float
+    """Of this step: mean over its completion tokens."""
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupResult:
+    output: Path
+    num_parameters: int
+    losses: tuple[float, ...]
+    """Mean loss of the last steps of each stage."""
+    trained_tokens: int
+    """Completion tokens, each as often as it was trained on."""
+    elapsed_s: float
+
+
+def run_warmup(
+    config: WarmupConfig, on_progress: Callable[[WarmupProgress], None] | None = None
+) -> WarmupResult:
+    """Run all stages and write the model to `config.output`, which must not exist or be an empty
+    folder.
+
+    The same config gives the same weights, bit for bit, on the same machine. Raises `WarmupError`
+    (bad rows, with file and line; a loss above `max_loss`; an output that is in the way) and
+    `ModelError`.
+    """
+    started = time.monotonic()
+    output = Path(config.output)
+    _check_output(output)
+    model, tokenizer = _start(config)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    _set_threads(config.threads, num_parameters)
+    chat_options = config.model.chat_template_kwargs if config.model is not None else None
+    stages = [
+        (stage, read_rows(Path(stage.path), tokenizer, _max_tokens(model), chat_options))
+        for stage in config.stages
+    ]
+    losses, trained_tokens = [], 0
+    for index, (stage, rows) in enumerate(stages):
+        recent: list[float] = []
+        steps = _run_stage(model, tokenizer, stage, rows, (config.seed, index))
+        for step, (loss, tokens) in enumerate(steps):
+            recent = [*recent[1 - LOSS_WINDOW :], loss]
+            trained_tokens += tokens
+            if on_progress is not None:
+                on_progress(
+                    WarmupProgress(
+                        stage=index,
+                        num_stages=len(stages),
+                        step=step + 1,
+                        num_steps=stage.steps,
+                        loss=loss,
+                        elapsed_s=time.monotonic() - started,
+                    )
+                )
+        losses.append(sum(recent) / len(recent))
+        _check_loss(losses[-1], stage, index)
+    _write(model, tokenizer, output)
+    return WarmupResult(
+        output=output,
+        num_parameters=num_parameters,
+        losses=tuple(losses),
+        trained_tokens=trained_tokens,
+        elapsed_s=time.monotonic() - started,
+    )
+
+
+def read_rows(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
+    chat_options: Mapping[str, object] | None = None,
+) -> list[Row]:
+    """The rows of a JSONL file, tokenized. A prompt is a text or a list of chat messages.
+
+    Raises `WarmupError` that names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WarmupError(f"{path}: cannot read it: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise WarmupError(f"{path}: no rows in it")
+    texts = []
+    for number, line in numbered:
+        try:
+            texts.append(_parse_row(line, tokenizer, chat_options or {}))
+        except WarmupError as error:
+            raise WarmupError(f"{path}, line {number}: {error}") from None
+    rows = _tokenize(texts, tokenizer)
+    for (number, _), text, row in zip(numbered, texts, rows, strict=True):
+        if problem := _problem_with(text, row, tokenizer, max_tokens):
+            raise WarmupError(f"{path}, line {number}: {problem}")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    prompt: str
+    completion: str
+    rendered: bool
+    """The prompt comes from a chat template, which has put the special tokens in."""
+
+
+def _parse_row(
+    line: str, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, object]
+) -> _Text:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise WarmupError(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise WarmupError("must be an object with `prompt` and `completion`")
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, str | list) or not prompt:
+        raise WarmupError("`prompt` must be a text or chat messages, and not empty")
+    if not isinstance(completion, str) or not completion:
+        raise WarmupError("`completion` must be a text that is not empty")
+    if isinstance(prompt, str):
+        return _Text(prompt, completion, rendered=False)
+    if tokenizer.chat_template is None:
+        raise WarmupError("chat messages need a tokenizer with a chat template; use a text prompt")
+    if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        raise WarmupError('chat messages must look like {"role": "user", "content": "..."}')
+    text = tokenizer.apply_chat_template(
+        prompt, tokenize=False, add_generation_prompt=True, **chat_options
+    )
+    return _Text(text, completion, rendered=True)
+
+
+def _tokenize(texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """All at once, which is many times faster than one by one."""
+
+    def encode(strings: list[str], special: bool) -> Iterator[list[int]]:
+        if not strings:
+            return iter(())
+        return iter(tokenizer(strings, add_special_tokens=special)["input_ids"])
+
+    plain = encode([t.prompt for t in texts if not t.rendered], special=True)
+    rendered = encode([t.prompt for t in texts if t.rendered], special=False)
+    completions = encode([t.completion for t in texts], special=False)
+    return [
+        (next(rendered if t.rendered else plain), [*next(completions), tokenizer.eos_token_id])
+        for t in texts
+    ]
+
+
+def _problem_with(
+    text: _Text, row: Row, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
+) -> str | None:
+    prompt, completion = row
+    unknown = tokenizer.unk_token_id
+    if tokenizer.unk_token == UNKNOWN and (unknown in prompt or unknown in completion):
+        known = tokenizer.get_vocab()
+        stranger = next(c for c in text.prompt + text.completion if c not in known)
+        return f"character {stranger!r} is not in the alphabet"
+    num_tokens = len(prompt) + len(completion)
+    if max_tokens is not None and num_tokens > max_tokens:
+        return f"{num_tokens} tokens are more than the model's {max_tokens}"
+    return None
+
+
+def _start(config: WarmupConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if config.model is not None:
+        loaded = load_model(config.model)
+        return loaded.model, loaded.tokenizer
+    assert config.architecture is not None and config.alphabet is not None
+    tokenizer = character_tokenizer(config.alphabet)
+    return new_model(config.architecture, tokenizer, config.seed), tokenizer
+
+
+def _run_stage(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stage: WarmupStage,
+    rows: Sequence[Row],
+    seed: tuple[int, int],
+) -> Iterator[tuple[float, int]]:
+    """Train; yields each step's loss and completion tokens."""
+    optimizer = MasterAdamW(model, betas=BETAS, eps=EPS, weight_decay=0.0)
+    order = _shuffled_forever(len(rows), seed)
+    packed = use_packed_attention(model)
+    for step in range(stage.steps):
+        batch = sorted((rows[next(order)] for _ in range(stage.batch_size)), key=_length)
+        num_targets = sum(len(completion) for _, completion in batch)
+        loss = 0.0
+        for micro_batch, model_inputs in _micro_batches(batch, tokenizer, model, packed):
+            log_probs, _ = response_log_probs(model, micro_batch, 1.0, model_inputs)
+            share = -log_probs.sum() / num_targets
+            share.backward()
+            loss += share.item()
+        optimizer.step(_learning_rate(step, stage), stage.max_grad_norm)
+        yield loss, num_targets
+
+
+def _micro_batches(
+    batch: list[Row], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, packed: bool
+) -> Iterator[tuple[MicroBatch, dict[str, Any]]]:
+    """Micro-batches of sorted rows, and what the model's forward takes besides."""
+    if not packed:
+        for run in plan_micro_batches([_length(row) for row in batch], MICRO_BATCH_TOKENS):
+            yield collate(batch[run], tokenizer.pad_token_id, model.device), {}
+        return
+    rows: list[Row] = []
+    for row in batch:
+        if rows and sum(map(_length, rows)) + _length(row) > MICRO_BATCH_TOKENS:
+            yield pack(rows, model.device)
+            rows = []
+        rows.append(row)
+    yield pack(rows, model.device)
+
+
+def _learning_rate(step: int, stage: WarmupStage) -> float:
+    """Rises linearly over the warm-up steps, then falls linearly to its final share at the last
+    step."""
+    if step < stage.warmup_steps:
+        return stage.learning_rate * (step + 1) / (stage.warmup_steps + 1)
+    span = max(stage.steps - 1 - stage.warmup_steps, 1)
+    progress = min((step - stage.warmup_steps) / span, 1.0)
+    return stage.learning_rate * (1 - progress * (1 - stage.final_learning_rate_ratio))
+
+
+def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
+    """Row numbers, every row once before any comes again, in a new order each time."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(count).tolist()
+
+
+def _length(row: Row) -> int:
+    return len(row[0]) + len(row[1]) - 1
+
+
+def _max_tokens(model: PreTrainedModel) -> int | None:
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def _set_threads(threads: int | str, num_parameters: int) -> None:
+    if threads != "auto":
+        torch.set_num_threads(int(threads))
+    elif num_parameters < SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1)
+
+
+def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
+    if not np.isfinite(loss):
+        raise WarmupError(f"stage {index + 1} ({stage.path}): the loss is {loss}; lower the rate")
+    if stage.max_loss is not None and loss > stage.max_loss:
+        raise WarmupError(
+            f"stage {index + 1} ({stage.path}) ended with a mean loss of {loss:.3f} over its last "
+            f"{min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
+            "longer (steps), change learning_rate or seed, or raise max_loss"
+        )
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise WarmupError(f"output {output} exists already; remove it or name another folder")
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+    """Write beside the output and rename, so that the folder is complete whenever it is there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
+    try:
+        save_model(model, tokenizer, unfinished)
+        unfinished.replace(output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,231 @@
+"""Seconds by cause partition the wall time; counts are those of the log."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpacker.core.commands import Commit, Launch, RoundKind, SyncWeights, TrainOn
+from rollpacker.core.events import (
+    Committed,
+    RunStarted,
+    SampleAborted,
+    SampleGenerated,
+    SampleScored,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job import JobConfig
+from rollpacker.core.records import Note, Record, Session
+from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.report.accounting import CAUSES, Accounting
+from tests.core.world import World
+from tests.report.fake_run import FakeRun
+
+
+def feed(entries, **options):
+    accounting = Accounting(**options)
+    return accounting, [s for s in map(accounting.feed, entries) if s is not None]
+
+
+def record(time_s, event, *commands, cost_s=0.0):
+    return Record(time_s=time_s, event=event, commands=commands, cost_s=cost_s)
+
+
+SAMPLES = tuple(SampleId(PromptId("p", 0, 0), i, 0) for i in range(4))
+
+
+def one_step(cost_s=0.0):
+    """Four samples: two end at 2 s, one at 3 s, one is stopped at 6 s; hand-made, so that one can
+    reckon."""
+    launch = Launch(round=1, kind=RoundKind.SHORT, samples=SAMPLES, version=0)
+
+    def generated(t, i):
+        return SampleGenerated(
+            time_s=t, sample=SAMPLES[i], num_tokens=10 * i + 5, finish_reason="stop", version=0
+        )
+
+    return [
+        Session(started_at="2026-01-01T00:00:00+00:00", time_s=0.0, step=0, job={}),
+        Note(time_s=0.75, name="startup", seconds=0.5, step=0),
+        record(1.0, RunStarted(time_s=1.0), launch, cost_s=cost_s),
+        record(2.0, generated(2.0, 0)),
+        record(2.0, generated(2.0, 1)),
+        record(3.0, generated(3.0, 2)),
+        record(6.0, SampleAborted(time_s=6.0, sample=SAMPLES[3], num_tokens=50)),
+        *[record(6.5, SampleScored(time_s=6.5, sample=s, value=1.0)) for s in SAMPLES[:2]],
+        record(
+            7.0,
+            SampleScored(time_s=7.0, sample=SAMPLES[2], value=None, reason="timeout"),
+            TrainOn(step=1, groups=(SAMPLES[:2],)),
+        ),
+        record(9.0, Trained(time_s=9.0, step=1, version=1), SyncWeights(version=1)),
+        record(9.5, WeightsSynced(time_s=9.5, version=1), Commit(step=1, last=True)),
+        Note(time_s=11.5, name="evaluation", seconds=1.75, step=1),
+        record(12.0, Committed(time_s=12.0, step=1)),
+        Note(time_s=12.25, name="stopped", seconds=0.0, step=1),
+    ]
+
+
+def test_a_hand_made_step():
+    accounting, (step,) = feed(one_step())
+    # Slot-seconds: 4 x 1 s + 2 x 1 s + 1 x 3 s = 9 of 4 x 5 = 20.
+    assert step.seconds["decode"] == pytest.approx(9 / 4)
+    assert step.seconds["tail_idle"] == pytest.approx(5 - 9 / 4)
+    assert step.seconds["reward_wait"] == pytest.approx(1.0)
+    assert step.seconds["training"] == pytest.approx(2.0)
+    assert step.seconds["sync"] == pytest.approx(0.5)
+    assert step.seconds["checkpoint"] == pytest.approx(0.75)
+    assert step.seconds["evaluation"] == pytest.approx(1.75)
+    assert step.seconds["startup"] == pytest.approx(0.5)
+    assert step.seconds["controller"] == pytest.approx(0.5)
+    assert accounting.seconds()["controller"] == pytest.approx(0.75)
+    assert accounting.wall_s == pytest.approx(12.25)
+    assert (step.num_samples_launched, step.num_samples_trained, step.num_samples_aborted) == (
+        4,
+        2,
+        1,
+    )
+    assert (step.tokens_generated, step.tokens_trained) == (5 + 15 + 25 + 50, 20)
+    assert step.no_verdict == {"timeout": 1}
+    assert step.zero_std_ratio == 1.0
+    assert step.censored_lengths == (50,)
+
+
+def test_fewer_slots_than_samples_are_not_idle_until_a_slot_is():
+    _, (step,) = feed(one_step(), slots=2)
+    assert step.seconds["decode"] == pytest.approx((2 * 2 + 1 * 3) / 2)
+
+
+def test_what_the_controller_spent_is_taken_out_of_the_interval_it_fell_in():
+    _, (step,) = feed(one_step(cost_s=0.25))
+    assert step.seconds["controller"] == pytest.approx(0.75)
+    assert step.seconds["decode"] == pytest.approx((4 * 0.75 + 2 + 3) / 4)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 7),
+    tail_batching=st.booleans(),
+    p0=st.integers(2, 4),
+    r0=st.integers(2, 4),
+    cost_s=st.sampled_from([0.0, 1e-5, 0.02]),
+)
+def test_causes_add_up_to_the_wall_time(seed, steps, tail_batching, p0, r0, cost_s):
+    run = FakeRun(seed, tail_batching=tail_batching, p0=p0, r0=r0)
+    run.cost_s = cost_s
+    accounting, summaries = feed(run.run(steps))
+    assert [s.step for s in summaries] == list(range(1, steps + 1))
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    assert accounting.wall_s == pytest.approx(run.entries[-1].time_s, abs=1e-6)
+    before = 0.0
+    for step in summaries:
+        assert all(value >= 0 for value in step.seconds.values())
+        assert math.fsum(step.seconds.values()) == pytest.approx(step.end_s - before, abs=1e-6)
+        assert set(step.seconds) == set(CAUSES)
+        assert step.num_samples_launched == (
+            step.num_samples_generated + step.num_samples_aborted + step.num_samples_failed
+        )
+        before = step.end_s
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 3), st.integers(0, 12)), max_size=40))
+def test_any_order_of_entries_still_partitions_the_time(draws):
+    """Late, doubled and missing events, costs longer than the gaps, notes longer than the run."""
+    templates = one_step()
+    entries, now = [], 0.0
+    for gap, cost, index in draws:
+        now += gap
+        template = templates[index]
+        if isinstance(template, Record):
+            entry = Record(
+                time_s=now, event=template.event, commands=template.commands, cost_s=cost
+            )
+        elif isinstance(template, Note):
+            entry = Note(time_s=now, name=template.name, seconds=min(cost, now), step=0)
+        else:
+            entry = Session(started_at="", time_s=now, step=0, job={})
+        entries.append(entry)
+    accounting, _ = feed(entries)
+    seconds = accounting.seconds()
+    assert math.fsum(seconds.values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    assert min(seconds.values()) >= 0
+
+
+def test_a_resumed_log_counts_no_step_twice():
+    entries = FakeRun(3).run(6)
+    cut = next(
+        i + 1
+        for i, e in enumerate(entries)
+        if isinstance(e, Record) and isinstance(e.event, Committed)
+    )
+    again = entries[cut - 1]
+    session = Session(started_at="2026-01-02T00:00:00+00:00", time_s=again.time_s, step=1, job={})
+    _, whole = feed(entries)
+    _, resumed = feed([*entries[:cut], session, again, *entries[cut:]])
+    assert [s.step for s in resumed] == [s.step for s in whole]
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.num_samples_launched == other.num_samples_launched
+        assert (one.tokens_generated, one.dropped, one.long_queue) == (
+            other.tokens_generated,
+            other.dropped,
+            other.long_queue,
+        )
+
+
+def test_the_long_queue_is_what_was_deferred_and_not_yet_launched():
+    run = FakeRun(1)
+    _, summaries = feed(run.run(12))
+    assert summaries[-1].long_queue == len(run.queue)
+    assert any(s.kind is RoundKind.LONG for s in summaries)
+    assert summaries[3].dropped == {"fewer than two verdicts": 1}
+
+
+def test_short_rounds_show_their_length_shift():
+    _, with_tail_batching = feed(FakeRun(2).run(30))
+    _, without = feed(FakeRun(2, tail_batching=False).run(30))
+    assert without[-1].length_shift == pytest.approx(1.0, abs=0.03)  # some groups are dropped
+    assert with_tail_batching[-1].length_shift < 0.85
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    failure_rate=st.sampled_from([0.0, 0.2]),
+    no_verdict_rate=st.sampled_from([0.0, 0.3]),
+    verdict_delay=st.sampled_from([0.0, 5.0]),
+    late_finish_rate=st.sampled_from([0.0, 0.5]),
+    race=st.sampled_from(["generated", "scored"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_logs_of_the_real_core_add_up(race, **unkindness):
+    """The core in an unkind world: what the log tells is what the job knows."""
+    config = JobConfig(
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        max_steps=None,
+        tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, race=race),
+    )
+    world = World(config, num_rows=11, epochs=2, **unkindness).run()
+    accounting, summaries = feed(world.log)
+    assert accounting.last_step == world.job.step
+    assert accounting.long_queue == len(world.job.queue) == 0
+    assert not accounting.live
+    dropped = sum(sum(s.dropped.values()) for s in summaries)
+    assert sum(s.num_prompts_trained for s in summaries) + dropped == 22
+    launched = sum(s.num_samples_launched for s in summaries)
+    ended = [s.num_samples_generated + s.num_samples_aborted for s in summaries]
+    assert launched == sum(ended) + sum(s.num_samples_failed for s in summaries)
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    assert accounting.seconds()["training"] == pytest.approx(world.version)  # 1 s each
+
+
+def test_the_queue_is_the_jobs_after_every_step():
+    config = JobConfig(prompts_per_step=3, samples_per_prompt=2, max_steps=12)
+    world = World(config, num_rows=17, epochs=3).run()
+    _, summaries = feed(world.log)
+    for summary in summaries:
+        assert summary.long_queue == len(world.snapshots[summary.step][0]["queue"])

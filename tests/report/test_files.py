@@ -1,0 +1,150 @@
+"""Trace, pictures and summary of a synthetic run, and logs that are broken in known ways."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from rollpacker.core.records import LogError, encode
+from rollpacker.report.accounting import CAUSES
+from rollpacker.report.files import write_reports
+from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.spans import Outcome, read_steps
+from rollpacker.report.summary import render, summarize, summarize_entries
+from rollpacker.report.timeline import draw_comparison, draw_timeline
+from rollpacker.report.trace import write_trace
+from tests.report.fake_run import FakeRun, write
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write(FakeRun(1).run(12), folder / "events.jsonl")
+    return folder
+
+
+def test_spans_tell_what_became_of_every_sample(run):
+    steps = read_steps(EventLog(run / "events.jsonl"))
+    first = steps[0]
+    outcomes = [span.outcome for span in first.samples.values()]
+    assert outcomes.count(Outcome.TRAINED) == 64
+    assert outcomes.count(Outcome.DEFERRED) == 20  # two prompts of ten samples
+    assert len(outcomes) == 100
+    assert all(span.end_s is not None for span in first.samples.values())
+    assert {phase.name for phase in first.phases} >= {"training", "sync", "checkpoint"}
+    assert first.rollout_start_s < first.rollout_end_s < first.end_s
+    for step, following in pairwise(steps):
+        assert step.end_s <= following.rollout_start_s
+
+
+def test_the_trace_is_what_viewers_expect(run):
+    assert write_trace(run / "events.jsonl", run / "trace.json", last_steps=4) == 4
+    trace = json.loads((run / "trace.json").read_text())
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    rounds = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["tid"] == 1]
+    assert [event["args"]["step"] for event in rounds] == [9, 10, 11, 12]
+    samples = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
+    assert len(samples) == sum(event["args"]["samples"] for event in rounds)
+    lanes: dict[int, int] = {}
+    for event in sorted(samples, key=lambda e: e["ts"]):
+        assert event["ts"] >= lanes.get(event["tid"], 0), "two samples at once in one lane"
+        lanes[event["tid"]] = event["ts"] + event["dur"]
+    counts = [e["args"]["samples"] for e in events if e["ph"] == "C"]
+    assert min(counts) == 0 and max(counts) == 100 and counts[-1] == 0
+
+
+def test_a_trace_needs_a_step(run):
+    with pytest.raises(ValueError, match="at least one step"):
+        write_trace(run / "events.jsonl", run / "trace.json", last_steps=0)
+
+
+def test_pictures_are_drawn(run, tmp_path):
+    assert draw_timeline(run / "events.jsonl", tmp_path / "a.png", steps=range(2, 4)) == [2, 3]
+    without = write(FakeRun(1, tail_batching=False).run(12), tmp_path / "without.jsonl")
+    draw_comparison(run / "events.jsonl", without, tmp_path / "b.png")
+    for name in ("a.png", "b.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+
+
+def test_steps_that_are_not_there_are_named(run, tmp_path):
+    with pytest.raises(ValueError, match="no finished steps 50 to 51"):
+        draw_timeline(run / "events.jsonl", tmp_path / "a.png", steps=range(50, 52))
+
+
+def test_the_summary_adds_up(run):
+    summary = summarize(run)
+    assert summary["steps"]["total"] == 12
+    assert summary["finished"] == "done"
+    kinds = summary["steps"]["by_kind"]
+    assert kinds["short"]["steps"] + kinds["long"]["steps"] == 12
+    assert kinds["long"]["mean_step_s"] > kinds["short"]["mean_step_s"]
+    assert set(summary["seconds"]) == set(CAUSES)
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"], abs=1e-6)
+    assert [e["step"] for e in summary["evaluations"]] == [0, 5, 10]
+    assert summary["prompts"]["trained"] == 12 * 8 - 3
+    assert summary["prompts"]["dropped"] == {"fewer than two verdicts": 3}
+    assert 0.5 < summary["lengths"]["shift"] < 0.9
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_says_it_all(run, width):
+    console = Console(width=width, record=True)
+    console.print(render(write_reports(run)))
+    text = console.export_text()
+    for words in ("held-out pass@1", "+0.100", "tail idle", "sum (wall time", "length shift"):
+        assert words in text
+    assert "short" in text and "long" in text and "timeline" in text
+    table = text[: text.index("timeline")]
+    assert max(map(len, table.splitlines())) <= width
+
+
+def test_reports_land_in_the_folder(run):
+    summary = write_reports(run)
+    assert json.loads((run / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert sorted(p.name for p in run.iterdir()) == [
+        "events.jsonl",
+        "summary.json",
+        "timeline.png",
+        "trace.json",
+    ]
+
+
+def test_nothing_is_written_for_a_run_without_a_step(tmp_path):
+    write(FakeRun(1).run(1)[:20], tmp_path / "events.jsonl")
+    assert write_reports(tmp_path)["steps"]["total"] == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+@pytest.mark.parametrize("keep", [1, 7, 30])
+def test_a_last_line_that_is_cut_off_is_left_out_and_told(run, keep):
+    path = run / "events.jsonl"
+    entries = list(EventLog(path))
+    cut = encode(entries[-2])[:keep]
+    path.write_text("".join(encode(e) + "\n" for e in entries[:-2]) + cut)
+    log = EventLog(path)
+    assert list(log) == entries[:-2]
+    assert log.truncated
+    summary = summarize_entries(log)
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"], abs=1e-6)
+
+
+def test_a_line_that_is_no_entry_is_an_error_with_its_number(run):
+    path = run / "events.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], '{"loss": 0.5}', *lines[3:]]) + "\n")
+    with pytest.raises(LogError, match=r"events.jsonl, line 4: not a line of an event log"):
+        summarize(run)
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_a_folder_without_a_log_is_a_clear_error(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="give the folder of a run"):
+        events_path(tmp_path / name)

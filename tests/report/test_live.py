@@ -1,0 +1,116 @@
+"""The observer of a running run: a resumed one ends with the rows and queues of an uninterrupted
+one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rollpacker.core.events import Committed
+from rollpacker.core.records import Record, Session
+from rollpacker.report.display import LineDisplay, LiveDisplay
+from rollpacker.report.live import LiveReport
+from rollpacker.report.metrics import read_metrics
+from tests.report.fake_run import FakeRun, write
+
+
+def report(folder, **options):
+    console = options.pop("console", None) or Console(file=io.StringIO(), width=100)
+    return LiveReport(folder, total_steps=8, console=console, tensorboard=False, **options)
+
+
+def rows(folder):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))}
+        for _, row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def is_committed(entry, step):
+    return (
+        isinstance(entry, Record)
+        and isinstance(entry.event, Committed)
+        and entry.event.step == step
+    )
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_resumed_equals_uninterrupted(tmp_path, step):
+    entries = FakeRun(5).run(8)
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    one = report(whole)
+    for entry in entries:
+        one.feed(entry)
+    one.close()
+
+    # The checkpoint of `step` vouches for the log up to its `Commit`; the run goes on with
+    # `Committed`.
+    cut = next(i for i, e in enumerate(entries) if is_committed(e, step))
+    first = report(torn)
+    for entry in entries[: cut + 40]:
+        first.feed(entry)
+    first.close()
+    write(entries[:cut], torn / "events.jsonl")
+    second = report(torn, resume=True)
+    time_s = entries[cut - 1].time_s
+    second.feed(Session(started_at="2026-01-02T00:00:00+00:00", time_s=time_s, step=step, job={}))
+    for entry in entries[cut:]:
+        second.feed(entry)
+    second.close()
+
+    assert sorted(rows(torn), key=str) == sorted(rows(whole), key=str)
+    assert second.accounting.long_queue == one.accounting.long_queue
+    assert second.accounting.wall_s == pytest.approx(one.accounting.wall_s, abs=1e-4)
+
+
+def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):
+    output = io.StringIO()
+    live = report(tmp_path, console=Console(file=output, width=80))
+    assert isinstance(live._display, LineDisplay)
+    for entry in FakeRun(1).run(6):
+        live.feed(entry)
+    live.close()
+    lines = output.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == [
+        "evaluation after step 0",
+        "step 1/8",
+        "step 2/8",
+        "step 3/8",
+        "step 4/8",
+        "evaluation after step 5",
+        "step 5/8",
+        "step 6/8",
+    ]
+    assert "\x1b" not in output.getvalue()
+    assert "long queue" in lines[1] and "reward" in lines[1] and "left" in lines[1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_live_panel_fits_its_terminal(tmp_path, width, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24)
+    live = report(tmp_path, console=console)
+    assert isinstance(live._display, LiveDisplay)
+    for entry in FakeRun(1).run(7):
+        live.feed(entry)
+    panel = live._display._panel()
+    live.close()
+    plain = Console(file=io.StringIO(), width=width)
+    plain.print(panel)
+    lines = plain.file.getvalue().splitlines()
+    assert len(lines) == 4  # nothing wrapped
+    assert lines[0].startswith("step 7/8")
+    assert "reward" in lines[2]
+    if width >= 80:
+        assert "training" in lines[3] and "pass@1 0.250" in lines[2]
+
+
+def test_a_dumb_terminal_gets_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    live = report(tmp_path, console=Console(file=io.StringIO(), force_terminal=True))
+    live.close()
+    assert isinstance(live._display, LineDisplay)
