@@ -1,0 +1,171 @@
+"""The warm-up learns, repeats itself, and says where its data is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollpacker.cli import warmup as command
+from rollpacker.config.schema import WarmupConfig, WarmupStage
+from rollpacker.train.base import ModelConfig
+from rollpacker.train.model import character_tokenizer, fingerprint, load_model
+from rollpacker.train.warmup import WarmupError, read_rows, run_warmup
+
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+PAIRS = {letter: chr(ord(letter) + 1) * (1 + i % 3) for i, letter in enumerate("abcdefgh")}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Each letter is answered by the next one, once to three times."""
+    rows = [{"prompt": f"{a}=", "completion": b} for a, b in PAIRS.items()]
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+def settings(tmp_path, data, name="out", **stage):
+    stage = {"steps": 60, "batch_size": 8, "learning_rate": 1e-2, "warmup_steps": 5} | stage
+    return WarmupConfig(
+        output=str(tmp_path / name),
+        stages=(WarmupStage(path=data, **stage),),
+        architecture=ARCHITECTURE,
+        alphabet="abcdefghi=",
+    )
+
+
+def answer(loaded, letter):
+    ids = loaded.tokenizer(f"{letter}=", return_tensors="pt")["input_ids"]
+    out = loaded.model.generate(ids, max_new_tokens=6, do_sample=False)
+    return loaded.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_learns_a_mapping_and_writes_a_model_folder(tmp_path, data):
+    seen = []
+    result = run_warmup(settings(tmp_path, data, max_loss=0.5), seen.append)
+    assert [p.step for p in seen] == list(range(1, 61))
+    assert seen[-1].loss < 0.1 < seen[0].loss
+    assert result.trained_tokens == 60 * sum(len(b) + 1 for b in PAIRS.values())
+    loaded = load_model(ModelConfig(path=str(result.output), device="cpu"))
+    assert sum(p.numel() for p in loaded.model.parameters()) == result.num_parameters
+    assert {letter: answer(loaded, letter) for letter in PAIRS} == PAIRS
+    assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name] == []
+
+
+def test_same_config_same_weights(tmp_path, data):
+    for name in ("one", "two"):
+        run_warmup(settings(tmp_path, data, name, steps=4))
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
+
+
+def test_models_that_cannot_be_packed_are_padded(tmp_path, data):
+    windowed = {"model_type": "mistral", "sliding_window": 8}
+    architecture = {k: v for k, v in ARCHITECTURE.items() if k != "model_type"} | windowed
+    config = dataclasses.replace(settings(tmp_path, data), architecture=architecture)
+    assert run_warmup(config).losses[0] < 0.5
+
+
+def test_stages_follow_each_other_and_a_model_can_be_taken_further(tmp_path, data):
+    first = settings(tmp_path, data, "first", steps=20)
+    run_warmup(first)
+    stage = WarmupStage(path=data, steps=20, batch_size=8, learning_rate=5e-3, warmup_steps=0)
+    second = WarmupConfig(
+        output=str(tmp_path / "second"),
+        stages=(stage, stage),
+        model=ModelConfig(path=first.output, device="cpu"),
+    )
+    seen = []
+    result = run_warmup(second, seen.append)
+    assert [p.stage for p in seen] == [0] * 20 + [1] * 20
+    assert len(result.losses) == 2 and result.losses[1] < result.losses[0]
+
+
+def test_too_high_a_loss_stops_and_writes_nothing(tmp_path, data):
+    with pytest.raises(WarmupError, match=r"stage 1 .*above max_loss=0\.01"):
+        run_warmup(settings(tmp_path, data, steps=3, max_loss=0.01))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_in_the_way_is_not_touched(tmp_path, data):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    with pytest.raises(WarmupError, match="exists already"):
+        run_warmup(settings(tmp_path, data))
+    assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{broken", "line 3: not JSON"),
+        ('["a", "b"]', "line 3: must be an object"),
+        ('{"prompt": "a="}', "line 3: `completion` must be"),
+        ('{"prompt": "", "completion": "b"}', "line 3: `prompt` must be"),
+        ('{"prompt": "a=", "completion": "b?"}', r"line 3: character '\?' is not in the alphabet"),
+        (json.dumps({"prompt": "a=", "completion": "b" * 40}), "line 3: 43 tokens are more than"),
+    ],
+)
+def test_bad_rows_are_located(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a=", "completion": "b"}\n\n' + line + "\n")
+    with pytest.raises(WarmupError, match=rf"bad\.jsonl, {message}"):
+        run_warmup(settings(tmp_path, str(path)))
+
+
+def test_chat_prompts_go_through_the_template(tmp_path):
+    tokenizer = character_tokenizer("abu:\n ")
+    messages = [{"role": "u", "content": "ab"}]
+    data = write_rows(tmp_path / "chat.jsonl", [{"prompt": messages, "completion": "ba"}])
+    with pytest.raises(WarmupError, match="line 1: chat messages need"):
+        read_rows(Path(data), tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ end }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    ((prompt, completion),) = read_rows(Path(data), tokenizer, chat_options={"end": "\n"})
+    assert tokenizer.decode(prompt) == "u: ab\na:"
+    assert completion == [*tokenizer("ba")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(WarmupError, match=r"none\.jsonl: cannot read"):
+        run_warmup(settings(tmp_path, str(tmp_path / "none.jsonl")))
+    with pytest.raises(WarmupError, match="no rows"):
+        run_warmup(settings(tmp_path, write_rows(tmp_path / "empty.jsonl", [])))
+
+
+def test_command_line(tmp_path, data, capsys):
+    import yaml
+
+    config = tmp_path / "warmup.yaml"
+    stage = {"path": data, "steps": 20, "batch_size": 8, "learning_rate": 0.01}
+    tree = {"output": str(tmp_path / "out"), "architecture": ARCHITECTURE, "alphabet": "abcdefghi="}
+    config.write_text(yaml.safe_dump(tree | {"stages": [stage]}))
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["warmup", str(config), "seed=3"])
+    assert args.run(args) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("warm-up 1/1: step") for line in printed) == 10
+    assert "step 20/20, loss" in printed[9]
+    assert "The model is in" in printed[-1]
+    assert torch.is_tensor(
+        next(load_model(ModelConfig(path=str(tmp_path / "out"))).model.parameters())
+    )
