@@ -36,7 +36,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart/make_demonstrations.py
-	$(BIN)/rollpacker warmup configs/quickstart-warmup.yaml
+	$(BIN)/rollpacker warmup configs/quickstart-warmup.yaml --overwrite
 	$(BIN)/rollpacker train configs/quickstart.yaml --overwrite
 
 test: $(VENV)/.installed-dev lint

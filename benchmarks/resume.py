@@ -38,7 +38,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rollpacker.train.model import write_character_tokenizer
+    from rollpacker.trainer.model import write_character_tokenizer
 
     torch.manual_seed(0)
     tokenizer = write_character_tokenizer(ALPHABET, folder)
@@ -99,13 +99,13 @@ class _KillAfter:
 def _train(
     config: Path, overrides: list[str], resume: bool, kill: Callable[[Any], bool] | float | None
 ):
-    from rollpacker.cli.train import train
+    import rollpacker
 
     os.setsid()
     observers = [_KillAfter(kill)] if callable(kill) else []
     if isinstance(kill, float):
         threading.Timer(kill, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    train(config, overrides, resume=resume, observers=observers)
+    rollpacker.train(config, overrides, resume=resume, observers=observers)
     os._exit(0)
 
 

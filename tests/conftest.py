@@ -8,9 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402
+import pytest
 
-_ORDER = ("core", "config", "report", "data", "rewards", "cli", "controller", "train", "rollout")
+_ORDER = ("core", "config", "report", "data", "rewards", "cli", "controller", "trainer", "rollout")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

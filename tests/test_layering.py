@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("remote", "report", "rewards", "rollout", "sim", "train"),
+    *("remote", "report", "rewards", "rollout", "sim", "trainer"),
 )
-BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "train"))
+BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rollout": NOUNS,
     "rewards": (*NOUNS, "imports"),
     "data": (*NOUNS, "imports"),
-    "train": (*NOUNS, "algo"),
-    "remote": (*NOUNS, "rollout", "train", "rewards"),
+    "trainer": (*NOUNS, "algo"),
+    "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("core", "config", *BASES),
     "imports": (),
 }
@@ -137,7 +137,7 @@ def test_the_check_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.Monk
         ("core", "from rollpacker.config.load import load_config\n"),
         ("config", "def f():\n    import rollpacker.rewards.functions\n"),
         ("data", "from rollpacker.core.job import Job\n"),
-        ("train", "import ray\n"),
+        ("trainer", "import ray\n"),
         ("cli", "import torch\n"),
         ("cli", "from rollpacker.rollout import torch_engine\n"),
     ]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def print_dry_run(config: RunConfig) -> None:
     """Batch arithmetic and memory of one step, on stdout."""
-    from rollpacker.train.estimate import estimate
+    from rollpacker.trainer.estimate import estimate
 
     print(f"{config.name}: {config.model.path}")
     for line in estimate(config).lines():

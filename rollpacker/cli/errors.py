@@ -25,7 +25,7 @@ _USER_ERRORS = {"rollpacker.rewards.base.RewardError"}
 """User mistakes that are no `ValueError`."""
 
 _BY_NAME = {
-    "rollpacker.train.base.NonFiniteError": 3,
+    "rollpacker.trainer.base.NonFiniteError": 3,
     "rollpacker.controller.base.DeadlineExceeded": 4,
 }
 

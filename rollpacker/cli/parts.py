@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
     from rollpacker.rewards.base import Reward
     from rollpacker.rollout.torch_engine import TorchEngine
-    from rollpacker.train.model import LoadedModel
+    from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def load_policy(
     from rollpacker.rewards.functions import build_reward
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.torch_engine import TorchEngine
-    from rollpacker.train.model import load_model, load_tokenizer
+    from rollpacker.trainer.model import load_model, load_tokenizer
 
     model_config = config.model
     if model_path is not None:
@@ -131,7 +131,7 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 def build_trainer(config: RunConfig, policy: Policy) -> Any:
     """The trainer of the policy's own weights: what it updates, the engine samples from."""
-    from rollpacker.train.torch_trainer import TorchTrainer
+    from rollpacker.trainer.torch_trainer import TorchTrainer
 
     return TorchTrainer(
         model=policy.loaded.model,
@@ -147,7 +147,7 @@ def build_trainer(config: RunConfig, policy: Policy) -> Any:
 
 
 def build_samples_function(config: RunConfig) -> Any:
-    from rollpacker.train.samples import build_train_samples
+    from rollpacker.trainer.samples import build_train_samples
 
     return partial(build_train_samples, config=config.algorithm)
 
@@ -166,7 +166,7 @@ def build_cursor(config: RunConfig, policy: Policy) -> Any:
 
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
     """What a resume must find again beyond the config."""
-    from rollpacker.train.model import fingerprint
+    from rollpacker.trainer.model import fingerprint
 
     return {
         "model": fingerprint(config.model.path),

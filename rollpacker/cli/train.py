@@ -1,5 +1,4 @@
-"""`rollpacker train CONFIG [key=value ...]`: the main job, and `rollpacker.train(...)` behind
-it."""
+"""`rollpacker train CONFIG [key=value ...]`: the main job, and `rollpacker.train(...)`."""
 
 from __future__ import annotations
 

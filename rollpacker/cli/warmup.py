@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rollpacker.config.schema import WarmupConfig
-    from rollpacker.train.warmup import WarmupProgress, WarmupResult
+    from rollpacker.trainer.warmup import WarmupProgress, WarmupResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,6 +21,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace single settings")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the model that is in the output folder"
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,9 +33,11 @@ def run(args: argparse.Namespace) -> int:
 
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import WarmupConfig
-    from rollpacker.train.warmup import run_warmup
+    from rollpacker.trainer.warmup import run_warmup
 
     config = load_config(args.config, args.overrides, WarmupConfig)
+    if args.overwrite:
+        _remove_model(Path(config.output))
     console = Console()
     if console.is_terminal:
         result = _with_progress_bar(config, console)
@@ -47,10 +53,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _remove_model(folder: Path) -> None:
+    """Make room for a new model; what is not a model's folder stays, and is refused later."""
+    if (folder / "config.json").is_file():
+        shutil.rmtree(folder)
+
+
 def _with_progress_bar(config: WarmupConfig, console: Console) -> WarmupResult:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from rollpacker.train.warmup import run_warmup
+    from rollpacker.trainer.warmup import run_warmup
 
     columns = (
         TextColumn("{task.description}"),

@@ -14,7 +14,7 @@ from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.data.base import DataConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
-from rollpacker.train.base import ModelConfig, TrainConfig
+from rollpacker.trainer.base import ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

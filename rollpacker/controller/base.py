@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rollpacker.rollout.base import Response
-from rollpacker.train.base import TrainSample
+from rollpacker.trainer.base import TrainSample
 
 Decode = Callable[[Sequence[int]], str]
 """Response tokens to text, special tokens left out."""

@@ -73,7 +73,7 @@ from rollpacker.rollout.base import (
     Response,
     SamplingParams,
 )
-from rollpacker.train.base import Trainer
+from rollpacker.trainer.base import Trainer
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ class RolloutStep(Protocol):
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Attention output [rows, tokens, heads, head_dim]; inputs [rows, heads, tokens, head_dim]."""
+        """Output [rows, tokens, heads, head_dim]; inputs are [rows, heads, tokens, head_dim]."""
         ...
 
 

@@ -357,7 +357,7 @@ def _probe(
     if not torch.allclose(full, decoded, rtol=0, atol=tolerance, equal_nan=True):
         raise UnsupportedModelError(
             f"{name} gives other logits when it decodes with cached keys and values (largest "
-            f"difference {float((full - decoded).abs().max()):.3g}); the embedded engine cannot run it"
+            f"difference {float((full - decoded).abs().max()):.3g}); the engine cannot run it"
         )
     return probe.shapes, probe.dtype, full.shape[-1]
 

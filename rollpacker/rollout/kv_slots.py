@@ -20,7 +20,7 @@ from rollpacker.rollout.buckets import Bucket
 PromptCache = list[torch.Tensor]
 """Per layer the keys [key-value heads, tokens, head_dim] of one row, then per layer its values."""
 PAIRWISE_MOVES = 4
-"""Up to so many moved rows are copied one by one at their own length, more at once at the longest."""
+"""Up to so many moved rows are copied one by one at their own length, more at the longest."""
 
 
 @dataclass(frozen=True, slots=True)

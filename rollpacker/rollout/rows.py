@@ -150,7 +150,7 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> torch.Tensor:
-        """Append rows with no token yet. Returns the noise for their first tokens, float64 [new]."""
+        """Append rows with no token yet. Returns noise for their first tokens, float64 [new]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -225,7 +225,7 @@ class RowTable:
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
-        """Take rows out; the last ones fill their places. Returns who moved (from where, to where)."""
+        """Take rows out; the last ones fill their places. Returns who moved (from, to)."""
         remaining = self.num_rows - len(gone)
         self._free_stores.extend(self._columns["store"][gone].tolist())
         dead = np.zeros(self.num_rows, np.bool_)

@@ -46,7 +46,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class DrawMode:
-    """Which parts of `draw` any row of a batch needs; the other rows come out the same, bit for bit."""
+    """Which parts of `draw` any row of a batch needs; other rows come out the same bit for bit."""
 
     greedy: bool = False
     tempered: bool = False

@@ -26,7 +26,7 @@ from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rollout.base import EngineOutput, EngineStatus, GenerationRequest, Response
-from rollpacker.train.base import ModelConfig, TrainConfig, TrainSample
+from rollpacker.trainer.base import ModelConfig, TrainConfig, TrainSample
 
 
 class FakeEngine:

@@ -18,7 +18,7 @@ from rollpacker.core.events import Committed, Trained
 from rollpacker.core.records import Note, Record
 from rollpacker.report.log import EventLog
 from rollpacker.rewards.base import Failed, RewardInput, Scored
-from rollpacker.train.base import NonFiniteError
+from rollpacker.trainer.base import NonFiniteError
 from tests.controller.fakes import FakeEngine, FakeReward, FakeTrainer, drive, make, run_config
 
 

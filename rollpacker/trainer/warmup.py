@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rollpacker.train.batches import MicroBatch, collate, plan_micro_batches
-from rollpacker.train.checkpoint import save_model
-from rollpacker.train.logprobs import response_log_probs
-from rollpacker.train.model import UNKNOWN, character_tokenizer, load_model, new_model
-from rollpacker.train.optimizer import MasterAdamW
-from rollpacker.train.packing import pack, use_packed_attention
+from rollpacker.trainer.batches import MicroBatch, collate, plan_micro_batches
+from rollpacker.trainer.checkpoint import save_model
+from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.model import UNKNOWN, character_tokenizer, load_model, new_model
+from rollpacker.trainer.optimizer import MasterAdamW
+from rollpacker.trainer.packing import pack, use_packed_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

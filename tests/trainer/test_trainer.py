@@ -14,9 +14,9 @@ from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.attention import install_attention
 from rollpacker.rollout.base import Response
-from rollpacker.train.base import NonFiniteError, TrainerError
-from rollpacker.train.samples import build_train_samples
-from tests.train.tiny import (
+from rollpacker.trainer.base import NonFiniteError, TrainerError
+from rollpacker.trainer.samples import build_train_samples
+from tests.trainer.tiny import (
     TEMPERATURE,
     gradient_of,
     largest,

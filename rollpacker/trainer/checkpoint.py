@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollpacker.train.base import TrainerError
-from rollpacker.train.model import no_progress_bars
+from rollpacker.trainer.base import TrainerError
+from rollpacker.trainer.model import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

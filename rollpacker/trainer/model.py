@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from rollpacker.train.base import ModelConfig
+from rollpacker.trainer.base import ModelConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = (

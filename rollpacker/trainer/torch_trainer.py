@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.algo.table import ALGORITHMS
-from rollpacker.train import checkpoint
-from rollpacker.train.base import NonFiniteError, TrainConfig, TrainerError, TrainSample
-from rollpacker.train.batches import MicroBatch, collate, plan_micro_batches
-from rollpacker.train.logprobs import response_log_probs
-from rollpacker.train.optimizer import MasterAdamW
-from rollpacker.train.schedule import learning_rate
+from rollpacker.trainer import checkpoint
+from rollpacker.trainer.base import NonFiniteError, TrainConfig, TrainerError, TrainSample
+from rollpacker.trainer.batches import MicroBatch, collate, plan_micro_batches
+from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.optimizer import MasterAdamW
+from rollpacker.trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollpacker.train.base import TrainerError
-from tests.train.tiny import samples, step, tiny_model, trainer
+from rollpacker.trainer.base import TrainerError
+from tests.trainer.tiny import samples, step, tiny_model, trainer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}

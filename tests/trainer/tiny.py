@@ -12,9 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.base import Response
-from rollpacker.train.base import TrainConfig
-from rollpacker.train.samples import build_train_samples
-from rollpacker.train.torch_trainer import TorchTrainer
+from rollpacker.trainer.base import TrainConfig
+from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.torch_trainer import TorchTrainer
 
 VOCABULARY = 23
 TEMPERATURE = 0.7

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rollpacker.train.base import NonFiniteError, TrainerError
+from rollpacker.trainer.base import NonFiniteError, TrainerError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
 

@@ -11,7 +11,7 @@ import torch
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.algo.table import ALGORITHMS
-from rollpacker.train.base import NonFiniteError, TrainSample
+from rollpacker.trainer.base import NonFiniteError, TrainSample
 
 if TYPE_CHECKING:
     from rollpacker.rollout.base import Response

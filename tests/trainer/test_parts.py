@@ -16,12 +16,12 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from rollpacker.train import logprobs
-from rollpacker.train.base import TrainConfig
-from rollpacker.train.batches import collate, plan_micro_batches
-from rollpacker.train.packing import pack, use_packed_attention
-from rollpacker.train.schedule import learning_rate
-from tests.train.tiny import tiny_model
+from rollpacker.trainer import logprobs
+from rollpacker.trainer.base import TrainConfig
+from rollpacker.trainer.batches import collate, plan_micro_batches
+from rollpacker.trainer.packing import pack, use_packed_attention
+from rollpacker.trainer.schedule import learning_rate
+from tests.trainer.tiny import tiny_model
 
 WARMUP, TOTAL = 4, 20
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rollpacker.train.base import ModelConfig
-from rollpacker.train.model import (
+from rollpacker.trainer.base import ModelConfig
+from rollpacker.trainer.model import (
     ModelError,
     character_tokenizer,
     fingerprint,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from rollpacker.train.batches import MicroBatch
+from rollpacker.trainer.batches import MicroBatch
 
 BLOCK_ELEMENTS = 1 << 24
 """Logits that are brought to full precision at a time."""

@@ -10,9 +10,9 @@ import torch
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.algo.grpo import advantages, policy_loss, token_weights
 from rollpacker.algo.table import ALGORITHMS
-from rollpacker.train.base import NonFiniteError
-from rollpacker.train.samples import build_train_samples
-from tests.train.tiny import responses
+from rollpacker.trainer.base import NonFiniteError
+from rollpacker.trainer.samples import build_train_samples
+from tests.trainer.tiny import responses
 
 CONFIG = AlgorithmConfig()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rollpacker.train.base import TrainConfig
+from rollpacker.trainer.base import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rollpacker.train.batches import MicroBatch, plan_micro_batches
+from rollpacker.trainer.batches import MicroBatch, plan_micro_batches
 
 ATTENTION_NAME = "rollpacker_packed"
 ROWS_KEYWORD = "packed_rows"

@@ -12,9 +12,9 @@ import torch
 
 from rollpacker.cli import warmup as command
 from rollpacker.config.schema import WarmupConfig, WarmupStage
-from rollpacker.train.base import ModelConfig
-from rollpacker.train.model import character_tokenizer, fingerprint, load_model
-from rollpacker.train.warmup import WarmupError, read_rows, run_warmup
+from rollpacker.trainer.base import ModelConfig
+from rollpacker.trainer.model import character_tokenizer, fingerprint, load_model
+from rollpacker.trainer.warmup import WarmupError, read_rows, run_warmup
 
 ARCHITECTURE = {
     "model_type": "qwen2",

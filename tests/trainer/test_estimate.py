@@ -12,11 +12,11 @@ from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
-from rollpacker.train.base import ModelConfig, TrainConfig
-from rollpacker.train.batches import collate
-from rollpacker.train.estimate import estimate
-from rollpacker.train.logprobs import response_log_probs
-from rollpacker.train.model import character_tokenizer, load_model, new_model
+from rollpacker.trainer.base import ModelConfig, TrainConfig
+from rollpacker.trainer.batches import collate
+from rollpacker.trainer.estimate import estimate
+from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -139,5 +139,5 @@ def test_lines_name_everything(folder):
 
 
 def test_estimating_does_not_import_torch():
-    code = "import sys, rollpacker.train.estimate; sys.exit('torch' in sys.modules)"
+    code = "import sys, rollpacker.trainer.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

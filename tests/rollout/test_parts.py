@@ -1,0 +1,123 @@
+"""Buckets, slots and the thread measurement on their own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from rollpacker.rollout.attention import UnsupportedModelError, install_attention
+from rollpacker.rollout.buckets import MAX_BUCKETS, Bucket, bucket_cost, plan_buckets
+from rollpacker.rollout.kv_slots import KVSlots, LayerShape
+from rollpacker.rollout.threads import measure_threads
+from tests.rollout.tiny import END, generate, request, tiny_model
+
+
+def test_buckets_cover_all_rows_and_reach_every_length() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = rng.integers(1, 600, rng.integers(1, 40))
+        buckets = plan_buckets(lengths, call_cost=float(rng.choice([0, 50, 5000])))
+        assert [bucket.start for bucket in buckets] == [
+            0,
+            *(bucket.stop for bucket in buckets[:-1]),
+        ]
+        assert buckets[-1].stop == len(lengths)
+        assert len(buckets) <= MAX_BUCKETS
+        assert all(lengths[b.start : b.stop].max() == b.width for b in buckets)
+
+
+def test_a_split_must_pay_for_its_call() -> None:
+    lengths = np.array([10] * 20 + [500])
+    assert plan_buckets(lengths, 1e6) == [Bucket(0, 21, 500)]
+    split = plan_buckets(lengths, 100.0)
+    assert split == [Bucket(0, 20, 10), Bucket(20, 21, 500)]
+    assert bucket_cost(split, 100.0) == 20 * 10 + 500 + 200
+
+
+def test_long_rows_among_short_ones_are_put_in_buckets_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rollpacker.rollout import decoder
+
+    plans: list[list[Bucket]] = []
+
+    def noted(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
+        plans.append(plan_buckets(lengths, call_cost))
+        return plans[-1]
+
+    monkeypatch.setattr(decoder, "CALL_COST_ELEMENTS", 10)
+    monkeypatch.setattr(decoder, "plan_buckets", noted)
+    model = tiny_model()
+    # Long and short in turn, refilled, so that rows are sorted, moved and split again and again.
+    requests = [
+        request(
+            row, prompt=[7 + row % 30] * (60 if row % 3 == 0 else 3), forced_length=4 + row % 17
+        )
+        for row in range(40)
+    ]
+    bucketed = generate(model, requests, max_slots=12)
+    assert max(len(plan) for plan in plans) > 2
+    plain = generate(model, requests, max_slots=12, width_buckets=False)
+    assert [r.tokens for r in bucketed] == [r.tokens for r in plain]
+
+
+def _slots(budget_bytes: int = 2**20) -> KVSlots:
+    shapes = [LayerShape(layer, 2, 4, 4) for layer in range(2)]
+    return KVSlots(shapes, torch.float32, torch.device("cpu"), budget_bytes=budget_bytes)
+
+
+def test_slots_keep_their_content_when_they_grow_and_move() -> None:
+    slots = _slots()
+    assert slots.reserve(3, 5)
+    assert not slots.reserve(2, 4)
+    rows = torch.arange(3.0)[:, None, None, None].expand(3, 2, 5, 4)
+    slots.keys[1][:] = rows
+    assert slots.reserve(6, 9)
+    assert torch.equal(slots.keys[1][:3, :, :5], rows)
+    assert not slots.keys[1][:, :, 5:].any()
+    slots.move([1, 2], [4, 5], [5, 2])
+    assert slots.keys[1][4:, 0, :5, 0].tolist() == [[1] * 5, [2, 2, 0, 0, 0]]
+    slots.gather([5, 4], [4, 5], 2)
+    assert slots.keys[1][4:, 0, :5, 0].tolist() == [[2, 2, 1, 1, 1], [1, 1, 0, 0, 0]]
+
+
+def test_wider_slots_become_fewer_when_memory_is_short() -> None:
+    slots = _slots(budget_bytes=10 * 8 * 128)
+    assert slots.bytes_per_token == 128
+    slots.reserve(10, 8)
+    slots.reserve(3, 20)
+    assert (slots.num_slots, slots.width) == (3, 20)
+    assert slots.fits(4, 20)
+    assert not slots.fits(4, 21)
+
+
+def test_threads_are_chosen_by_time_and_restored() -> None:
+    before = torch.get_num_threads()
+
+    def slower_with_more() -> None:
+        time.sleep(0.002 * torch.get_num_threads())
+
+    def faster_with_two() -> None:
+        time.sleep(0.004 / torch.get_num_threads())
+
+    assert measure_threads(slower_with_more, (2, 1)) == 1
+    assert measure_threads(faster_with_two, (1, 2)) == 2
+    assert measure_threads(lambda: time.sleep(0.002), (1, 2)) == 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="at least 1"):
+        measure_threads(slower_with_more, ())
+
+
+def test_installed_attention_refuses_caches_and_can_be_taken_off_again() -> None:
+    model = tiny_model()
+    install_attention(model)
+    install_attention(model)
+    ids = torch.tensor([[7, 8, 9]])
+    with pytest.raises(UnsupportedModelError, match="use_cache=False"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, eos_token_id=END)
+    model.set_attn_implementation("sdpa")
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    assert output.shape[1] > 3
