@@ -26,12 +26,12 @@ from machine import write_result
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.base import Response
-from rollpacker.train.base import TrainConfig, TrainSample
-from rollpacker.train.batches import collate, plan_micro_batches
-from rollpacker.train.logprobs import response_log_probs
-from rollpacker.train.model import character_tokenizer, new_model
-from rollpacker.train.samples import build_train_samples
-from rollpacker.train.torch_trainer import TorchTrainer
+from rollpacker.trainer.base import TrainConfig, TrainSample
+from rollpacker.trainer.batches import collate, plan_micro_batches
+from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.model import character_tokenizer, new_model
+from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.torch_trainer import TorchTrainer
 
 ARCHITECTURE = {
     "model_type": "qwen2",
