@@ -69,11 +69,12 @@ class KVSlots:
     def reserve(self, num_slots: int, width: int) -> bool:
         """Make room for `num_slots` rows of `width` positions. True if the storage moved.
 
-        Keeps the first `num_slots` rows; further slots only as far as the budget goes.
+        Keeps the content of these; what exceeds them stays only as far as the budget goes.
         """
         if num_slots <= self.num_slots and width <= self.width:
             return False
-        width = max(width, self.width)
+        if self.fits(num_slots, self.width):
+            width = max(width, self.width)
         if self.fits(self.num_slots, width):
             num_slots = max(num_slots, self.num_slots)
         for shape in self.layers:
@@ -81,8 +82,8 @@ class KVSlots:
                 grown = self._zeros((num_slots, shape.num_kv_heads, width, dim))
                 old = store.get(shape.layer)
                 if old is not None:
-                    kept = min(num_slots, old.shape[0])
-                    grown[:kept, :, : old.shape[2]] = old[:kept]
+                    rows, columns = min(num_slots, old.shape[0]), min(width, old.shape[2])
+                    grown[:rows, :, :columns] = old[:rows, :, :columns]
                 store[shape.layer] = grown
         self.num_slots, self.width = num_slots, width
         rows = torch.arange(num_slots, device=self.device)

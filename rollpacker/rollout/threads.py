@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,12 +13,16 @@ MARGIN = 0.9
 """More threads must be faster by so much: they suffer more when the machine is shared."""
 
 
-def measure_threads(step: Callable[[], None], candidates: Sequence[int]) -> int:
+def measure_threads(step: Callable[[], None], candidates: Sequence[int] | None = None) -> int:
     """Which of `candidates` runs `step` fastest; the smallest among near equals.
 
-    Runs `step` six times per candidate, interleaved, and leaves the thread count as it was.
-    Compares the fastest runs, so a disturbance of the machine that lasts does not decide.
+    Candidates are 1, 2, 4 ... and the number of cores unless given. Runs `step` six times per
+    candidate, interleaved, and leaves the thread count as it was. Compares the fastest runs, so a
+    disturbance of the machine that lasts does not decide.
     """
+    if candidates is None:
+        num_cores = os.cpu_count() or 1
+        candidates = [*(1 << power for power in range((num_cores - 1).bit_length())), num_cores]
     if not candidates or min(candidates) < 1:
         raise ValueError("candidates must be thread counts of at least 1")
     before = torch.get_num_threads()

@@ -84,12 +84,17 @@ def test_slots_keep_their_content_when_they_grow_and_move() -> None:
     assert slots.keys[1][4:, 0, :5, 0].tolist() == [[2, 2, 1, 1, 1], [1, 1, 0, 0, 0]]
 
 
-def test_wider_slots_become_fewer_when_memory_is_short() -> None:
+def test_wider_slots_become_fewer_and_more_become_narrower_when_memory_is_short() -> None:
     slots = _slots(budget_bytes=10 * 8 * 128)
     assert slots.bytes_per_token == 128
     slots.reserve(10, 8)
     slots.reserve(3, 20)
     assert (slots.num_slots, slots.width) == (3, 20)
+    slots.keys[0][2, :, :5] = 7
+    slots.reserve(16, 5)
+    assert (slots.num_slots, slots.width) == (16, 5)
+    assert slots.keys[0][2].eq(7).all()
+    slots.reserve(3, 20)
     assert slots.fits(4, 20)
     assert not slots.fits(4, 21)
 
@@ -106,6 +111,7 @@ def test_threads_are_chosen_by_time_and_restored() -> None:
     assert measure_threads(slower_with_more, (2, 1)) == 1
     assert measure_threads(faster_with_two, (1, 2)) == 2
     assert measure_threads(lambda: time.sleep(0.002), (1, 2)) == 1
+    assert measure_threads(slower_with_more) == 1
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="at least 1"):
         measure_threads(slower_with_more, ())

