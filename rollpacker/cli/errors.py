@@ -11,12 +11,14 @@ import os
 import sys
 import traceback
 
+DEADLINE_EXIT_CODE = 4
+
 EXIT_CODES = {
     0: "done",
     1: "a bug in RollPacker, or a part of it that failed: the traceback says where",
     2: "something in the command, the config or the data is not right",
     3: "NaN or infinity in a reward, the loss or the gradient; no update was applied",
-    4: "a wait passed its deadline; the run can be resumed",
+    DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
     130: "interrupted",
 }
@@ -26,19 +28,31 @@ _USER_ERRORS = {"rollpacker.rewards.base.RewardError"}
 
 _BY_NAME = {
     "rollpacker.trainer.base.NonFiniteError": 3,
-    "rollpacker.controller.base.DeadlineExceeded": 4,
+    "rollpacker.controller.base.DeadlineExceeded": DEADLINE_EXIT_CODE,
 }
 
+_ELSEWHERE = "(runs_dir=..., or --out of a report)"
 _OS_ADVICE = {
     errno.ENOSPC: "the disk is full. Free some space, then go on with --resume",
     errno.EDQUOT: "the disk quota is used up. Free some space, then go on with --resume",
-    errno.EACCES: "permission denied. Choose a folder that you may write to (runs_dir=...)",
-    errno.EPERM: "not permitted. Choose a folder that you may write to (runs_dir=...)",
-    errno.EROFS: "this file system is read-only. Choose another folder (runs_dir=...)",
+    errno.EACCES: f"permission denied. Choose a folder that you may write to {_ELSEWHERE}",
+    errno.EPERM: f"not permitted. Choose a folder that you may write to {_ELSEWHERE}",
+    errno.EROFS: f"this file system is read-only. Choose another folder {_ELSEWHERE}",
     errno.ENOENT: "there is no such file or folder",
     errno.ENOTDIR: "a part of this path is a file, not a folder",
     errno.EISDIR: "this is a folder, a file was expected",
+    errno.EEXIST: "a file of this name is in the way",
+    errno.ENAMETOOLONG: "this name is too long for the file system",
+    errno.ELOOP: "its symbolic links go in circles",
+    errno.EIO: "the disk or its connection failed. The run can be resumed once it works again",
+    errno.ESTALE: "the network file system lost this file. The run can be resumed once it is back",
+    errno.EMFILE: "too many open files. Raise the limit (ulimit -n)",
 }
+
+_MEMORY_ADVICE = (
+    "Lower rollout.engine.kv_cache_gib or train.micro_batch_tokens, or set "
+    "model.gradient_checkpointing=true"
+)
 
 
 def report_error(error: BaseException) -> int:
@@ -61,6 +75,8 @@ def classify(error: BaseException) -> tuple[int, str]:
     for name, code in _BY_NAME.items():
         if name in names:
             return code, str(error)
+    if "torch.OutOfMemoryError" in names or "torch.cuda.OutOfMemoryError" in names:
+        return 5, f"the GPU is out of memory. {_MEMORY_ADVICE} ({str(error).splitlines()[0]})"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if isinstance(error, BrokenPipeError):

@@ -23,7 +23,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run's folder or a model's folder")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace single settings of the config"
+        "overrides",
+        nargs="*",
+        default=(),
+        metavar="key=value",
+        help="replace single settings of the config",
     )
     parser.add_argument(
         "--task",
@@ -67,7 +71,13 @@ def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
     model = (
         str(newest_checkpoint(target / "checkpoints").folder / "model") if is_run else args.target
     )
+    if not is_run and (target / "manifest.json").is_file():  # one checkpoint of a run
+        model = str(target / "model")
     if args.task is None:
+        if not target.exists():
+            raise ValueError(f"there is no run or model at {target}")
+        if run_config.is_file() and not is_run:
+            raise ValueError(f"the run {target} has no checkpoint yet")
         if not is_run:
             raise ValueError(f"{target} is no run's folder: say with --task what to evaluate it on")
         return load_config(run_config, args.overrides, RunConfig), model
@@ -90,7 +100,7 @@ def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
             "train": {"kind": "reasoning_gym", "tasks": [{"task": task}], "size": 1},
             "eval": {"kind": "reasoning_gym", "tasks": [{"task": task}], "size": 200},
         },
-        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 512},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 256},
         "train": {"steps": 1},
         "rewards": [{"function": "reasoning_gym"}],
     }
@@ -114,7 +124,7 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     try:
         return await evaluate(
             generate=lambda requests: collect(policy.engine, requests),
-            reward=policy.reward,
+            score=policy.reward.score,
             decode=policy.decode,
             rows=dict(enumerate(policy.eval_prompts.rows[: settings.max_prompts])),
             sampling=SamplingParams(

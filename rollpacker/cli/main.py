@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rollpacker.cli.errors import EXIT_CODES, report_error
+from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
 VERBS = ("train", "warmup", "eval", "replay", "report")
 
@@ -31,7 +32,13 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and points to the help, without the usage text."""
+    """Says what is wrong in one line and points to the help, without the usage text.
+
+    No abbreviated options: `--over` must not replace a run.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n'{self.prog} --help' shows how it is used.\n")
@@ -105,5 +112,15 @@ def _unknown_verb(verb: str) -> str:
     return f"rollpacker: there is no verb {verb!r}. The verbs are {', '.join(VERBS)}."
 
 
+def entry() -> NoReturn:
+    """The console command."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == DEADLINE_EXIT_CODE:  # what hangs in a thread would keep the process from ending
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

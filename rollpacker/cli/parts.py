@@ -59,7 +59,7 @@ def load_policy(
     from rollpacker.rewards.functions import build_reward
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.torch_engine import TorchEngine
-    from rollpacker.trainer.model import load_model, load_tokenizer
+    from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
 
     model_config = config.model
     if model_path is not None:
@@ -69,8 +69,10 @@ def load_policy(
         config.data,
         load_tokenizer(model_config.path),
         chat_template_kwargs=model_config.chat_template_kwargs,
-        max_context_tokens=_context_tokens(model_config.path),
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_context_tokens=context_tokens(model_config.path),
+        max_response_tokens=max(
+            config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
+        ),
     )
     for prompts in (train_prompts, eval_prompts):
         if prompts is not None:
@@ -89,14 +91,6 @@ def load_policy(
         reward=reward,
         threads=threads,
     )
-
-
-def _context_tokens(path: str) -> int | None:
-    """Tokens that prompt and response may have together, if the model says."""
-    from transformers import AutoConfig
-
-    limit = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
 
 
 def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
@@ -170,6 +164,7 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
 
     return {
         "model": fingerprint(config.model.path),
+        "dtype": str(policy.loaded.dtype),
         "train_data": policy.train_prompts.fingerprint,
         "threads": policy.threads,
     }

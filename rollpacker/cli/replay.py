@@ -20,10 +20,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 if the commands are the same, 1 at the first difference."""
     from rollpacker.controller.replay import replay
+    from rollpacker.core.records import LogError
     from rollpacker.report.log import EventLog, events_path
 
     log = EventLog(events_path(args.folder))
-    result = replay(log)
+    try:
+        result = replay(log)
+    except LogError as error:
+        where = str(log.path)
+        raise LogError(str(error) if where in str(error) else f"{where}: {error}") from None
     if log.truncated:
         print("The last line is cut short (a crash); everything before it was replayed.")
     if result.difference is not None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import errno
 import logging
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rollpacker.cli.parts import Policy
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
         description="Train a model by reinforcement learning, as a config file says.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace single settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
     parser.add_argument("--resume", action="store_true", help="go on exactly where the run stopped")
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     parser.add_argument(
@@ -63,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     result = train(
         args.config, args.overrides, resume=args.resume, overwrite=args.overwrite, display=True
     )
-    return 130 if result.reason == INTERRUPTED else 0
+    if result.reason != INTERRUPTED:
+        return 0
+    print("Interrupted. The same command with --resume goes on from here.", file=sys.stderr)
+    return 130
 
 
 INTERRUPTED = "interrupted"
@@ -111,25 +119,48 @@ def train(
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
-    with ExitStack() as stack:
-        folder = RunFolder(Path(config.runs_dir) / config.name, resume=resume, overwrite=overwrite)
+    path = Path(config.runs_dir).expanduser() / config.name
+    with _naming(path), ExitStack() as stack:
+        folder = RunFolder(path, resume=resume, overwrite=overwrite)
         stack.callback(folder.close)
-        session = _Session(config, folder, stack, resume=resume)
+        session = _Session(config, folder, stack, resume=resume, overwrite=overwrite)
         session.prepare(watch, display=display, observers=observers)
         reason = session.drive()
         stack.pop_all().close()
     return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
 
 
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Let an error of a write say at least in which run's folder, where the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(folder)
+        raise
+    except Exception as error:
+        if "No space left on device" in str(error):  # a library's wrapping of the system's error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise
+
+
 class _Session:
     """One process's share of a run."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, stack: ExitStack, *, resume: bool
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        stack: ExitStack,
+        *,
+        resume: bool,
+        overwrite: bool,
     ) -> None:
         self.config = config
         self.folder = folder
         self.resume = resume
+        self.overwrite = overwrite
         self._stack = stack
         self._controller: Controller | None = None
 
@@ -147,17 +178,18 @@ class _Session:
             checkpoint = newest_checkpoint(folder.checkpoints)
         elif self.resume:
             logger.warning("the run ended before its first checkpoint; it begins anew")
-            folder.clear()
         before = folder.read_identity() if checkpoint else {}
         policy = build.load_policy(config, threads=before.get("threads"))
+        if checkpoint is None and (self.overwrite or self.resume):
+            folder.clear()
         self._check_identity(checkpoint, before, policy)
         trainer = build.build_trainer(config, policy)
         cursor = build.build_cursor(config, policy)
-        job = self._job(checkpoint)
         if checkpoint is not None:
             trainer.load(checkpoint.folder)
             cursor.restore(checkpoint.state["cursor"])
-            asyncio.run(policy.engine.update_weights(trainer.version))
+            _run(policy.engine.update_weights(trainer.version))
+        job = self._job(checkpoint, cursor)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
@@ -180,29 +212,44 @@ class _Session:
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
-            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+            config,
+            parts,
+            checkpoints=folder.checkpoints,
+            time_s=time_s + seconds,
+            evaluated_step=checkpoint.state["evaluated_step"] if checkpoint else None,
         )
         self._controller.open(started_at=_utc_now(), began_s=time_s)
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
         assert self._controller is not None
-        return asyncio.run(_drive(self._controller))
+        first = self._controller.parts.job.step
+        reason = _run(_drive(self._controller))
+        if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
+            logger.warning("nothing was left to do: %s", reason)
+        return reason
 
     def _check_identity(
         self, checkpoint: Checkpoint | None, before: dict[str, Any], policy: Policy
     ) -> None:
         """A resume must find what the run began with; a new run writes it down."""
         from rollpacker.cli.parts import identity
-        from rollpacker.config.document import parse_document, read_text
+        from rollpacker.config.document import ConfigError, parse_document, read_text
         from rollpacker.config.load import differences, save_config, to_plain
+        from rollpacker.controller.base import RunError
         from rollpacker.controller.event_log import cut_back
         from rollpacker.controller.run_folder import check_resume
         from rollpacker.controller.samples import cut_back as cut_back_samples
 
         now = identity(self.config, policy)
         if checkpoint is not None:
-            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
+            try:
+                old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
+            except ConfigError as error:
+                raise RunError(
+                    f"{error} This is what the run was started with, so it cannot be told whether "
+                    "it is the same run. Restore the file, or begin anew with --overwrite"
+                ) from error
             changes = check_resume(differences(old, to_plain(self.config)), before, now)
             for change in changes:
                 logger.warning("resuming with a change: %s", change)
@@ -212,12 +259,14 @@ class _Session:
         save_config(self.config, self.folder.config)
         self.folder.write_identity(now)
 
-    def _job(self, checkpoint: Checkpoint | None) -> Any:
+    def _job(self, checkpoint: Checkpoint | None, cursor: Any) -> Any:
         from rollpacker.cli.parts import job_config
         from rollpacker.core.job import Job
 
         config = job_config(self.config)
-        return Job.restore(config, checkpoint.state["job"]) if checkpoint else Job(config)
+        if checkpoint is None:
+            return Job(config)
+        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
 
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
@@ -240,6 +289,16 @@ class _Session:
                 show=display,
             )
         ]
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; in a thread of its own where a loop runs already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _drive(controller: Controller) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +19,9 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tune on JSONL rows of prompt and completion, and write a model folder.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace single settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model that is in the output folder"
     )
@@ -37,13 +37,11 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.trainer.warmup import run_warmup
 
     config = load_config(args.config, args.overrides, WarmupConfig)
-    if args.overwrite:
-        _remove_model(Path(config.output))
     console = Console()
     if console.is_terminal:
-        result = _with_progress_bar(config, console)
+        result = _with_progress_bar(config, console, overwrite=args.overwrite)
     else:
-        result = run_warmup(config, _LinePrinter(console))
+        result = run_warmup(config, _LinePrinter(console), overwrite=args.overwrite)
     losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
     console.print(
         f"Warmed up {result.num_parameters:,} parameters in {result.elapsed_s:.0f} s "
@@ -54,13 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _remove_model(folder: Path) -> None:
-    """Make room for a new model; what is not a model's folder stays, and is refused later."""
-    if (folder / "config.json").is_file():
-        shutil.rmtree(folder)
-
-
-def _with_progress_bar(config: WarmupConfig, console: Console) -> WarmupResult:
+def _with_progress_bar(config: WarmupConfig, console: Console, *, overwrite: bool) -> WarmupResult:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rollpacker.trainer.warmup import run_warmup
@@ -80,7 +72,7 @@ def _with_progress_bar(config: WarmupConfig, console: Console) -> WarmupResult:
         def show(progress: WarmupProgress) -> None:
             bar.update(tasks[progress.stage], completed=progress.step, loss=progress.loss)
 
-        return run_warmup(config, show)
+        return run_warmup(config, show, overwrite=overwrite)
 
 
 class _LinePrinter:

@@ -16,6 +16,9 @@ from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
+MAX_NAME_BYTES = 200
+"""Of a run's name; file systems take 255, and suffixes come on top."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
@@ -28,6 +31,8 @@ class RolloutConfig:
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    """Training takes the whole distribution's log-probs: with top_p or top_k the gradient is not
+    quite that of the distribution that was sampled from."""
     top_k: int = 0
     """0 is off."""
     stop: tuple[str, ...] = ()
@@ -135,8 +140,34 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function")
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name must be a plain folder name, not {self.name!r}")
+        if self.algorithm.old_logprobs == "rollout" and (
+            self.rollout.top_p < 1 or self.rollout.top_k > 0
+        ):
+            raise ValueError(
+                "algorithm.old_logprobs=rollout does not go with top_p or top_k: the engine's "
+                "log-probs are then those of a truncated distribution, the trainer's are not"
+            )
+        slowest = max(reward.timeout_s for reward in self.rewards)
+        if self.deadlines.reward_s < 2 * slowest:
+            raise ValueError(
+                f"deadlines.reward_s ({self.deadlines.reward_s:g}) must be at least twice the "
+                f"longest timeout_s of a reward ({slowest:g}), or one slow call ends the run"
+            )
+        if not _is_folder_name(self.name):
+            raise ValueError(
+                f"name must be a plain folder name (no slash, no control character, at most"
+                f" {MAX_NAME_BYTES} bytes, not beginning with . - or ~), not {_shown(self.name)}"
+            )
+
+
+def _is_folder_name(name: str) -> bool:
+    """Whether a folder of this name is easy to address and to remove again."""
+    plain = name == name.strip() and name.isprintable() and not set("/\\") & set(name)
+    return plain and bool(name) and name[0] not in ".-~" and len(name.encode()) <= MAX_NAME_BYTES
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:60]) + "..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +194,8 @@ class WarmupConfig:
             raise ValueError("architecture needs an alphabet for its character tokenizer")
         if not self.stages:
             raise ValueError("stages must have at least one entry")
+        if self.threads != "auto" and self.threads < 1:
+            raise ValueError("threads must be at least 1, or auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,3 +213,16 @@ class WarmupStage:
     max_grad_norm: float = 1.0
     max_loss: float | None = None
     """Stop with a message if the mean loss of the last 20 steps is above this."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
+        if not 0 <= self.final_learning_rate_ratio <= 1:
+            raise ValueError("final_learning_rate_ratio must lie between 0 and 1")
+        if self.warmup_steps < 0:
+            raise ValueError("warmup_steps must not be negative")
+        if not self.max_grad_norm > 0:
+            raise ValueError("max_grad_norm must be more than 0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollpacker.rollout.base import Response
 from rollpacker.trainer.base import TrainSample
@@ -32,6 +32,3 @@ class DeadlineExceeded(RuntimeError):
             f"no sign of life for {seconds:.0f} s while waiting for {what}. The run can be resumed "
             f"from its last checkpoint; if this wait is normal here, raise {key}"
         )
-
-
-State = dict[str, Any]

@@ -42,12 +42,30 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable.
 
-    Raises `OSError` with nothing but a temporary folder left behind, which the next one removes.
+    Raises `OSError` with nothing left behind; a kill leaves a temporary folder, which the next one
+    removes.
     """
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
     final = root / f"{_PREFIX}{step:06d}"
     folder = root / f"{final.name}.tmp-{os.getpid()}"
+    try:
+        _fill(folder, step, state, save)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+        raise
+    for newer in _complete(root):  # damaged, or the run would have gone on from there
+        if _step_of(newer) >= step:
+            newer.rename(root / f"{newer.name}.replaced-{os.getpid()}")
+    folder.rename(final)
+    _point_latest(root, final.name)
+    for old in [*_complete(root)[keep_last:], *root.glob("*.replaced-*")]:
+        shutil.rmtree(old)
+    return final
+
+
+def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None]) -> None:
+    """Write all files of a checkpoint, the manifest last, and make them durable."""
     folder.mkdir()
     save(folder)
     (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
@@ -56,19 +74,12 @@ def write_checkpoint(
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    for name in files:
-        _fsync(folder / name)
+    for path in folder.rglob("*"):
+        fsync(path)
     manifest = {"format": 1, "step": step, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    _fsync(folder / MANIFEST)
-    _fsync(folder)
-    if final.exists():
-        shutil.rmtree(final)
-    folder.rename(final)
-    _point_latest(root, final.name)
-    for old in _complete(root)[keep_last:]:
-        shutil.rmtree(old)
-    return final
+    fsync(folder / MANIFEST)
+    fsync(folder)
 
 
 def has_checkpoint(root: Path) -> bool:
@@ -86,11 +97,14 @@ def newest_checkpoint(root: Path) -> Checkpoint:
         problem = verify(folder)
         if problem is None:
             state = json.loads((folder / "state.json").read_text())
+            if problems:
+                logger.warning("damaged: %s; using %s instead", "; ".join(problems), folder)
             return Checkpoint(folder=folder, step=_step_of(folder), state=state)
-        logger.warning("checkpoint %s is damaged (%s); trying the one before", folder, problem)
         problems.append(f"{folder.name}: {problem}")
     found = "; ".join(problems) if problems else "there is none"
-    raise CheckpointError(f"no usable checkpoint in {root} ({found})")
+    raise CheckpointError(
+        f"no usable checkpoint in {root} ({found}). `rollpacker train` with --overwrite begins anew"
+    )
 
 
 def verify(folder: Path) -> str | None:
@@ -131,9 +145,9 @@ def _step_of(folder: Path) -> int:
 def _point_latest(root: Path, name: str) -> None:
     temporary = root / f"latest.tmp-{os.getpid()}"
     temporary.write_text(name + "\n")
-    _fsync(temporary)
+    fsync(temporary)
     temporary.replace(root / "latest")
-    _fsync(root)
+    fsync(root)
 
 
 def _remove_leftovers(root: Path) -> None:
@@ -149,7 +163,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,16 +24,19 @@ this file only does it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never, cast
 
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.base import BuildSamples, DeadlineExceeded, Decode
+from rollpacker.controller.base import BuildSamples, DeadlineExceeded, Decode, RunError
 from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.evaluation import evaluate, reward_input
 from rollpacker.controller.event_log import LogWriter
@@ -56,6 +59,7 @@ from rollpacker.core.events import (
     Event,
     PromptsFetched,
     RunStarted,
+    SampleFailed,
     SampleScored,
     StopRequested,
     Trained,
@@ -73,12 +77,20 @@ from rollpacker.rollout.base import (
     Response,
     SamplingParams,
 )
-from rollpacker.trainer.base import Trainer
+from rollpacker.trainer.base import NonFiniteError, Trainer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_REWARD_CALLS = 8
 """Reward batches under way at once; what finishes meanwhile joins the next batch."""
+
+MAX_REASONS = 100
+"""Different reasons that are counted; free texts could go on for ever."""
+
+MAX_TOLD_REASONS = 3
+"""Different reasons that are told at once; the summary has all."""
 
 _TICK_S = 0.25
 """How often a wait looks at its deadline and the observers at the log."""
@@ -107,9 +119,16 @@ class Controller:
     """Drives one run from where `parts.job` stands to its end."""
 
     def __init__(
-        self, config: RunConfig, parts: Parts, *, checkpoints: Path, time_s: float
+        self,
+        config: RunConfig,
+        parts: Parts,
+        *,
+        checkpoints: Path,
+        time_s: float,
+        evaluated_step: int | None = None,
     ) -> None:
-        """`time_s` is where the run's clock goes on: 0 in a new run."""
+        """`time_s` is where the run's clock goes on (0 in a new run); `evaluated_step` is the step
+        that was evaluated last, if any."""
         self.config = config
         self.parts = parts
         self._checkpoints = checkpoints
@@ -129,6 +148,9 @@ class Controller:
         self._last_sign = self.now()
         self._last_decode_steps = -1
         self._evaluation: _Collecting | None = None
+        self._evaluated_step = evaluated_step
+        self._reasons: Counter[str] = Counter()
+        """Why samples failed or have no verdict, for the message of a run that cannot go on."""
         self._sampling = SamplingParams(
             max_response_tokens=config.rollout.max_response_tokens,
             temperature=config.rollout.temperature,
@@ -156,13 +178,15 @@ class Controller:
             await self._evaluate(step=0)
             self._take(RunStarted(time_s=self.now()))
         else:
+            if self._evaluation_is_due(job.step):
+                await self._evaluate(job.step)
             self._take(Committed(time_s=self.now(), step=job.step, checkpointed=True))
         try:
             while True:
                 command = await self._next_command()
                 self._post(self._observe)
                 if isinstance(command, Finish):
-                    return command.reason
+                    return self._reason_of(command)
                 await self._execute(command)
         finally:
             for task in self._reward_tasks:
@@ -181,6 +205,12 @@ class Controller:
                 )
             )
             self.note("startup", self.now() - began_s, job.step, {})
+
+    def _reason_of(self, finish: Finish) -> str:
+        if finish.failed:
+            common = "; ".join(reason for reason, _ in self._reasons.most_common(3))
+            raise RunError(f"{finish.reason}. Why, most often: {common or 'unknown'}")
+        return finish.reason
 
     async def close(self) -> None:
         """Let go of the engine. What the log holds is made durable."""
@@ -206,7 +236,11 @@ class Controller:
             began = time.perf_counter() if began is None else began
             now = began - self._origin
             event = replace(event, time_s=now)
-            commands = self.parts.job.handle(event)
+            try:
+                commands = self.parts.job.handle(event)
+            except AssertionError:  # a bug: leave the event that shows it in the log
+                self._write(Record(time_s=now, event=event, commands=(), cost_s=0.0))
+                raise
             for command in commands:
                 self._obey(command)
             self._last_sign = now
@@ -265,13 +299,33 @@ class Controller:
             for output in outputs:
                 if output.response is not None:
                     self._responses[output.event.sample] = output.response
+                elif isinstance(output.event, SampleFailed):
+                    self._count_reason(f"the engine: {output.event.reason}")
                 self._take(output.event)
 
+    def _count_reason(self, reason: str) -> None:
+        if reason not in self._reasons and len(self._reasons) < MAX_TOLD_REASONS:
+            logger.warning("no use for a sample: %s (further ones are only counted)", reason)
+        if reason in self._reasons or len(self._reasons) < MAX_REASONS:
+            self._reasons[reason] += 1
+
     def _on_error(self, error: BaseException) -> None:
-        self._post(self._inbox.put_nowait, error)
+        self._post(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run with what a part died of, whatever the main task waits for."""
+        if self._evaluation is not None and not self._evaluation.done.done():
+            self._evaluation.done.set_exception(error)
+        else:
+            self._inbox.put_nowait(error)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._inbox.put_nowait(context.get("exception") or RuntimeError(context["message"]))
+        """A callback of ours that raised ends the run; what others left behind is only logged."""
+        error = context.get("exception")
+        if "handle" in context and error is not None:
+            self._fail(error)
+        else:
+            logger.warning("%s", context["message"], exc_info=error)
 
     # -- rewards -----------------------------------------------------------------------
 
@@ -298,6 +352,7 @@ class Controller:
 
     def _scored_event(self, sample: SampleId, verdict: Scored | Failed) -> SampleScored:
         if isinstance(verdict, Failed):
+            self._count_reason(verdict.reason)
             return SampleScored(
                 time_s=0.0, sample=sample, value=None, parts=verdict.parts, reason=verdict.reason
             )
@@ -306,8 +361,9 @@ class Controller:
 
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._reward_tasks.discard(task)
+        self._last_sign = self.now()
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._inbox.put_nowait(error)
+            self._fail(error)
         self._score_waiting()
 
     def _row(self, sample: SampleId) -> PromptRow:
@@ -342,9 +398,15 @@ class Controller:
         scored = [
             [(self._responses[s], self._verdicts[s].value) for s in g] for g in command.groups
         ]
-        samples, metrics = self.parts.build_samples(scored)
-        await self._by("deadlines.train_s", trainer.accumulate(samples))
-        metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        try:
+            samples, metrics = self.parts.build_samples(scored)
+            await self._by("deadlines.train_s", trainer.accumulate(samples))
+            metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {command.step}: {error}. Its update was not applied; --resume goes on from "
+                "the last checkpoint, with a lower train.learning_rate if you like"
+            ) from error
         advantages = {sample.sample: sample.advantage for sample in samples}
         event = Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         if self.parts.samples is not None:
@@ -366,7 +428,7 @@ class Controller:
                     "round_kind": str(self._kind),
                     "prompt_id": str(sample.prompt),
                     "sample_id": str(sample),
-                    "prompt": row.prompt if isinstance(row.prompt, str) else str(row.prompt),
+                    "prompt": row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt),
                     "completion": self.parts.decode(response.tokens),
                     "finish_reason": response.finish_reason,
                     "num_tokens": len(response.tokens),
@@ -379,13 +441,14 @@ class Controller:
     async def _commit(self, command: Commit) -> None:
         self._forget_responses()
         config = self.config
-        every = config.eval.every_steps
-        if command.last or (every is not None and command.step % every == 0):
+        due = self._evaluation_is_due(command.step) or command.last
+        if due and not command.stopping:
             await self._evaluate(command.step)
-        due = command.last or command.step % config.checkpoint.every_steps == 0
+        ending = command.last or command.stopping
+        due = ending or command.step % config.checkpoint.every_steps == 0
         if due:
             state = self._checkpoint_state()
-            write = asyncio.to_thread(
+            write = _in_daemon_thread(
                 write_checkpoint,
                 self._checkpoints,
                 command.step,
@@ -413,9 +476,14 @@ class Controller:
                 "cursor": self.parts.cursor.state(),
                 "log_bytes": self.parts.log.flush(),
                 "time_s": self.now(),
+                "evaluated_step": self._evaluated_step,
             }
 
     # -- evaluation --------------------------------------------------------------------
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.eval.every_steps
+        return every is not None and step % every == 0 and step != self._evaluated_step
 
     async def _evaluate(self, step: int) -> None:
         prompts = self.parts.eval_prompts
@@ -429,9 +497,14 @@ class Controller:
             max_response_tokens=self._sampling.max_response_tokens if tokens is None else tokens,
             temperature=self._sampling.temperature if temperature is None else temperature,
         )
+        self._evaluated_step = step
         result = await evaluate(
             generate=self._generate,
-            reward=self.parts.reward,
+            score=lambda inputs: self._by(
+                "deadlines.reward_s",
+                self.parts.reward.score(inputs),
+                "the rewards of an evaluation",
+            ),
             decode=self.parts.decode,
             rows=dict(enumerate(prompts.rows[: config.max_prompts])),
             sampling=sampling,
@@ -472,9 +545,9 @@ class Controller:
         """A rollout is alive while events come or the engine decodes."""
         if self._engine_works():
             return
-        what = self.parts.job.waiting_for()
-        rewards = what.endswith("the rewards")
-        key = "reward_s" if rewards else "generation_s"
+        with self._lock:
+            what = self.parts.job.waiting_for()
+            key = "reward_s" if self.parts.job.waits_for_rewards else "generation_s"
         limit = getattr(self.config.deadlines, key)
         if self.now() - self._last_sign > limit:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
@@ -503,7 +576,9 @@ class Controller:
                 return future.result()
             if not lives():
                 future.cancel()
-                raise DeadlineExceeded(what or self.parts.job.waiting_for(), limit, key)
+                with self._lock:
+                    what = what or self.parts.job.waiting_for()
+                raise DeadlineExceeded(what, limit, key)
 
 
 class _Collecting:
@@ -516,8 +591,41 @@ class _Collecting:
         self._responses: list[Response] = []
 
     def add(self, outputs: Sequence[EngineOutput]) -> None:
-        """Called in the engine's thread."""
+        """Called in the engine's thread. A sample that failed is left out, and said."""
         self._missing -= len(outputs)
+        for output in outputs:
+            if isinstance(output.event, SampleFailed):
+                logger.warning("evaluation: %s: %s", output.event.sample, output.event.reason)
         self._responses += [o.response for o in outputs if o.response is not None]
         if not self._missing:
-            self._loop.call_soon_threadsafe(self.done.set_result, self._responses)
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self._responses)
+
+
+def _in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """The function's result; a call that hangs does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    return future

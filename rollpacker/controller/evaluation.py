@@ -9,9 +9,10 @@ from math import comb
 from rollpacker.controller.base import Decode
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.base import PromptRow
-from rollpacker.rewards.base import Reward, RewardInput, Scored
+from rollpacker.rewards.base import Failed, RewardInput, Scored
 from rollpacker.rollout.base import GenerationRequest, Response, SamplingParams
 
+Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
 
 
@@ -26,7 +27,7 @@ class EvalResult:
 async def evaluate(
     *,
     generate: Generate,
-    reward: Reward,
+    score: Judge,
     decode: Decode,
     rows: Mapping[int, PromptRow],
     sampling: SamplingParams,
@@ -48,9 +49,7 @@ async def evaluate(
         for index in range(samples_per_prompt)
     ]
     responses = sorted(await generate(requests), key=lambda response: response.sample)
-    verdicts = await reward.score(
-        [reward_input(rows[r.sample.prompt.row], r, decode) for r in responses]
-    )
+    verdicts = await score([reward_input(rows[r.sample.prompt.row], r, decode) for r in responses])
     values: dict[int, list[float]] = {}
     for response, verdict in zip(responses, verdicts, strict=True):
         if isinstance(verdict, Scored):

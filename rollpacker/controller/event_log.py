@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
+from rollpacker.controller.base import RunError
 from rollpacker.core.records import Entry, encode
 
 
@@ -25,13 +26,16 @@ class LogWriter:
         self._file: BinaryIO = path.open("ab")
         self._writing = threading.Lock()
         self._closing = threading.Event()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._work, args=(write_every_s,), name="event-log", daemon=True
         )
         self._thread.start()
 
     def append(self, entry: Entry) -> None:
+        """Raises what an earlier write in the background failed of."""
+        if self._error is not None:
+            raise self._error
         self._pending.append(entry)
 
     def flush(self) -> int:
@@ -59,23 +63,32 @@ class LogWriter:
         while not self._closing.wait(every_s):
             try:
                 self._write()
-            except OSError as error:
+            except Exception as error:  # carried to the next append or flush
                 self._error = error
                 return
 
     def _write(self) -> None:
         with self._writing:
-            lines = []
-            while self._pending:
-                lines.append(encode(self._pending.popleft()))
+            lines = [encode(self._pending[i]) for i in range(len(self._pending))]
             if lines:
                 self._file.write(("\n".join(lines) + "\n").encode())
                 self._file.flush()
+            for _ in lines:
+                self._pending.popleft()
 
 
 def cut_back(path: Path, size: int) -> None:
-    """Shorten the log to what a checkpoint vouches for; the rest is kept beside it for a
-    post-mortem."""
+    """Shorten the log to what a checkpoint vouches for; the rest is kept beside it.
+
+    Raises `RunError` if the log is shorter than that.
+    """
+    length = path.stat().st_size if path.exists() else 0
+    if length < size:
+        raise RunError(
+            f"{path} has {length} bytes, but its checkpoint vouches for {size}: the log was cut or "
+            "replaced, and the run cannot be resumed exactly. Restore it, or begin anew with "
+            "--overwrite"
+        )
     with path.open("r+b") as file:
         file.seek(size)
         tail = file.read()

@@ -9,6 +9,7 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -41,33 +42,51 @@ RESUME_MAY_DIFFER = ("rollout.engine",)
 
 
 class RunFolder:
-    """Opens the folder for one run and holds its lock until closed."""
+    """Opens the folder for one run and holds its lock until closed.
+
+    Nothing of an earlier run is touched before `clear`.
+    """
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / "run.lock").open("a")
-        except (FileExistsError, NotADirectoryError) as error:
-            raise RunError(f"{path} cannot be a run's folder: a file is in the way") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise RunError(
-                f"another run is at work in {path}; wait for it, or choose another name=..."
-            ) from error
+        self._made = [p for p in (path, *path.parents) if not p.exists()]
+        """Folders that were not there before, innermost first."""
+        while not self._take_lock():
+            pass
         try:
             self._check_state(resume=resume, overwrite=overwrite)
         except BaseException:
-            self._lock.close()
+            self.close()
             raise
+
+    def _take_lock(self) -> bool:
+        """False if the lock's file was removed meanwhile: another run that could not start."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock_file.open("a")
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunError(f"{self.path} cannot be a run's folder: a file is in the way") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._lock_file.stat().st_ino == os.fstat(self._lock.fileno()).st_ino:
+                return True
+        except BlockingIOError as error:
+            self._lock.close()
+            raise RunError(
+                f"another run is at work in {self.path}; wait for it, or choose another name=..."
+            ) from error
+        except FileNotFoundError:
+            pass
+        self._lock.close()
+        return False
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "run.lock"
 
     def _check_state(self, *, resume: bool, overwrite: bool) -> None:
         used = self.events.exists() or self.checkpoints.exists() or self.config.exists()
-        if overwrite:
-            self.clear()
-        elif used and not resume:
+        if used and not (resume or overwrite):
             raise RunError(
                 f"{self.path} already holds a run: continue it with --resume, replace it with "
                 "--overwrite, or choose another name=..."
@@ -109,13 +128,27 @@ class RunFolder:
         try:
             identity = json.loads((self.path / "identity.json").read_text())
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / 'identity.json'} cannot be read: {error}") from error
+            raise RunError(
+                f"{self.path / 'identity.json'} cannot be read ({error}), so it cannot be told "
+                "whether this is the run that was started. --overwrite begins anew"
+            ) from error
         assert isinstance(identity, dict)
         return identity
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Let go of the lock. A folder in which nothing was written goes as well. Idempotent."""
+        if not self._lock.closed and self._made:
+            self._remove_if_empty()
         self._lock.close()
+
+    def _remove_if_empty(self) -> None:
+        """A run that could not start leaves no folder that it made."""
+        if {entry.name for entry in self.path.iterdir()} != {self._lock_file.name}:
+            return
+        with contextlib.suppress(OSError):  # somebody else put something there meanwhile
+            self._lock_file.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
 
 def check_resume(
@@ -131,11 +164,11 @@ def check_resume(
         must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
         (refused if must_keep else harmless).append(text)
     for key, meaning in (
-        ("model", "the model's files"),
-        ("tokenizer", "the tokenizer"),
+        ("model", "the model's or tokenizer's files"),
+        ("dtype", "the weights' dtype"),
         ("train_data", "the training data"),
     ):
-        if before.get(key) != now.get(key):
+        if before[key] != now[key]:
             refused.append(f"{meaning} changed since the run began")
     if refused:
         raise RunError(

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollpacker.controller.checkpoint import fsync
+
 _NAME = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
@@ -34,13 +36,15 @@ class SampleWriter:
         path = self.folder / f"steps_{first:06d}-{last:06d}.parquet"
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self._rows), temporary)
+        fsync(temporary)
         temporary.replace(path)
+        fsync(self.folder)
         self._rows = []
 
 
 def cut_back(folder: Path, step: int) -> None:
     """Remove the files with steps after `step`. Files end at checkpoints, so none straddles one."""
-    for path in folder.glob("*"):
+    for path in folder.glob("steps_*"):
         match = _NAME.fullmatch(path.name)
-        if match is None or int(match[2]) > step:
+        if ".tmp-" in path.name or (match is not None and int(match[2]) > step):
             path.unlink()

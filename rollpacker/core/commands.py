@@ -101,7 +101,10 @@ class Commit:
 
     step: int
     last: bool
-    """Nothing follows, as far as is known now: a checkpoint is due whatever its interval."""
+    """Nothing follows, as far as is known now: a checkpoint and an evaluation are due whatever
+    their intervals."""
+    stopping: bool = False
+    """The run was asked to end here: a checkpoint is due, and quickly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class Finish:
     """The run is over; no command follows."""
 
     reason: str
+    failed: bool = False
+    """The run cannot do what it is for; going on would only waste time."""
 
 
 Command = (

@@ -61,6 +61,10 @@ class Phase(StrEnum):
     DONE = "done"
 
 
+MAX_EMPTY_STEPS = 3
+"""So many steps in a row without anything to train on end the run."""
+
+
 class ProtocolError(AssertionError):
     """The driver sent an event that does not fit the phase: a bug in the driver."""
 
@@ -107,6 +111,7 @@ class Job:
         self._round: Round | None = None
         self._late_verdicts: set[SampleId] = set()
         """Handed to the reward in an earlier round; the answer will be ignored."""
+        self._num_empty_steps = 0
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -153,6 +158,11 @@ class Job:
             case Phase.NEW | Phase.DONE:
                 return "nothing"
 
+    @property
+    def waits_for_rewards(self) -> bool:
+        """The engine is done with the round; only verdicts are missing."""
+        return self._round is not None and not self._round.generating
+
     # -- choosing the next round -------------------------------------------------------
 
     def _next_step(self) -> list[Command]:
@@ -161,6 +171,9 @@ class Job:
             self._draining = False
         if self._out_of_steps():
             self._draining = True
+        if self._num_empty_steps == MAX_EMPTY_STEPS:
+            reason = f"{MAX_EMPTY_STEPS} steps in a row had no group to train on"
+            return self._finish(reason, failed=True)
         if self._nothing_left():
             return self._finish("every step is done" if self._out_of_steps() else "the data ended")
         if len(self.queue) >= config.prompts_per_step:
@@ -286,6 +299,7 @@ class Job:
         for group in groups:
             self.ledger.train(group[0].prompt)
         self.ledger.check()
+        self._num_empty_steps = 0 if groups else self._num_empty_steps + 1
         if not groups:
             return [*drops, *self._commit()]
         self.phase = Phase.TRAINING
@@ -313,8 +327,8 @@ class Job:
     def _commit(self) -> list[Command]:
         self.phase = Phase.COMMITTING
         self.step += 1
-        last = self._stop_reason is not None or self._nothing_left()
-        return [Commit(step=self.step, last=last)]
+        stopping = self._stop_reason is not None
+        return [Commit(step=self.step, last=self._nothing_left(), stopping=stopping)]
 
     def _on_committed(self, event: Committed) -> list[Command]:
         self._expect(Phase.COMMITTING, event)
@@ -323,12 +337,12 @@ class Job:
         if self._stop_reason is None:
             return self._next_step()
         if not event.checkpointed:  # the wish to stop came while the commit was under way
-            return [Commit(step=self.step, last=True)]
+            return [Commit(step=self.step, last=self._nothing_left(), stopping=True)]
         return self._finish(self._stop_reason)
 
-    def _finish(self, reason: str) -> list[Command]:
+    def _finish(self, reason: str, *, failed: bool = False) -> list[Command]:
         self.phase = Phase.DONE
-        return [Finish(reason=reason)]
+        return [Finish(reason=reason, failed=failed)]
 
     def _expect(self, phase: Phase, event: Event) -> None:
         if self.phase is not phase:
@@ -348,14 +362,20 @@ class Job:
             "queue": [[str(prompt), attempt] for prompt, attempt in self.queue],
             "draining": self._draining,
             "data_ended": self._data_ended,
+            "num_empty_steps": self._num_empty_steps,
             "num_late": dict(sorted(self.num_late.items())),
             "ledger": self.ledger.state(),
         }
 
     @classmethod
-    def restore(cls, config: JobConfig, state: Mapping[str, Any]) -> Job:
+    def restore(
+        cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
+    ) -> Job:
         """The job as it was when it said `Commit`; it goes on when it is given `Committed` for that
-        step."""
+        step.
+
+        `data_ended` is what the cursor says now, if the run was given more epochs since.
+        """
         job = cls(config)
         job.phase = Phase.COMMITTING
         job.step = state["step"]
@@ -363,7 +383,8 @@ class Job:
         job._num_rounds = state["num_rounds"]
         job.queue = deque((PromptId.parse(text), attempt) for text, attempt in state["queue"])
         job._draining = state["draining"]
-        job._data_ended = state["data_ended"]
+        job._data_ended = state["data_ended"] if data_ended is None else data_ended
+        job._num_empty_steps = state["num_empty_steps"]
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job

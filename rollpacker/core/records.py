@@ -92,7 +92,7 @@ def encode(entry: Entry) -> str:
             "step": entry.step,
             "job": dict(entry.job),
         }
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=True)
 
 
 def decode(line: str) -> Entry:
@@ -114,7 +114,7 @@ def decode(line: str) -> Entry:
         time_s, cost_s = raw.pop("t"), raw.pop("cost_s")
         commands = tuple(_restore(c, "command", _COMMANDS) for c in raw.pop("commands", ()))
         event = _restore({**raw, "time_s": time_s}, "event", _EVENTS)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LogError(f"not a line of an event log ({type(error).__name__}: {error})") from error
     return Record(time_s=time_s, event=event, commands=commands, cost_s=cost_s)
 

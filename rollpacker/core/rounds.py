@@ -169,9 +169,14 @@ class Round:
         """Deferred prompts, in launch order, with the attempt that comes next."""
         return [(g.prompt, g.attempt + 1) for g in self._groups.values() if g.deferred]
 
+    @property
+    def generating(self) -> bool:
+        """The engine still has samples of this round."""
+        return bool(self._in_engine)
+
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
-        if self._in_engine:
+        if self.generating:
             return f"{_listed(self._in_engine, 'response')} from the engine"
         return f"{_listed(self._awaited_verdicts(), 'verdict')} from the rewards"
 

@@ -35,7 +35,7 @@ class PromptCursor:
         epochs have. After the last epoch: none."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
-        if self._ended():
+        if self.ended:
             return (), True, True
         rows = self._order[self._position : self._position + count]
         prompts = tuple(PromptId(self._name, self._epoch, int(row)) for row in rows)
@@ -44,9 +44,9 @@ class PromptCursor:
         if epoch_ended:
             self._epoch += 1
             self._position = 0
-            if not self._ended():
+            if not self.ended:
                 self._order = self._order_of(self._epoch)
-        return prompts, epoch_ended, self._ended()
+        return prompts, epoch_ended, self.ended
 
     def state(self) -> dict[str, Any]:
         """Where the cursor is, as JSON-able values; `restore` continues exactly there."""
@@ -83,7 +83,9 @@ class PromptCursor:
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)
 
-    def _ended(self) -> bool:
+    @property
+    def ended(self) -> bool:
+        """Every epoch is through."""
         return self._max_epochs is not None and self._epoch >= self._max_epochs
 
     def _order_of(self, epoch: int) -> np.ndarray:

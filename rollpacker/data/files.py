@@ -147,7 +147,7 @@ def _load_huggingface(config: DatasetConfig) -> Any:
         ) from None
     except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
-        reason = " ".join(str(error).split())[:400]
+        reason = " ".join(str(error.__cause__ or error).split())[:400]
         raise DataError(
             f"{config.path} (split {config.split}{subset}) cannot be loaded:"
             f" {type(error).__name__}: {reason}"

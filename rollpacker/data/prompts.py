@@ -221,7 +221,7 @@ def _report_too_long(
 ) -> None:
     """Log the dropped prompts; a `DataError` if they are too many."""
     places = ", ".join(f"{rows[i].where} ({len(tokens[i])})" for i in too_long[:NUM_SHOWN])
-    more = ", ..." if len(too_long) > NUM_SHOWN else ""
+    more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {len(rows)} prompts have more than {limit} tokens:"
         f" {places}{more}"
@@ -232,10 +232,13 @@ def _report_too_long(
             if limit == config.max_prompt_tokens
             else "The model's context has no room for more; lower rollout.max_response_tokens"
         )
-        raise DataError(
-            f"{what}. That is more than data.max_dropped_fraction={config.max_dropped_fraction}"
-            f" allows. {cause}, or shorten the prompts."
+        allowed = f"data.max_dropped_fraction={config.max_dropped_fraction}"
+        refusal = (
+            "Nothing is left"
+            if len(too_long) == len(rows)
+            else f"That is more than {allowed} allows"
         )
+        raise DataError(f"{what}. {refusal}. {cause}, or shorten the prompts.")
     logger.warning("%s. They are left out.", what)
 
 

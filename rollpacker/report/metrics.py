@@ -86,7 +86,6 @@ def _round(step: StepSummary) -> dict[str, Value | None]:
         "round/samples_failed": step.num_samples_failed,
         "round/samples_no_verdict": sum(step.no_verdict.values()),
         **{f"round/dropped/{reason}": num for reason, num in sorted(step.dropped.items())},
-        **{f"round/no_verdict/{reason}": num for reason, num in sorted(step.no_verdict.items())},
     }
 
 

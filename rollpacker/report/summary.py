@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SUMMARY_FILE = "summary.json"
 _LAST_STEPS = 5
+_NUM_REASONS = 5
+_REASON_WIDTH = 40
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
@@ -293,7 +295,16 @@ def _number(value: float | None, digits: int = 3) -> str:
 def _reasons(counts: Mapping[str, int]) -> str:
     if not counts:
         return "0"
-    return "\n".join(f"{num:,} ({reason})" for reason, num in counts.items())
+    most = sorted(counts.items(), key=lambda item: -item[1])
+    lines = [f"{num:,} ({_short(reason)})" for reason, num in most[:_NUM_REASONS]]
+    if len(most) > _NUM_REASONS:
+        lines.append(f"{sum(num for _, num in most[_NUM_REASONS:]):,} (other reasons)")
+    return "\n".join(lines)
+
+
+def _short(reason: str) -> str:
+    """What fits beside its label in 80 columns; summary.json has it whole."""
+    return reason if len(reason) <= _REASON_WIDTH else reason[: _REASON_WIDTH - 3] + "..."
 
 
 def clock(seconds: float) -> str:

@@ -56,7 +56,9 @@ class RewardConfig:
     """One reward function (an entry of `rewards`)."""
 
     function: str
-    """`module:function`, or the name of a built-in: `reasoning_gym`."""
+    """`module:function` or `file.py:function`, or the name of a built-in: `reasoning_gym`. Plain
+    functions run in threads, several at a time and never in the main one: `signal.alarm` and what
+    builds on it does not work there."""
     weight: float = 1.0
     timeout_s: float = 60.0
     """A call that takes longer is given up: no verdict."""

@@ -108,11 +108,18 @@ async def _until(deadline: float, future: asyncio.Future[Any]) -> Any:
         timer.cancel()
         future.remove_done_callback(wake)
     if not future.done():
+        future.add_done_callback(_ignore)
         future.cancel()
         raise TimeoutError
     if future.cancelled():
         raise RuntimeError("the function was cancelled")
     return future.result()
+
+
+def _ignore(future: asyncio.Future[Any]) -> None:
+    """Look at what a call that was given up ended with, so that nobody reports it as lost."""
+    if not future.cancelled():
+        future.exception()
 
 
 class _DaemonThreads:

@@ -12,7 +12,9 @@ import difflib
 import inspect
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollpacker.imports import ImportSpecError, load_function
@@ -22,8 +24,13 @@ from rollpacker.rewards.reasoning_gym import ReasoningGymScorer
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).parents[1]
+
 BUILT_IN: dict[str, Callable[..., Any]] = {"reasoning_gym": ReasoningGymScorer}
 """Each makes a function of its `arguments`."""
+
+MAX_REWARD = 1e30
+"""Up to this, sums and squares stay finite in float64, and advantages in float32."""
 
 _STANDARD = ("prompts", "completions", "completion_ids", "finish_reasons")
 
@@ -48,6 +55,7 @@ class RewardFunction:
         )
         self._caller = DeadlineCaller(f"reward-{name}", config.timeout_s, is_async)
         self._reported: set[str] = set()
+        self._told_shape = False
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raise `RewardError` if a row lacks a column that the function cannot do without."""
@@ -108,7 +116,8 @@ class RewardFunction:
         """The whole story in the log, once a kind."""
         if kind not in self._reported:
             self._reported.add(kind)
-            logger.warning("reward %s: no verdict: %s", self.name, kind, exc_info=error)
+            where = "" if error is None else _users_lines(error)
+            logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
     def _checked(self, returned: Any, count: int) -> list[float | NoVerdict | None]:
         if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
@@ -117,7 +126,9 @@ class RewardFunction:
             why = f"returned {len(returned)} values for {count} completions"
         else:
             return [self._number(value) for value in returned]
-        self._report(why, None)
+        if not self._told_shape:
+            self._told_shape = True
+            self._report(why, None)
         return [NoVerdict(f"{self.name} {why}")] * count
 
     def _number(self, value: Any) -> float | NoVerdict | None:
@@ -127,10 +138,11 @@ class RewardFunction:
             number = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             number = math.nan
-        if math.isfinite(number):
+        if abs(number) <= MAX_REWARD:
             return number
-        why = f"returned {_shortened(repr(value))}, not a number"
-        self._report(f"returned a {type(value).__name__} that is not a number", None)
+        what = f"larger than {MAX_REWARD:g}" if math.isfinite(number) else "not a number"
+        why = f"returned {_shortened(repr(value))}, {what}"
+        self._report(f"returned a {type(value).__name__} that is {what}", None)
         return NoVerdict(f"{self.name} {why}")
 
 
@@ -173,7 +185,10 @@ class WeightedReward:
         ]
         if not terms:
             return Failed(reason=f"no verdict: {', '.join(self.names)} returned None", parts=parts)
-        return Scored(value=math.fsum(terms), parts=parts)
+        value = math.fsum(terms)
+        if abs(value) > MAX_REWARD:
+            return Failed(reason=f"the weighted sum is larger than {MAX_REWARD:g}", parts=parts)
+        return Scored(value=value, parts=parts)
 
 
 def build_reward(configs: Sequence[RewardConfig]) -> WeightedReward:
@@ -225,6 +240,16 @@ def _signature(
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = {p.name for p in named}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if taken := set(_STANDARD) & set(config.arguments):
+        raise RewardError(
+            f"reward {config.function}: the run itself passes {min(taken)}; take it out of"
+            " arguments."
+        )
+    if not (takes or takes_all):
+        raise RewardError(
+            f"reward {config.function} takes no parameter; it must look like"
+            " f(prompts, completions, **columns)."
+        )
     given = set(_STANDARD) | set(config.arguments)
     needs = [p.name for p in named if p.default is p.empty and p.name not in given]
     if config.function not in BUILT_IN and not takes_all:
@@ -255,6 +280,19 @@ def _standard(name: str, sample: RewardInput) -> Any:
             return list(sample.completion_tokens)
         case _:
             return sample.finish_reason
+
+
+def _users_lines(error: BaseException) -> str:
+    """What was raised and by which lines of the user's own code, the innermost last."""
+    while isinstance(error.__cause__, BaseException):
+        error = error.__cause__
+    said = "".join(traceback.format_exception_only(error)).strip()
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(_PACKAGE)
+    ]
+    return f" ({said})\n" + "".join(traceback.format_list(frames[-8:])).rstrip()
 
 
 def _shortened(text: str) -> str:

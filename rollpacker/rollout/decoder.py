@@ -353,6 +353,10 @@ def _probe(
     positions = torch.tensor([ids.shape[1] - 1], device=device)
     decode = DecodeStep(slots, positions, [Bucket(0, 1, 8)])
     decoded = _last_logits(model, ids[:, -1:], decode, position_ids=positions[:, None])
+    if full.isnan().any():
+        raise UnsupportedModelError(
+            f"{name} gives logits that are not numbers: its weights hold NaN or are far too large"
+        )
     tolerance = 0.1 * float(full.abs().max())
     if not torch.allclose(full, decoded, rtol=0, atol=tolerance, equal_nan=True):
         raise UnsupportedModelError(

@@ -40,6 +40,10 @@ STOP_TAIL_TOKENS = 8
 """A stop string is looked for in as many of the newest tokens as it has bytes, and so many more."""
 
 
+CLOSE_S = 5.0
+"""How long `close` waits for the decode step at hand."""
+
+
 class TorchEngine:
     """An `Engine` that samples from `model` as it stands, weights read in place.
 
@@ -161,7 +165,9 @@ class TorchEngine:
             self._condition.notify()
         if self._thread is not None:
             # The worker may be inside the listener, which may need this event loop to go on.
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_S)
+            if self._thread.is_alive():
+                logger.error("the engine's worker hangs; it is left behind")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -66,6 +66,10 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.schedule != "constant" and self.steps is None:
+            raise ValueError(
+                f"schedule={self.schedule} needs to know where it ends: set train.steps"
+            )
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
         if self.warmup_steps < 0:

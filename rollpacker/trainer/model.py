@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -42,7 +43,16 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 class ModelError(ValueError):
@@ -65,7 +75,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     dtype = _dtype(config.dtype, device)
     path = _checked_path(config.path)
     tokenizer = load_tokenizer(path)
-    with no_progress_bars():
+    with no_progress_bars(), _no_load_report():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -73,14 +83,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that the message below can name one
             )
         except _LOAD_ERRORS as error:
             raise ModelError(f"cannot load the model {config.path}: {_short(error)}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"the weights of {config.path} are incomplete: {missing[0]} is missing"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-        )
+    _check_loaded(info, config.path)
     check_vocabulary(model, tokenizer, config.path)
     return LoadedModel(
         model=model.to(device).eval(), tokenizer=tokenizer, device=device, dtype=dtype
@@ -93,12 +100,56 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except _LOAD_ERRORS as error:
-        raise ModelError(f"cannot load the tokenizer of {path}: {_short(error)}") from error
+        hint = (
+            "" if Path(path).is_dir() else f" (there is no folder {Path(path).absolute()} either)"
+        )
+        raise ModelError(f"cannot load the tokenizer of {path}: {_short(error)}{hint}") from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"the tokenizer of {path} knows no token: its files (tokenizer.json, ...) are missing"
+        )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {path} names no end token (eos_token)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def context_tokens(path: str) -> int | None:
+    """Tokens that prompt and response may have together, if the model says. Raises `ModelError`."""
+    try:
+        config = AutoConfig.from_pretrained(_checked_path(path), trust_remote_code=False)
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"cannot load the config of {path}: {_short(error)}") from error
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _check_loaded(info: Mapping[str, Any], path: str) -> None:
+    """Raise `ModelError` if the weights are not those that the model's config asks for."""
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the weights of {path} are incomplete: {missing[0]} is missing"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, saved, wanted = mismatched[0]
+        more = f" ({len(mismatched) - 1} more do not fit)" if len(mismatched) > 1 else ""
+        raise ModelError(
+            f"the weights of {path} do not fit its config.json: {name} is {list(saved)}, the config"
+            f" asks for {list(wanted)}{more}"
+        )
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """transformers logs a table of missing weights; `_check_loaded` says it in one line."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

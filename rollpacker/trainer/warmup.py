@@ -7,6 +7,7 @@ length. The loss is the mean over the batch's completion tokens, the end token i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -74,18 +75,21 @@ class WarmupResult:
 
 
 def run_warmup(
-    config: WarmupConfig, on_progress: Callable[[WarmupProgress], None] | None = None
+    config: WarmupConfig,
+    on_progress: Callable[[WarmupProgress], None] | None = None,
+    *,
+    overwrite: bool = False,
 ) -> WarmupResult:
     """Run all stages and write the model to `config.output`, which must not exist or be an empty
-    folder.
+    folder, or with `overwrite` a model's folder, which is replaced at the end.
 
     The same config gives the same weights, bit for bit, on the same machine. Raises `WarmupError`
     (bad rows, with file and line; a loss above `max_loss`; an output that is in the way) and
     `ModelError`.
     """
     started = time.monotonic()
-    output = Path(config.output)
-    _check_output(output)
+    output = Path(config.output).expanduser()
+    _check_output(output, config, overwrite)
     model, tokenizer = _start(config)
     num_parameters = sum(p.numel() for p in model.parameters())
     _set_threads(config.threads, num_parameters)
@@ -137,7 +141,8 @@ def read_rows(
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise WarmupError(f"{path}: cannot read it: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise WarmupError(f"{path}: cannot read it: {reason}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise WarmupError(f"{path}: no rows in it")
@@ -313,17 +318,28 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
         )
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise WarmupError(f"output {output} exists already; remove it or name another folder")
+def _check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
+    """Raise before any work if the model could not be written at the end."""
+    if config.model is not None:
+        start = Path(config.model.path).expanduser()
+        if start.resolve() == output.resolve():
+            raise WarmupError(f"output {output} is the model to start from; name another folder")
+    may_replace = overwrite and (output / "config.json").is_file()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not may_replace:
+        why = "and is no model's folder" if overwrite else "(--overwrite replaces a model)"
+        raise WarmupError(f"output {output} exists already {why}; remove it or name another folder")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(output.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(output.parent))
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write beside the output and rename, so that the folder is complete whenever it is there."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)
+        if (output / "config.json").is_file():
+            shutil.rmtree(output)
         unfinished.replace(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

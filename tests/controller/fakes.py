@@ -189,7 +189,7 @@ def run_config(steps: int = 6, **deadlines: float) -> RunConfig:
         data=DataConfig(train=DatasetConfig(kind="jsonl", path="nowhere")),
         rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_response_tokens=9),
         train=TrainConfig(steps=steps),
-        rewards=(RewardConfig(function="fake"),),
+        rewards=(RewardConfig(function="fake", timeout_s=0.1),),
         eval=EvalConfig(every_steps=2),
         checkpoint=CheckpointConfig(every_steps=2),
         deadlines=DeadlineConfig(**deadlines),

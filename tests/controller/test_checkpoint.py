@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from rollpacker.controller.checkpoint import (
 from rollpacker.controller.evaluation import pass_at_k
 from rollpacker.controller.event_log import LogWriter, cut_back
 from rollpacker.controller.run_folder import RunFolder, check_resume
+from rollpacker.controller.samples import SampleWriter
+from rollpacker.controller.samples import cut_back as cut_back_samples
 from rollpacker.core.records import Note
 
 
@@ -80,6 +83,48 @@ def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+def test_pruning_keeps_what_was_just_written(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (write(tmp_path, 20) / "state.json").unlink()
+    assert newest_checkpoint(tmp_path).step == 10
+    write(tmp_path, 15, keep_last=1)
+    assert newest_checkpoint(tmp_path).step == 15
+    assert (tmp_path / (tmp_path / "latest").read_text().strip()).is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000015"]
+
+
+def test_samples_are_cut_back_and_other_files_left_alone(tmp_path: Path) -> None:
+    for first in (1, 3):
+        writer = SampleWriter(tmp_path)
+        writer.add({"step": first})
+        writer.add({"step": first + 1})
+        writer.write()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    cut_back_samples(tmp_path, 2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".ipynb_checkpoints", "notes.txt", "steps_000001-000002.parquet"]
+
+
+def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(RunError, match="vouches for 100"):
+        cut_back(path, 100)
+    assert path.read_text() == "{}\n"
+
+
+def test_a_log_that_cannot_be_written_says_so_at_once(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "events.jsonl", write_every_s=0.01)
+    log._file.close()
+    log.append(Note(time_s=1.0, name="evaluation", seconds=0.5, step=1))
+    deadline = time.monotonic() + 5
+    with pytest.raises(ValueError, match="closed file"):
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            log.append(Note(time_s=1.0, name="evaluation", seconds=0.5, step=1))
+
+
 def test_one_run_at_a_time_and_no_overwriting_by_accident(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", resume=False, overwrite=False)
     with pytest.raises(RunError, match="another run is at work"):
@@ -89,7 +134,10 @@ def test_one_run_at_a_time_and_no_overwriting_by_accident(tmp_path: Path) -> Non
     with pytest.raises(RunError, match="--resume"):
         RunFolder(tmp_path / "run", resume=False, overwrite=False)
     (tmp_path / "run" / "mine.txt").write_text("keep")
-    RunFolder(tmp_path / "run", resume=False, overwrite=True).close()
+    again = RunFolder(tmp_path / "run", resume=False, overwrite=True)
+    assert folder.events.exists()  # until everything else is known to be sound
+    again.clear()
+    again.close()
     assert not folder.events.exists() and (tmp_path / "run" / "mine.txt").exists()
     with pytest.raises(RunError, match="no run to resume"):
         RunFolder(tmp_path / "other", resume=True, overwrite=False)
@@ -99,7 +147,7 @@ def test_one_run_at_a_time_and_no_overwriting_by_accident(tmp_path: Path) -> Non
 
 
 def test_a_resume_refuses_what_would_make_another_run() -> None:
-    same = {"model": "a", "train_data": "c"}
+    same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
     harmless = check_resume(
         [("train.steps", 10, 20), ("rollout.engine.max_slots", None, 4)], same, same
     )

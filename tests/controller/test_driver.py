@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exactly_once import check
-from rollpacker.controller.base import DeadlineExceeded
+from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Launch, RoundKind
@@ -94,6 +94,46 @@ def _without_eval(parts):  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
     return replace(parts, eval_prompts=None)
+
+
+def test_an_engine_that_dies_in_an_evaluation_ends_the_run_at_once(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    def submit(requests: list) -> None:
+        engine._on_error(MemoryError("out of memory"))
+
+    engine.submit = submit  # type: ignore[method-assign]
+    controller, _ = make(tmp_path, run_config(), engine=engine)
+    with pytest.raises(MemoryError, match="out of memory"):
+        drive(controller)
+
+
+def test_a_run_without_any_verdict_gives_up_and_says_why(tmp_path: Path) -> None:
+    reward = FakeReward(verdict=lambda sample: Failed(reason="the judge is down"))
+    controller, _ = make(tmp_path, run_config(steps=50), reward=reward)
+    with pytest.raises(RunError, match=r"3 steps in a row.*the judge is down"):
+        drive(controller)
+
+
+def test_a_stop_saves_first_and_the_resumed_run_evaluates(tmp_path: Path) -> None:
+    controller, recorder = make(tmp_path, run_config(steps=8))
+    original = recorder.feed
+
+    def feed(entry: object) -> None:
+        original(entry)
+        if (
+            isinstance(entry, Record)
+            and isinstance(entry.event, Committed)
+            and entry.event.step == 3
+        ):
+            controller.request_stop("enough")
+
+    recorder.feed = feed  # type: ignore[method-assign]
+    drive(controller)
+    steps = [e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"]
+    checkpoint = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint.step == 4 and steps == [0, 2]
+    assert checkpoint.state["evaluated_step"] == 2
 
 
 def test_no_verdict_is_recorded_and_never_trained_on(tmp_path: Path) -> None:

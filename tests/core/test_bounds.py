@@ -19,16 +19,17 @@ from tests.core.world import World
     factor=st.floats(1.05, 3.0),
     seed=st.integers(0, 10_000),
     epochs=st.integers(1, 2),
+    flush=st.booleans(),
 )
 def test_the_queue_is_bounded_and_nobody_waits_for_long(
-    p0: int, factor: float, seed: int, epochs: int
+    p0: int, factor: float, seed: int, epochs: int, flush: bool
 ) -> None:
-    tail = TailBatchingConfig(prompt_factor=factor, flush_each_epoch=False)
+    tail = TailBatchingConfig(prompt_factor=factor, flush_each_epoch=flush)
     config = JobConfig(prompts_per_step=p0, samples_per_prompt=2, max_steps=40, tail_batching=tail)
     world = World(config, num_rows=150, epochs=epochs, seed=seed).run()
     surplus = tail.num_prompts(p0) - p0
     queue: dict[object, int] = {}
-    longest_wait = most = 0
+    longest_wait = 0
     for record in world.log:
         for command in record.commands:
             if isinstance(command, Launch):
@@ -38,10 +39,9 @@ def test_the_queue_is_bounded_and_nobody_waits_for_long(
                 else:
                     queue = {prompt: waited + 1 for prompt, waited in queue.items()}
                     longest_wait = max([longest_wait, *queue.values()])
-                most = max(most, len(queue))
             elif isinstance(command, Defer):
                 assert len(command.prompts) <= surplus  # fewer at the data's end
                 queue.update(dict.fromkeys(command.prompts, 0))
-                most = max(most, len(queue))
-    assert most <= p0 - 1 + surplus
+    leftover = p0 - 1  # the end of the data, or of an epoch that is flushed
+    assert world.longest_queue <= p0 - 1 + surplus + leftover
     assert longest_wait <= math.ceil(p0 / surplus)

@@ -66,6 +66,7 @@ class World:
         self.running: dict[SampleId, float] = {}
         self.version = 0
         self.finished: str | None = None
+        self.longest_queue = 0
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
 
     def rng(self, *key: object) -> random.Random:
@@ -98,6 +99,7 @@ class World:
                     continue
                 del self.running[event.sample]
             commands = self.job.handle(event)
+            self.longest_queue = max(self.longest_queue, len(self.job.queue))
             self.log.append(
                 Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
             )
@@ -134,7 +136,10 @@ class World:
                 self.snapshots[step] = (self.job.state(), self.cursor, self.version)
                 if step == self.stop_at_step:
                     self.push(0.0, StopRequested(time_s=0.0))
-                self.push(0.0, Committed(time_s=0.0, step=step, checkpointed=command.last))
+                self.push(
+                    0.0,
+                    Committed(time_s=0.0, step=step, checkpointed=command.last or command.stopping),
+                )
             case Finish(reason=reason):
                 self.finished = reason
             case Defer() | Drop():
