@@ -1,0 +1,298 @@
+"""Training with TRL's `GRPOTrainer` and with RollPacker: the same model, prompts, reward and step.
+
+Both run on a CPU in float32 in this one process, in turns, each turn from the same start weights on
+the same rows. Several of TRL's settings are tried first; the fastest is what RollPacker is compared
+with. RollPacker runs as configured, event log and metrics on. A turn's first steps warm up and do
+not count. Needs `pip install -e .[bench]`.
+
+    python benchmarks/vs_trl.py [--only 0 2] [--search] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import write_result
+from step_times import StepTime, describe, rollpacker_steps
+from trl_side import TrlSetting, continuous_batching, trl_steps
+from workload import add_workload_arguments, describe_workload, load_workload
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.rewards.base import RewardConfig
+
+SYNC = TailBatchingConfig(enabled=False)
+TAIL = TailBatchingConfig(flush_each_epoch=False)
+PERIOD = 5
+"""Steps after which the long queue is empty again at the factors 1.25, 1.25."""
+EQUAL_TOKENS = 128
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    name: str
+    prompts_per_step: int
+    equal_lengths: bool
+    target: float | None
+    """RollPacker's steps per second over TRL's that the project promises, tail batching off."""
+    search_steps: int
+    """Steps that each of TRL's settings is tried for."""
+    blocks: int
+    """Turns of each arm."""
+    steps: int
+    """Measured steps per turn; a warm-up comes on top."""
+    settings: tuple[TrlSetting, ...]
+
+
+def generate(samples_per_pass: int | None, **options: Any) -> TrlSetting:
+    """TRL with the model's own `generate`, its default."""
+    passes = "one pass" if samples_per_pass is None else f"passes of {samples_per_pass}"
+    extra = "".join(f", {key}={value}" for key, value in options.items())
+    return TrlSetting(
+        name=f"generate, {passes}{extra}", samples_per_pass=samples_per_pass, options=options
+    )
+
+
+def paged(samples_per_pass: int | None, batch_tokens: int, num_blocks: int) -> TrlSetting:
+    """TRL with transformers' continuous batching."""
+    return TrlSetting(
+        name=f"continuous batching of {batch_tokens}, {num_blocks} blocks",
+        samples_per_pass=samples_per_pass,
+        options=continuous_batching(batch_tokens, num_blocks),
+    )
+
+
+def workloads(config: RunConfig, *, search: bool) -> list[Workload]:
+    own = config.rollout.prompts_per_step
+    samples = own * config.rollout.samples_per_prompt
+    small = [generate(None), generate(32), paged(32, samples // 2, 256), paged(32, samples, 128)]
+    large = [generate(64), paged(64, 512, 1024)]
+    equal = [generate(None), generate(32)]
+    if search:
+        static = {"cache_implementation": "static"}
+        small += [generate(8), paged(32, 32, 128), paged(32, samples, 512), generate(32, **static)]
+        large += [generate(128), generate(32), paged(64, 128, 1024), generate(64, **static)]
+        equal += [generate(64), generate(16), paged(32, samples, 1024), generate(32, **static)]
+    return [
+        Workload(
+            name="long tail",
+            prompts_per_step=own,
+            equal_lengths=False,
+            target=8.0,
+            search_steps=4,
+            blocks=3,
+            steps=8,
+            settings=tuple(small),
+        ),
+        Workload(
+            name="long tail, 64 prompts",
+            prompts_per_step=64,
+            equal_lengths=False,
+            target=8.0,
+            search_steps=1,
+            blocks=2,
+            steps=2,
+            settings=tuple(large),
+        ),
+        Workload(
+            name=f"all of {EQUAL_TOKENS} tokens",
+            prompts_per_step=own,
+            equal_lengths=True,
+            target=1.5,
+            search_steps=2,
+            blocks=2,
+            steps=5,
+            settings=tuple(equal),
+        ),
+    ]
+
+
+def quick(workload: Workload) -> Workload:
+    return dataclasses.replace(
+        workload, blocks=1, steps=1, search_steps=1, settings=workload.settings[:2]
+    )
+
+
+@contextmanager
+def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
+    """The config with the workload's sizes, rows in file order, evaluation off."""
+    rollout = dataclasses.replace(config.rollout, prompts_per_step=workload.prompts_per_step)
+    data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0, shuffle=False)
+    train = dataclasses.replace(config.train, schedule="constant", warmup_steps=0)
+    config = dataclasses.replace(config, rollout=rollout, data=data, train=train)
+    if not workload.equal_lengths:
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_endless(Path(config.model.path), Path(folder))
+        yield dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, path=folder),
+            rollout=dataclasses.replace(rollout, max_response_tokens=EQUAL_TOKENS),
+            rewards=(RewardConfig(function=f"{Path(__file__).with_name('digits.py')}:share"),),
+        )
+
+
+def make_endless(source: Path, folder: Path) -> None:
+    """A random model of the source's architecture and size that never samples the end token.
+
+    One channel of the residual stream is set by the embedding and written by no layer, so it stays
+    positive; the output layer reads it for the end token alone, with a large negative weight.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    config.tie_word_embeddings = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = -1e4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def block_config(config: RunConfig, block: int) -> RunConfig:
+    """Other rows and other noise in every block."""
+    seed = config.seed + block
+    train = dataclasses.replace(config.data.train, seed=config.data.train.seed + block)
+    data = dataclasses.replace(config.data, train=train)
+    return dataclasses.replace(config, seed=seed, data=data)
+
+
+def run_workload(workload: Workload, config: RunConfig) -> dict[str, Any]:
+    """First TRL's settings, once each; then RollPacker and the best of them, in turns."""
+    with config_for(workload, config) as own:
+        tried = {
+            setting: run_turn(own, setting, workload.search_steps) for setting in workload.settings
+        }
+        best = min(tried, key=lambda setting: seconds_per_longest(tried[setting]))
+        arms: dict[str, TrlSetting | TailBatchingConfig] = {"RollPacker": SYNC, "TRL": best}
+        if not workload.equal_lengths:
+            arms["RollPacker, tail batching"] = TAIL
+        steps: dict[str, list[StepTime]] = {name: [] for name in arms}
+        for block in range(1, workload.blocks + 1):
+            for name, arm in arms.items():
+                gc.collect()
+                steps[name] += run_turn(block_config(own, block), arm, workload.steps)
+    if workload.equal_lengths:
+        lengths = {n for taken in steps.values() for step in taken for n in step.lengths}
+        assert lengths == {EQUAL_TOKENS}, f"not all responses are equally long: {sorted(lengths)}"
+    result: dict[str, Any] = {
+        "workload": workload.name,
+        "prompts_per_step": workload.prompts_per_step,
+        "target": workload.target,
+        "tried": {setting.name: describe(taken) for setting, taken in tried.items()},
+        "best_trl": best.name,
+        "arms": {name: describe(taken) for name, taken in steps.items()},
+    }
+    result["speedup"], result["speedup_95"] = ratio(steps["TRL"], steps["RollPacker"])
+    if not workload.equal_lengths:
+        result["speedup_tail_batching"], result["speedup_tail_batching_95"] = ratio(
+            steps["TRL"], steps["RollPacker, tail batching"]
+        )
+    return result
+
+
+def seconds_per_longest(steps: Sequence[StepTime]) -> float:
+    """Seconds of a step per token of its longest response.
+
+    Draws differ between settings, and a step's time goes with its longest response: this way no
+    setting is chosen because it happened to draw short ones.
+    """
+    return sum(step.seconds for step in steps) / sum(max(step.lengths) for step in steps)
+
+
+def run_turn(
+    config: RunConfig, arm: TrlSetting | TailBatchingConfig, num_steps: int
+) -> list[StepTime]:
+    """One arm's measured steps: whole periods of tail batching, its first period left out."""
+    if isinstance(arm, TrlSetting):
+        return trl_steps(config, num_steps + 1, arm)[1:]
+    if not arm.enabled:
+        return rollpacker_steps(config, num_steps + 1, arm)[1:]
+    periods = max(1, round(num_steps / PERIOD))
+    return rollpacker_steps(config, (periods + 1) * PERIOD, arm)[PERIOD:]
+
+
+def ratio(slow: Sequence[StepTime], fast: Sequence[StepTime]) -> tuple[float, list[float]]:
+    """Mean seconds of `slow` over those of `fast`; 95 % interval by a bootstrap over steps."""
+    rng = np.random.default_rng(0)
+    means = []
+    for taken in (slow, fast):
+        seconds = np.array([step.seconds for step in taken])
+        picks = rng.integers(len(seconds), size=(RESAMPLES, len(seconds)))
+        means.append(seconds[picks].mean(axis=1))
+    low, high = np.quantile(means[0] / means[1], [0.025, 0.975])
+    slow_s, fast_s = (statistics.fmean(step.seconds for step in taken) for taken in (slow, fast))
+    return slow_s / fast_s, [float(low), float(high)]
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(f"\n{result['workload']} ({result['prompts_per_step']} prompts a step)")
+    print(f"{'':52}{'s/step':>8}{'gener.':>8}{'tokens':>8}{'longest':>9}{'comp/real':>11}")
+    tried = {f"  TRL tried: {name}": arm for name, arm in result["tried"].items()}
+    for name, arm in (tried | result["arms"]).items():
+        print(
+            f"{name:52}{arm['s_per_step']:8.3f}{arm['generation_s']:8.3f}"
+            f"{arm['mean_tokens']:8.1f}{arm['mean_longest']:9.0f}"
+            f"{arm['train_computed_per_real']:11.2f}"
+        )
+    low, high = result["speedup_95"]
+    print(f"TRL: {result['best_trl']}")
+    print(f"RollPacker / TRL, steps per second: {result['speedup']:.2f} ({low:.2f}-{high:.2f})")
+    if "speedup_tail_batching" in result:
+        low, high = result["speedup_tail_batching_95"]
+        print(f"with tail batching: {result['speedup_tail_batching']:.2f} ({low:.2f}-{high:.2f})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_workload_arguments(parser)
+    parser.add_argument("--search", action="store_true", help="try more of TRL's settings")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of workloads, from 0")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # also for threads that torch starts later
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+
+    torch.set_num_threads(args.threads)
+    logging.disable(logging.WARNING)
+    config = load_workload(args)
+    results = []
+    for number, workload in enumerate(workloads(config, search=args.search)):
+        if args.only and number not in args.only:
+            continue
+        results.append(run_workload(quick(workload) if args.quick else workload, config))
+        print_result(results[-1])
+    missed = [r["workload"] for r in results if r["target"] and r["speedup"] < r["target"]]
+    print(f"\ntargets missed: {', '.join(missed) or 'none'}")
+    if args.quick or args.only:
+        return 0
+    payload = {"setup": describe_workload(config, args), "missed": missed, "results": results}
+    path = write_result("vs_trl_search" if args.search else "vs_trl", payload)
+    print(f"written: {path.name}")
+    return 1 if missed and not args.search else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
