@@ -16,6 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
 	@echo "make test         set up .venv and run linter, type checker and tests"
+	@echo "make bench        run every benchmark, rewriting benchmarks/results (an hour, quiet machine)"
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make clean        remove .venv and caches; runs/ stays"
 
@@ -45,6 +46,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+# The quickstart's warmed-up model must be in runs/ (make quickstart leaves it there).
+bench: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	for name in engine_speed batch_invariance train_throughput tail_batching vs_trl overhead \
+	  resume learning; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md
