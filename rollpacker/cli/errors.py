@@ -10,6 +10,9 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 DEADLINE_EXIT_CODE = 4
 
@@ -33,8 +36,8 @@ _BY_NAME = {
 
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"
 _OS_ADVICE = {
-    errno.ENOSPC: "the disk is full. Free some space, then go on with --resume",
-    errno.EDQUOT: "the disk quota is used up. Free some space, then go on with --resume",
+    errno.ENOSPC: "the disk is full. Free some space and try again (a run goes on with --resume)",
+    errno.EDQUOT: "the disk quota is used up. Free some space and try again (a run: --resume)",
     errno.EACCES: f"permission denied. Choose a folder that you may write to {_ELSEWHERE}",
     errno.EPERM: f"not permitted. Choose a folder that you may write to {_ELSEWHERE}",
     errno.EROFS: f"this file system is read-only. Choose another folder {_ELSEWHERE}",
@@ -92,6 +95,21 @@ def classify(error: BaseException) -> tuple[int, str]:
         "this is not your mistake but ours. Please report it with the lines above, "
         "the command and the config."
     )
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Let the error of a write say at least the folder, where the system names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            error.filename = str(folder)
+        raise
+    except Exception as error:
+        if "No space left on device" in str(error):  # a library's wrapping of the system's error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise
 
 
 def _is_ours(error: ValueError) -> bool:

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from rollpacker.cli.errors import naming
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.summary import render
@@ -52,13 +53,14 @@ def run(args: argparse.Namespace) -> int:
     events = events_path(args.run)
     folder = Path(args.out) if args.out else events.parent
     log = EventLog(events)
-    summary = write_reports(
-        args.run,
-        out=folder,
-        steps=parse_steps(args.steps),
-        trace_steps=args.trace_steps,
-        log=log,
-    )
+    with naming(folder):
+        summary = write_reports(
+            args.run,
+            out=folder,
+            steps=parse_steps(args.steps),
+            trace_steps=args.trace_steps,
+            log=log,
+        )
     if log.truncated:
         told = (
             f"The last line of {events} is cut off (the run was killed while it wrote): left out."

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
-import errno
 import logging
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from rollpacker.cli.errors import naming
 
 if TYPE_CHECKING:
     from rollpacker.cli.parts import Policy
@@ -120,7 +122,7 @@ def train(
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
     path = Path(config.runs_dir).expanduser() / config.name
-    with _naming(path), ExitStack() as stack:
+    with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)
         stack.callback(folder.close)
         session = _Session(config, folder, stack, resume=resume, overwrite=overwrite)
@@ -128,21 +130,6 @@ def train(
         reason = session.drive()
         stack.pop_all().close()
     return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Let an error of a write say at least in which run's folder, where the system does not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(folder)
-        raise
-    except Exception as error:
-        if "No space left on device" in str(error):  # a library's wrapping of the system's error
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-        raise
 
 
 class _Session:
@@ -296,6 +283,10 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        in_loop = False
+    else:
+        in_loop = True
+    if not in_loop:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
@@ -308,10 +299,7 @@ async def _drive(controller: Controller) -> str:
     def interrupt() -> None:
         nonlocal asked
         if asked:
-            logger.warning("ended at once; --resume goes on from the last checkpoint")
-            logging.shutdown()
-            sys.stderr.flush()
-            os._exit(130)
+            _exit_at_once()
         asked = True
         print("Finishing this step, then saving. Ctrl-C again ends at once.", file=sys.stderr)
         controller.request_stop(INTERRUPTED)
@@ -327,11 +315,21 @@ async def _drive(controller: Controller) -> str:
         await controller.close()
 
 
+def _exit_at_once() -> NoReturn:
+    """End without a look back. Past the display's buffers, which nobody would empty any more."""
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
+    with contextlib.suppress(OSError):
+        os.write(2, b"Ended at once; --resume goes on from the last checkpoint.\n")
+    os._exit(130)
+
+
 def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
     """Write what is made from the whole log, and print the table."""
     from rollpacker.report.files import write_reports
 
-    summary = write_reports(folder)
+    with naming(folder):
+        summary = write_reports(folder)
     if display:
         from rich.console import Console
 

@@ -71,6 +71,7 @@ from rollpacker.core.records import Entry, Note, Observer, Record, Session
 from rollpacker.data.base import Cursor, PromptRow, PromptSet
 from rollpacker.rewards.base import Failed, Reward, Scored
 from rollpacker.rollout.base import (
+    NOT_NUMBERS,
     Engine,
     EngineOutput,
     GenerationRequest,
@@ -149,6 +150,8 @@ class Controller:
         self._last_decode_steps = -1
         self._evaluation: _Collecting | None = None
         self._evaluated_step = evaluated_step
+        self._policy_is_broken = False
+        """The run ends for it; what the engine still reports is not looked at."""
         self._reasons: Counter[str] = Counter()
         """Why samples failed or have no verdict, for the message of a run that cannot go on."""
         self._sampling = SamplingParams(
@@ -296,12 +299,28 @@ class Controller:
             if self._evaluation is not None:
                 self._evaluation.add(outputs)
                 return
+            if self._policy_is_broken:
+                return
             for output in outputs:
                 if output.response is not None:
                     self._responses[output.event.sample] = output.response
                 elif isinstance(output.event, SampleFailed):
                     self._count_reason(f"the engine: {output.event.reason}")
+                    if output.event.reason.startswith(NOT_NUMBERS):
+                        self._policy_is_broken = True
+                        self._post(self._fail, self._broken_policy(output.event))
+                        return
                 self._take(output.event)
+
+    def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
+        """An update that was finite may still have spoilt the weights."""
+        step = self.parts.job.step
+        newest = self._checkpoints / f"step_{step:06d}"
+        spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""
+        return NonFiniteError(
+            f"step {step + 1}: {event.reason} (sample {event.sample}). --resume goes on from the "
+            f"last checkpoint{spoilt}. Lower train.learning_rate, or clip gradients more"
+        )
 
     def _count_reason(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) < MAX_TOLD_REASONS:
@@ -403,9 +422,10 @@ class Controller:
             await self._by("deadlines.train_s", trainer.accumulate(samples))
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
         except NonFiniteError as error:
+            applied = "" if "no update" in str(error) else "; no update was applied"
             raise NonFiniteError(
-                f"step {command.step}: {error}. Its update was not applied; --resume goes on from "
-                "the last checkpoint, with a lower train.learning_rate if you like"
+                f"step {command.step}: {error}{applied}. --resume goes on from the last "
+                "checkpoint; a lower train.learning_rate may help"
             ) from error
         advantages = {sample.sample: sample.advantage for sample in samples}
         event = Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
@@ -531,6 +551,7 @@ class Controller:
     async def _next_command(self) -> Command:
         """The next slow command. Raises what a part died of, or `DeadlineExceeded`."""
         while True:
+            self.parts.log.raise_error()
             try:
                 item = await asyncio.wait_for(self._inbox.get(), _TICK_S)
             except TimeoutError:

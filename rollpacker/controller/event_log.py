@@ -33,10 +33,12 @@ class LogWriter:
         self._thread.start()
 
     def append(self, entry: Entry) -> None:
-        """Raises what an earlier write in the background failed of."""
+        self._pending.append(entry)
+
+    def raise_error(self) -> None:
+        """Raise what an earlier write in the background failed of, if one did."""
         if self._error is not None:
             raise self._error
-        self._pending.append(entry)
 
     def flush(self) -> int:
         """Everything appended so far is on the disk when this returns. Returns the file's size in
@@ -44,9 +46,8 @@ class LogWriter:
 
         Raises `OSError` if it cannot be written, also for writes that failed in the background.
         """
+        self.raise_error()  # another write after a failed one would garble the log
         self._write()
-        if self._error is not None:
-            raise self._error
         with self._writing:
             os.fsync(self._file.fileno())
             return self._file.tell()
@@ -63,7 +64,7 @@ class LogWriter:
         while not self._closing.wait(every_s):
             try:
                 self._write()
-            except Exception as error:  # carried to the next append or flush
+            except Exception as error:  # raised by the next `raise_error` or `flush`
                 self._error = error
                 return
 

@@ -384,7 +384,8 @@ class Job:
         job.queue = deque((PromptId.parse(text), attempt) for text, attempt in state["queue"])
         job._draining = state["draining"]
         job._data_ended = state["data_ended"] if data_ended is None else data_ended
-        job._num_empty_steps = state["num_empty_steps"]
+        # A run that ended for it gets another chance: its user may have mended the cause.
+        job._num_empty_steps = state["num_empty_steps"] % MAX_EMPTY_STEPS
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job

@@ -13,6 +13,7 @@ from rollpacker.core.commands import Finish
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.accounting import CAUSES, Accounting, StepSummary
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.writing import replacing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -91,10 +92,8 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
 
 def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
     """Write it as JSON, in one atomic replacement."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    temporary.replace(path)
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _steps(steps: list[StepSummary]) -> dict[str, Any]:

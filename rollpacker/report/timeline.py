@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.core.commands import RoundKind
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import Excerpt, Outcome, StepSpans, iterate_steps, read_steps
+from rollpacker.report.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -292,6 +293,5 @@ def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepSpans], out: Path)
         handleheight=1.0,
         columnspacing=1.4,
     )
-    temporary = out.with_name(out.name + ".tmp")
-    figure.savefig(temporary, format=out.suffix.lstrip(".") or "png", facecolor="white")
-    temporary.replace(out)
+    with replacing(out) as temporary:
+        figure.savefig(temporary, format=out.suffix.lstrip(".") or "png", facecolor="white")

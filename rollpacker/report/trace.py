@@ -13,6 +13,7 @@ from typing import Any
 
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import Outcome, Phase, StepSpans, read_steps
+from rollpacker.report.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
 _TRACKS = {
@@ -49,13 +50,11 @@ def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 5
 
 def write_steps_trace(steps: Sequence[StepSpans], out: str | Path) -> None:
     """`write_trace` for steps at hand."""
-    temporary = Path(out).with_suffix(".json.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(_trace_events(steps)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
-    temporary.replace(out)
 
 
 def _trace_events(steps: Sequence[StepSpans]) -> Iterator[dict[str, Any]]:

@@ -173,14 +173,16 @@ def capped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     scaling: float,
     softcap: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention whose scores are bent by `softcap * tanh(score / softcap)`, as in Gemma 2."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    scores = torch.tanh(scores / softcap) * softcap + bias
+    scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores += bias
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     if dropout:
         weights = F.dropout(weights, p=dropout)

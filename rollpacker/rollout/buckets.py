@@ -25,6 +25,8 @@ class Bucket(NamedTuple):
     start: int
     stop: int
     width: int
+    is_even: bool = False
+    """Known to be exactly as wide as every one of its rows, which so need no mask."""
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
@@ -40,7 +42,7 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
         saving, at = splits[best]
         if saving <= call_cost:
             break
-        start, stop, _ = buckets[best]
+        start, stop = buckets[best][:2]
         buckets[best : best + 1] = [
             Bucket(start, at, int(lengths[start:at].max())),
             Bucket(at, stop, int(lengths[at:stop].max())),
@@ -50,12 +52,12 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
     """What a step over these buckets costs, in row-positions."""
-    return sum((stop - start) * width + call_cost for start, stop, width in buckets)
+    return sum((stop - start) * width + call_cost for start, stop, width, _ in buckets)
 
 
 def _best_split(lengths: np.ndarray, bucket: Bucket) -> tuple[int, int]:
     """(row-positions saved, where to cut) of the best cut in two."""
-    start, stop, width = bucket
+    start, stop, width, _ = bucket
     part = lengths[start:stop]
     num_rows = stop - start
     if num_rows < 2:

@@ -15,12 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rollpacker.rollout.attention import (
-    STEP_KEYWORD,
-    RolloutStep,
-    UnsupportedModelError,
-    install_attention,
-)
+from rollpacker.rollout.attention import STEP_KEYWORD, install_attention
 from rollpacker.rollout.base import EngineConfig
 from rollpacker.rollout.buckets import (
     CALL_COST_ELEMENTS,
@@ -33,11 +28,11 @@ from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,
     KVSlots,
-    LayerProbe,
-    LayerShape,
     PrefillStep,
     PromptCache,
 )
+from rollpacker.rollout.plain_forward import PlainForward, plain_forward
+from rollpacker.rollout.probe import plain_agrees, probe
 from rollpacker.rollout.rows import Pending, RowTable
 from rollpacker.rollout.sampling import draw
 
@@ -75,7 +70,7 @@ class Decoder:
         self._width_buckets = config.width_buckets and not static
         self._max_slots = config.max_slots or MAX_SLOTS
         self._device = device
-        shapes, dtype, vocabulary_size = _probe(model, device)
+        shapes, dtype, vocabulary_size = probe(model, device)
         self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
         self.rows = RowTable(device, vocabulary_size, mirrored=static)
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
@@ -84,8 +79,24 @@ class Decoder:
         self._plan_age = 0
         self._kept: KeptPrompt | None = None
         self._graphs = StepGraphs(device) if static and config.cuda_graphs else None
+        self._may_be_plain = config.plain_forward and plain_agrees(model, device)
+        self._plain: PlainForward | None = None
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._static_noise = torch.zeros(0)
+        self.read_model()
+
+    def read_model(self) -> None:
+        """Look at the model's modules anew: they may have changed since samples last ran."""
+        if not self._may_be_plain:
+            return
+        plain, old = plain_forward(self.model), self._plain
+        if (plain and plain.addresses) == (old and old.addresses):
+            return
+        self._plain = plain
+        if plain is not None:
+            plain.reserve(self.slots.width)
+        if self._graphs is not None:
+            self._graphs.forget()
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -141,6 +152,8 @@ class Decoder:
             width |= 1  # Rows a power of two apart would compete for the same cache lines.
         moved = self.slots.reserve(num_rows, width)
         moved |= self.rows.reserve(self.slots.num_slots)
+        if self._plain is not None:
+            moved |= self._plain.reserve(self.slots.width)
         if moved and self._static:
             self._make_static_buffers()
 
@@ -188,22 +201,32 @@ class Decoder:
         prompt_of_row = torch.from_numpy(
             np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         ).to(self._device)
-        ends, end_of_prompt = np.unique(np.array(lengths) - 1, return_inverse=True)
-        logits = self.model(
-            input_ids=torch.from_numpy(padded).to(self._device),
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(ends).to(self._device),
-            **{STEP_KEYWORD: PrefillStep(self.slots, first, prompt_of_row)},
-        ).logits
+        step = PrefillStep(self.slots, first, prompt_of_row)
+        logits = self._prompt_logits(padded, np.array(lengths) - 1, step)
         self.num_prefilled_tokens += sum(lengths)
-        prompt_index = torch.arange(len(prompts), device=self._device)
-        logits = logits[prompt_index, torch.from_numpy(end_of_prompt).to(self._device)]
         if next_prompt in prompts:
             place = prompts.index(next_prompt)
             row = first + sum(len(group) for group in groups[:place])
             cache = self.slots.snapshot(row, lengths[place])
             self._kept = KeptPrompt(next_prompt, logits[place].clone(), cache)
         self._draw_first(first, logits.index_select(0, prompt_of_row), noise)
+
+    def _prompt_logits(
+        self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep
+    ) -> torch.Tensor:
+        """Logits [prompts, vocabulary] after each prompt's last token, which is at `ends`."""
+        tokens = torch.from_numpy(padded).to(self._device)
+        if self._plain is not None:
+            return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
+        kept, kept_of_prompt = np.unique(ends, return_inverse=True)
+        logits = self.model(
+            input_ids=tokens,
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(kept).to(self._device),
+            **{STEP_KEYWORD: step},
+        ).logits
+        prompt_index = torch.arange(len(ends), device=self._device)
+        return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
     def _draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
         rows = slice(first, self.rows.num_rows)
@@ -227,9 +250,9 @@ class Decoder:
     def _dynamic_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = self.rows.num_rows
         if self._plan is None:
-            self._plan, self._plan_age = self._make_plan(), 0
+            self._plan, self._plan_age = self._mark_even(self._make_plan()), 0
         age = self._plan_age
-        buckets = [Bucket(start, stop, width + age) for start, stop, width in self._plan]
+        buckets = [bucket._replace(width=bucket.width + age) for bucket in self._plan]
         self._plan_age += 1
         return self._forward(num_rows, buckets, self.rows.next_noise())
 
@@ -265,14 +288,19 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         column = self.rows.device_column
         positions = column("position")[:num_rows]
-        logits = self.model(
-            input_ids=column("token")[:num_rows, None],
-            position_ids=positions[:, None],
-            use_cache=False,
-            **{STEP_KEYWORD: DecodeStep(self.slots, positions, buckets)},
-        ).logits
+        tokens = column("token")[:num_rows]
+        step = DecodeStep(self.slots, positions, buckets)
+        if self._plain is not None:
+            logits = self._plain.decode(tokens, positions, step)
+        else:
+            logits = self.model(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                use_cache=False,
+                **{STEP_KEYWORD: step},
+            ).logits[:, -1]
         return draw(
-            logits[:, -1],
+            logits,
             noise[:num_rows],
             column("temperature")[:num_rows],
             column("top_k")[:num_rows],
@@ -299,6 +327,14 @@ class Decoder:
         self.rows.rearrange(order[moved], moved)
         return sorted_plan
 
+    def _mark_even(self, plan: list[Bucket]) -> list[Bucket]:
+        lengths = self.rows.host_column("position") + 1
+        shortest = (int(lengths[start:stop].min()) for start, stop, _, _ in plan)
+        return [
+            bucket._replace(is_even=length == bucket.width)
+            for bucket, length in zip(plan, shortest, strict=True)
+        ]
+
     # -- departure ---------------------------------------------------------------------------------
 
     def remove(self, gone: np.ndarray) -> None:
@@ -324,51 +360,3 @@ def _kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.6 * torch.cuda.mem_get_info(device)[0])
     return 2**30
-
-
-def _probe(
-    model: PreTrainedModel, device: torch.device
-) -> tuple[list[LayerShape], torch.dtype, int]:
-    """Which layers attend, with what shapes; the dtype of the keys; the vocabulary's size.
-
-    Refuses a model whose decode steps do not repeat what its full forward pass says.
-    """
-    name = type(model).__name__
-    probe = LayerProbe()
-    ids = torch.arange(1, 7, device=device)[None]
-    full = _last_logits(model, ids, probe)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    layers = sorted(shape.layer for shape in probe.shapes)
-    if layers != list(range(num_layers)):
-        raise UnsupportedModelError(
-            f"{name} has {num_layers} layers, of which {len(set(layers))} attended through "
-            f"RollPacker's attention ({len(layers)} calls); the embedded engine runs models with "
-            "exactly one attention call per layer"
-        )
-    assert probe.dtype is not None
-    slots = KVSlots(probe.shapes, probe.dtype, device, budget_bytes=2**30)
-    slots.reserve(1, 8)
-    prefill = PrefillStep(slots, 0, torch.zeros(1, dtype=torch.int64, device=device))
-    _last_logits(model, ids[:, :-1], prefill)
-    positions = torch.tensor([ids.shape[1] - 1], device=device)
-    decode = DecodeStep(slots, positions, [Bucket(0, 1, 8)])
-    decoded = _last_logits(model, ids[:, -1:], decode, position_ids=positions[:, None])
-    if full.isnan().any():
-        raise UnsupportedModelError(
-            f"{name} gives logits that are not numbers: its weights hold NaN or are far too large"
-        )
-    tolerance = 0.1 * float(full.abs().max())
-    if not torch.allclose(full, decoded, rtol=0, atol=tolerance, equal_nan=True):
-        raise UnsupportedModelError(
-            f"{name} gives other logits when it decodes with cached keys and values (largest "
-            f"difference {float((full - decoded).abs().max()):.3g}); the engine cannot run it"
-        )
-    return probe.shapes, probe.dtype, full.shape[-1]
-
-
-def _last_logits(
-    model: PreTrainedModel, ids: torch.Tensor, step: RolloutStep, **kwargs: torch.Tensor
-) -> torch.Tensor:
-    with torch.inference_mode():
-        output = model(input_ids=ids, use_cache=False, **{STEP_KEYWORD: step}, **kwargs)
-    return output.logits[0, -1].float()

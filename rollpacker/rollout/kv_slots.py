@@ -57,6 +57,7 @@ class KVSlots:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._row_offsets: dict[int, torch.Tensor] = {}
+        self._bias_lines: dict[int | None, torch.Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -86,6 +87,7 @@ class KVSlots:
                     grown[:rows, :, :columns] = old[:rows, :, :columns]
                 store[shape.layer] = grown
         self.num_slots, self.width = num_slots, width
+        self._bias_lines = {}
         rows = torch.arange(num_slots, device=self.device)
         self._row_offsets = {
             heads: (rows[:, None] * heads + torch.arange(heads, device=self.device)) * width
@@ -106,11 +108,25 @@ class KVSlots:
 
     def flat_positions(self, positions: torch.Tensor) -> dict[int, torch.Tensor]:
         """Per number of key-value heads: where row r's `positions[r]` lies in the flat storage."""
-        column = positions[:, None]
+        num_rows, column = positions.shape[0], positions.unsqueeze(1)
         return {
-            heads: (offsets[: len(positions)] + column).view(-1)
+            heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)
             for heads, offsets in self._row_offsets.items()
         }
+
+    def bias_line(self, sliding_window: int | None) -> torch.Tensor:
+        """Minus infinities around zeros: the bias of every row is a stretch of this line.
+
+        [2 x width - 1]; that of a row whose newest token is at position p begins at width - 1 - p.
+        """
+        line = self._bias_lines.get(sliding_window)
+        if line is None:
+            size = (2 * self.width - 1,)
+            line = torch.full(size, float("-inf"), dtype=self.dtype, device=self.device)
+            first = 0 if sliding_window is None else max(0, self.width - sliding_window)
+            line[first : self.width] = 0
+            self._bias_lines[sliding_window] = line
+        return line
 
     def move(self, source: list[int], target: list[int], lengths: list[int]) -> None:
         """Copy rows, each with its first `lengths` positions. Sources and targets are disjoint."""
@@ -187,7 +203,7 @@ class DecodeStep:
         self._positions = positions
         self._buckets = buckets
         self._flat_positions = slots.flat_positions(positions)
-        self._biases: dict[int | None, list[torch.Tensor]] = {}
+        self._biases: dict[int | None, list[torch.Tensor | None]] = {}
 
     def attend(
         self,
@@ -206,38 +222,40 @@ class DecodeStep:
         values.view(-1, value.shape[-1]).index_copy_(0, flat, value.reshape(-1, value.shape[-1]))
         biases = self._biases.get(sliding_window)
         if biases is None:
-            biases = self._make_biases(sliding_window, query.dtype)
+            biases = self._make_biases(sliding_window)
         num_heads = query.shape[1]
         # At one token a row the query heads that share a key head stand in for a sequence of
         # queries, so keys and values are read once and never repeated.
         grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
         outputs = []
-        for (start, stop, width), bias in zip(self._buckets, biases, strict=True):
+        for (start, stop, width, _), bias in zip(self._buckets, biases, strict=True):
             part = (
-                grouped[start:stop],
-                keys[start:stop, :, :width],
-                values[start:stop, :, :width],
-                bias,
+                grouped.narrow(0, start, stop - start),
+                keys.narrow(0, start, stop - start).narrow(2, 0, width),
+                values.narrow(0, start, stop - start).narrow(2, 0, width),
             )
             if softcap is None:
-                output = F.scaled_dot_product_attention(*part[:3], attn_mask=bias, scale=scaling)
+                output = F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scaling)
             else:
-                output = capped_attention(*part, scaling, softcap)
+                output = capped_attention(*part, bias, scaling, softcap)
             outputs.append(output)
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.reshape(num_rows, 1, num_heads, -1)
 
-    def _make_biases(self, sliding_window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Per bucket [rows, 1, 1, width]: 0 where a row may look, minus infinity elsewhere."""
-        biases = []
-        for start, stop, width in self._buckets:
-            last = self._positions[start:stop, None]
-            place = torch.arange(width, device=last.device)
-            hidden = place > last
-            if sliding_window is not None and width > sliding_window:
-                hidden |= place <= last - sliding_window
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=last.device)
-            biases.append(bias.masked_fill_(hidden, float("-inf"))[:, None, None])
+    def _make_biases(self, sliding_window: int | None) -> list[torch.Tensor | None]:
+        """Per bucket [rows, 1, 1, width]: 0 where a row may look, minus infinity elsewhere.
+
+        None where every row of the bucket may look everywhere.
+        """
+        biases: list[torch.Tensor | None] = []
+        for start, stop, width, is_even in self._buckets:
+            if is_even and (sliding_window is None or width <= sliding_window):
+                biases.append(None)
+                continue
+            lines = self._slots.bias_line(sliding_window).unfold(0, width, 1)
+            last = self._positions.narrow(0, start, stop - start)
+            bias = lines.index_select(0, self._slots.width - 1 - last)
+            biases.append(bias.view(stop - start, 1, 1, width))
         self._biases[sliding_window] = biases
         return biases
 
@@ -247,6 +265,8 @@ class LayerProbe:
 
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []
+        self.calls: list[tuple[int, float, int | None, float | None]] = []
+        """(layer, scaling, sliding window, softcap) of each call."""
         self.dtype: torch.dtype | None = None
 
     def attend(
@@ -260,6 +280,7 @@ class LayerProbe:
         softcap: float | None,
     ) -> torch.Tensor:
         self.dtype = key.dtype
+        self.calls.append((layer, scaling, sliding_window, softcap))
         self.shapes.append(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1]))
         output = causal_attention(query, key, value, scaling, sliding_window, softcap)
         return output.transpose(1, 2)

@@ -77,14 +77,14 @@ def draw(
         probs = _truncate(probs, top_k, top_p)
     cdf = probs.cumsum(dim=-1)
     # Below the last entry whatever the rounding, so a token of probability 0 is never drawn.
-    target = noise[:, None] * cdf[:, -1:]
+    target = noise.unsqueeze(1) * cdf.narrow(1, cdf.shape[1] - 1, 1)
     tokens = torch.searchsorted(cdf, target, right=True)
     # Only a NaN leads past the end.
     tokens.clamp_(max=logits.shape[-1] - 1)
     if mode.greedy:
         best = logits.argmax(dim=-1, keepdim=True)
         tokens = torch.where(temperature[:, None] > 0, tokens, best)
-    return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
+    return tokens.squeeze(1), probs.gather(-1, tokens).log_().squeeze(1)
 
 
 def _truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

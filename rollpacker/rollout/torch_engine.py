@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.base import (
+    NOT_NUMBERS,
     EngineConfig,
     EngineError,
     EngineOutput,
@@ -288,6 +289,7 @@ class TorchEngine:
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
             self._model.eval()
+            self._decoder.read_model()
         first = self._decoder.rows.num_rows
         entries = [self._waiting.popleft() for _ in range(num_new)]
         next_prompt = self._waiting[0].request.prompt_tokens if self._waiting else None
@@ -316,9 +318,7 @@ class TorchEngine:
         for row in gone.tolist():
             entry = rows.pending[row]
             if broken[row - first]:
-                reason = (
-                    f"the model's logits are not numbers at response token {count[row - first] - 1}"
-                )
+                reason = f"{NOT_NUMBERS} at response token {count[row - first] - 1}"
                 outputs.append(_failure(entry, reason))
             else:
                 outputs.append(self._finish(row, stopped=bool(stopped[row - first])))

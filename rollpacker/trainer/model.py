@@ -43,6 +43,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+MIN_TOKENS = 256
+"""transformers makes an almost empty tokenizer where the vocabulary's file is missing."""
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -104,15 +106,22 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "" if Path(path).is_dir() else f" (there is no folder {Path(path).absolute()} either)"
         )
         raise ModelError(f"cannot load the tokenizer of {path}: {_short(error)}{hint}") from error
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):
+    num_tokens = len(tokenizer.get_vocab())
+    if num_tokens < MIN_TOKENS and _lacks_vocabulary(Path(path)):
         raise ModelError(
-            f"the tokenizer of {path} knows no token: its files (tokenizer.json, ...) are missing"
+            f"the tokenizer of {path} knows {num_tokens} tokens: a file of it is missing, such as"
+            " tokenizer.json"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {path} names no end token (eos_token)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _lacks_vocabulary(folder: Path) -> bool:
+    names = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+    return folder.is_dir() and not any(next(folder.glob(name), None) for name in names)
 
 
 def context_tokens(path: str) -> int | None:
@@ -242,11 +251,13 @@ def new_model(
     try:
         model = AutoModelForCausalLM.from_config(
             config_class(**settings), dtype=torch.float32, trust_remote_code=False
-        )
+        ).eval()
+        with torch.inference_mode():  # sizes that do not go together show here
+            model(torch.zeros((1, 2), dtype=torch.int64))
     except (*_LOAD_ERRORS, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"cannot build the architecture: {_short(error)}") from error
     check_vocabulary(model, tokenizer, "the architecture")
-    return model.eval()
+    return model
 
 
 @contextmanager
@@ -313,5 +324,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _short(error: Any) -> str:
     """The first line of a message, which is all that a user needs of transformers' long ones."""
+    if isinstance(error, KeyError):  # its text is the key alone
+        return f"{type(error).__name__} {error}"
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    first, *rest = text.splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first

@@ -122,7 +122,9 @@ def test_a_log_that_cannot_be_written_says_so_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed file"):
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            log.append(Note(time_s=1.0, name="evaluation", seconds=0.5, step=1))
+            log.raise_error()
+    with pytest.raises(ValueError, match="closed file"):
+        log.flush()
 
 
 def test_one_run_at_a_time_and_no_overwriting_by_accident(tmp_path: Path) -> None:

@@ -212,10 +212,14 @@ def test_logs_of_the_real_core_add_up(race, **unkindness):
     world = World(config, num_rows=11, epochs=2, **unkindness).run()
     accounting, summaries = feed(world.log)
     assert accounting.last_step == world.job.step
-    assert accounting.long_queue == len(world.job.queue) == 0
+    assert accounting.long_queue == len(world.job.queue)
     assert not accounting.live
     dropped = sum(sum(s.dropped.values()) for s in summaries)
-    assert sum(s.num_prompts_trained for s in summaries) + dropped == 22
+    settled = sum(s.num_prompts_trained for s in summaries) + dropped
+    ledger = world.job.ledger
+    assert settled == ledger.num_fetched - len(ledger.open)
+    # Without three empty steps in a row, which end a run, everything is settled.
+    assert settled == 22 or (world.finished or "").endswith("no group to train on")
     launched = sum(s.num_samples_launched for s in summaries)
     ended = [s.num_samples_generated + s.num_samples_aborted for s in summaries]
     assert launched == sum(ended) + sum(s.num_samples_failed for s in summaries)

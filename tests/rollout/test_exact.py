@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from rollpacker.rollout.attention import install_attention
 from rollpacker.rollout.base import GenerationRequest, Response
+from rollpacker.rollout.plain_forward import FAMILIES
 from tests.rollout.tiny import END, MODELS, generate, group, request, tiny_model
+
+BOTH_PATHS = [
+    *((name, True) for name in MODELS),
+    *((family.lower(), False) for family in FAMILIES),
+]
+"""Model type, and whether it may run as plain calls; the other types never do."""
 
 
 def _greedy_reference(model: PreTrainedModel, asked: GenerationRequest) -> list[int]:
@@ -26,13 +33,13 @@ def _greedy_reference(model: PreTrainedModel, asked: GenerationRequest) -> list[
     return output[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_greedy_tokens_equal_generate(model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "plain"), BOTH_PATHS)
+def test_greedy_tokens_equal_generate(model_type: str, plain: bool) -> None:
     model = tiny_model(model_type)
     requests = [request(row, temperature=0.0, max_response_tokens=10 + row) for row in range(11)]
     wanted = [_greedy_reference(model, asked) for asked in requests]
     assert len({tuple(tokens) for tokens in wanted}) > 5
-    responses = generate(model, requests, max_slots=3)
+    responses = generate(model, requests, max_slots=3, plain_forward=plain)
     assert [list(response.tokens) for response in responses] == wanted
 
 
@@ -47,12 +54,14 @@ def _full_pass_log_probs(
     return log_probs.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "plain"), BOTH_PATHS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_a_full_forward_pass(model_type: str, temperature: float) -> None:
+def test_log_probs_equal_a_full_forward_pass(
+    model_type: str, plain: bool, temperature: float
+) -> None:
     model = tiny_model(model_type)
     requests = [sample for row in range(6) for sample in group(row, 3, temperature=temperature)]
-    responses = generate(model, requests, max_slots=7)
+    responses = generate(model, requests, max_slots=7, plain_forward=plain)
     assert len({response.tokens for response in responses}) > 8
     model.set_attn_implementation("eager")
     for response in responses:
@@ -129,6 +138,8 @@ def test_captured_steps_equal_eager_ones_on_cuda() -> None:
     wanted = generate(model, requests, max_slots=6, cuda_graphs=False)
     captured = generate(model, requests, max_slots=6)
     assert [response.tokens for response in captured] == [response.tokens for response in wanted]
+    generic = generate(model, requests, max_slots=6, plain_forward=False)
+    assert [response.tokens for response in generic] == [response.tokens for response in wanted]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
