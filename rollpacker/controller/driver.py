@@ -24,7 +24,6 @@ this file only does it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import threading
@@ -33,7 +32,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, assert_never, cast
+from typing import Any, TypeVar, assert_never
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.base import BuildSamples, DeadlineExceeded, Decode, RunError
@@ -41,6 +40,7 @@ from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.evaluation import evaluate, reward_input
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.controller.waiting import Collecting, in_daemon_thread
 from rollpacker.core.commands import (
     Abort,
     Command,
@@ -148,7 +148,7 @@ class Controller:
         """Logged, but not yet shown to the observers."""
         self._last_sign = self.now()
         self._last_decode_steps = -1
-        self._evaluation: _Collecting | None = None
+        self._evaluation: Collecting | None = None
         self._evaluated_step = evaluated_step
         self._policy_is_broken = False
         """The run ends for it; what the engine still reports is not looked at."""
@@ -468,7 +468,7 @@ class Controller:
         due = ending or command.step % config.checkpoint.every_steps == 0
         if due:
             state = self._checkpoint_state()
-            write = _in_daemon_thread(
+            write = in_daemon_thread(
                 write_checkpoint,
                 self._checkpoints,
                 command.step,
@@ -535,7 +535,7 @@ class Controller:
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
         """The engine's responses to requests that the core does not know of."""
-        collecting = _Collecting(len(requests), asyncio.get_running_loop())
+        collecting = Collecting(len(requests), asyncio.get_running_loop())
         self._evaluation = collecting
         try:
             self.parts.engine.submit(requests)
@@ -600,53 +600,3 @@ class Controller:
                 with self._lock:
                     what = what or self.parts.job.waiting_for()
                 raise DeadlineExceeded(what, limit, key)
-
-
-class _Collecting:
-    """Gathers the outputs of requests made outside of the core."""
-
-    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.done: asyncio.Future[list[Response]] = loop.create_future()
-        self._loop = loop
-        self._missing = count
-        self._responses: list[Response] = []
-
-    def add(self, outputs: Sequence[EngineOutput]) -> None:
-        """Called in the engine's thread. A sample that failed is left out, and said."""
-        self._missing -= len(outputs)
-        for output in outputs:
-            if isinstance(output.event, SampleFailed):
-                logger.warning("evaluation: %s: %s", output.event.sample, output.event.reason)
-        self._responses += [o.response for o in outputs if o.response is not None]
-        if not self._missing:
-            self._loop.call_soon_threadsafe(self._settle)
-
-    def _settle(self) -> None:
-        if not self.done.done():
-            self.done.set_result(self._responses)
-
-
-def _in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """The function's result; a call that hangs does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    return future

@@ -1,4 +1,5 @@
-"""The real thing on a tiny model, killed and resumed: equal to the uninterrupted run bit for bit."""
+"""The real thing on a tiny model, killed and resumed: equal to the uninterrupted run bit for
+bit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Bridges from other threads to the event loop: work that may hang, and outputs to gather."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from rollpacker.core.events import SampleFailed
+from rollpacker.rollout.base import EngineOutput, Response
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Collecting:
+    """Gathers the outputs of requests made outside of the core."""
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[list[Response]] = loop.create_future()
+        self._loop = loop
+        self._missing = count
+        self._responses: list[Response] = []
+
+    def add(self, outputs: Sequence[EngineOutput]) -> None:
+        """Called in the engine's thread. A sample that failed is left out, and said."""
+        self._missing -= len(outputs)
+        for output in outputs:
+            if isinstance(output.event, SampleFailed):
+                logger.warning("evaluation: %s: %s", output.event.sample, output.event.reason)
+        self._responses += [o.response for o in outputs if o.response is not None]
+        if not self._missing:
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self._responses)
+
+
+def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """The function's result; a call that hangs does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    return future
