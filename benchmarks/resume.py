@@ -183,7 +183,7 @@ def killed_at_random(config: Path, folder: Path, kills: int, seed: int) -> dict[
     name, overrides = "random", ("checkpoint.every_steps=2",)
     killed = 0
     while killed < kills:
-        kill = rng.uniform(0.2, 4.0)
+        kill = rng.uniform(0.2, 3.0)
         if run(config, name, resume=killed > 0, kill=kill, overrides=overrides) == 0:
             break
         killed += 1
@@ -213,7 +213,7 @@ def measure(steps: int, kills: int) -> dict[str, Any]:
         )
         total = check(folder / "runs" / "reference" / "events.jsonl")
         every = killed_at_every_step(config, folder, total["steps"])
-        long_config = write_config(folder, max(steps, 6 * kills))
+        long_config = write_config(folder, max(steps, 10 * kills))
         assert run(long_config, "reference", overrides=("runs_dir=" + str(folder / "long"),)) == 0
         (folder / "runs").rename(folder / "short-runs")
         (folder / "long").rename(folder / "runs")
