@@ -78,7 +78,7 @@ from rollpacker.rollout.base import (
     Response,
     SamplingParams,
 )
-from rollpacker.trainer.base import NonFiniteError, Trainer
+from rollpacker.trainer.base import NonFiniteError, Trainer, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ class Controller:
         self._inbox: asyncio.Queue[Command | BaseException] = asyncio.Queue()
         self._responses: dict[SampleId, Response] = {}
         self._verdicts: dict[SampleId, Scored] = {}
+        self._completions: dict[SampleId, str] = {}
+        """The text that a verdict was given on."""
         self._to_score: list[SampleId] = []
         self._reward_tasks: set[asyncio.Task[None]] = set()
         self._kind = ""
@@ -259,9 +261,7 @@ class Controller:
             case Abort(samples=samples):
                 self.parts.engine.abort(samples)
             case Score(sample=sample):
-                self._to_score.append(sample)
-                if len(self._to_score) == 1:
-                    self._post(self._score_waiting)
+                self._to_score.append(sample)  # handed over when the engine's call ends
             case Defer() | Drop():
                 pass  # recorded in the log; their responses go when the round is trained on
             case FetchPrompts() | TrainOn() | SyncWeights() | Finish():
@@ -311,6 +311,9 @@ class Controller:
                         self._post(self._fail, self._broken_policy(output.event))
                         return
                 self._take(output.event)
+            scoring = bool(self._to_score)
+        if scoring:  # outside of the lock, which the event loop would at once wait for
+            self._post(self._score_waiting)
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
         """An update that was finite may still have spoilt the weights."""
@@ -365,6 +368,9 @@ class Controller:
             reward_input(self._row(sample), response, self.parts.decode)
             for sample, response in zip(samples, responses, strict=True)
         ]
+        self._completions.update(
+            (sample, judged.completion) for sample, judged in zip(samples, inputs, strict=True)
+        )
         verdicts = await self.parts.reward.score(inputs)
         for sample, verdict in zip(samples, verdicts, strict=True):
             self._take(self._scored_event(sample, verdict))
@@ -419,7 +425,11 @@ class Controller:
         ]
         try:
             samples, metrics = self.parts.build_samples(scored)
-            await self._by("deadlines.train_s", trainer.accumulate(samples))
+            training = asyncio.ensure_future(trainer.accumulate(samples))
+            await asyncio.sleep(0)  # the trainer's thread begins
+            if self.parts.samples is not None:
+                self._save_samples(command, samples, self.parts.samples)
+            await self._by("deadlines.train_s", training)
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
         except NonFiniteError as error:
             applied = "" if "no update" in str(error) else "; no update was applied"
@@ -427,15 +437,13 @@ class Controller:
                 f"step {command.step}: {error}{applied}. --resume goes on from the last "
                 "checkpoint; a lower train.learning_rate may help"
             ) from error
-        advantages = {sample.sample: sample.advantage for sample in samples}
-        event = Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
-        if self.parts.samples is not None:
-            self._save_samples(command, advantages, self.parts.samples)
-        self._take(event)
+        self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
 
     def _save_samples(
-        self, command: TrainOn, advantages: Mapping[SampleId, float], writer: SampleWriter
+        self, command: TrainOn, samples: Sequence[TrainSample], writer: SampleWriter
     ) -> None:
+        """While the trainer works."""
+        advantages = {sample.sample: sample.advantage for sample in samples}
         for sample in (s for group in command.groups for s in group):
             response, verdict, row = (
                 self._responses[sample],
@@ -449,7 +457,7 @@ class Controller:
                     "prompt_id": str(sample.prompt),
                     "sample_id": str(sample),
                     "prompt": row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt),
-                    "completion": self.parts.decode(response.tokens),
+                    "completion": self._completions[sample],
                     "finish_reason": response.finish_reason,
                     "num_tokens": len(response.tokens),
                     "reward": verdict.value,
@@ -484,6 +492,7 @@ class Controller:
         with self._lock:
             self._responses = {sample: self._responses[sample] for sample in self._to_score}
             self._verdicts.clear()
+            self._completions.clear()
 
     def _checkpoint_state(self) -> dict[str, Any]:
         """All that a resume needs besides tensors; also makes log and samples durable up to
