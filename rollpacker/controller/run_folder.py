@@ -34,8 +34,17 @@ _OWN = (
     "samples",
 )
 
-RESUME_MUST_KEEP = ("seed", "model.path", "data", "rollout", "tail_batching.race", "rewards")
-"""Keys (with all below them) whose change would make another run of it."""
+RESUME_MUST_KEEP = (
+    "seed",
+    "model.path",
+    "data",
+    "rollout",
+    "tail_batching.race",
+    "rewards",
+    "train.threads",
+)
+"""Keys (with all below them) whose change would make another run of it. Another number of threads
+adds up in another order."""
 
 RESUME_MAY_DIFFER = ("rollout.engine",)
 """Exceptions to that: they change speed, not the rules."""

@@ -154,7 +154,12 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
         [("train.steps", 10, 20), ("rollout.engine.max_slots", None, 4)], same, same
     )
     assert harmless == ["train.steps: 10 -> 20", "rollout.engine.max_slots: None -> 4"]
-    for change in (("seed", 0, 1), ("data.train.path", "a", "b"), ("rewards[0].weight", 1, 2)):
+    for change in (
+        ("seed", 0, 1),
+        ("data.train.path", "a", "b"),
+        ("rewards[0].weight", 1, 2),
+        ("train.threads", 1, 2),
+    ):
         with pytest.raises(RunError, match="refused"):
             check_resume([change], same, same)
     with pytest.raises(RunError, match="the training data changed"):
