@@ -24,7 +24,8 @@ def build_train_samples(
     step at once.
 
     Each group holds the (response, reward) pairs of one prompt; samples without a verdict are not
-    among them. The metrics describe rewards, groups and advantages. Raises `NonFiniteError`, naming
+    among them. The metrics describe the advantages; those of rewards
+    and groups are derived from the event log. Raises `NonFiniteError`, naming
     the sample, if a reward is NaN or infinite.
     """
     flat = [(response, reward) for group in groups for response, reward in group]
@@ -49,22 +50,8 @@ def build_train_samples(
         )
         for (response, _), advantage, weight in zip(flat, advantages.tolist(), weights, strict=True)
     ]
-    return samples, _reward_metrics(groups, rewards, advantages)
-
-
-def _reward_metrics(
-    groups: Sequence[Sequence[tuple[Response, float]]],
-    rewards: torch.Tensor,
-    advantages: torch.Tensor,
-) -> dict[str, float]:
-    no_signal = sum(len({reward for _, reward in group}) < 2 for group in groups)
-    return {
-        "critic/rewards/mean": rewards.mean().item(),
-        "critic/rewards/std": rewards.std(correction=0).item(),
-        "critic/rewards/max": rewards.max().item(),
-        "critic/rewards/min": rewards.min().item(),
+    return samples, {
         "critic/advantages/mean": advantages.mean().item(),
         "critic/advantages/max": advantages.max().item(),
         "critic/advantages/min": advantages.min().item(),
-        "critic/frac_reward_zero_std": no_signal / len(groups),
     }

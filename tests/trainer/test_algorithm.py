@@ -94,8 +94,10 @@ def test_samples_carry_what_the_engine_produced():
     assert all(s.response_tokens == r.tokens for s, (r, _) in zip(batch, flat, strict=True))
     total = sum(s.token_weight * len(s.response_tokens) for s in batch)
     assert total == pytest.approx(1)
-    assert metrics["critic/rewards/mean"] == pytest.approx(sum(x for _, x in flat) / len(flat))
-    assert 0 <= metrics["critic/frac_reward_zero_std"] <= 1
+    found = [sample.advantage for sample in batch]
+    assert metrics["critic/advantages/mean"] == pytest.approx(sum(found) / len(found))
+    assert metrics["critic/advantages/min"] == min(found)
+    assert metrics["critic/advantages/max"] == max(found)
 
 
 def test_a_reward_that_is_no_number_is_named():
