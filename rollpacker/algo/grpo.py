@@ -79,16 +79,19 @@ def policy_loss(
     return loss, {name: value.sum(dtype=loss.dtype) for name, value in sums.items()}
 
 
-def token_weights(lengths: Sequence[int], *, config: AlgorithmConfig) -> list[float]:
+def token_weights(
+    lengths: Sequence[int], *, config: AlgorithmConfig, denominator: int | None = None
+) -> list[float]:
     """The weight of each token of each response, such that the step's loss is a plain weighted sum.
 
-    `lengths` are the response tokens of *all* samples of the step (each at least 1).
+    `lengths` are the response tokens of *all* samples of the step (each at least 1). If they are
+    only some, give any `denominator`: weights with another one differ by one common factor.
     """
     assert all(length > 0 for length in lengths), "a response has at least one token"
     match config.loss_aggregation:
         case "token-mean":
-            return [1.0 / sum(lengths)] * len(lengths)
+            return [1.0 / (denominator or sum(lengths))] * len(lengths)
         case "sequence-mean-token-mean":
-            return [1.0 / (len(lengths) * length) for length in lengths]
+            return [1.0 / ((denominator or len(lengths)) * length) for length in lengths]
         case "sequence-mean-token-sum":
-            return [1.0 / len(lengths)] * len(lengths)
+            return [1.0 / (denominator or len(lengths))] * len(lengths)

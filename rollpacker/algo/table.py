@@ -20,7 +20,9 @@ class AdvantageFunction(Protocol):
 
 
 class TokenWeightFunction(Protocol):
-    def __call__(self, lengths: Sequence[int], *, config: AlgorithmConfig) -> list[float]: ...
+    def __call__(
+        self, lengths: Sequence[int], *, config: AlgorithmConfig, denominator: int | None = None
+    ) -> list[float]: ...
 
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]

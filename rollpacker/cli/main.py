@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
-VERBS = ("train", "warmup", "eval", "replay", "report")
+VERBS = ("train", "warmup", "eval", "replay", "report", "simulate")
 
 _EXAMPLES = """\
 examples:
@@ -24,6 +24,7 @@ examples:
   rollpacker train configs/quickstart.yaml --dry-run    the batch arithmetic; nothing is loaded
   rollpacker train configs/quickstart.yaml --resume     goes on exactly where it stopped
   rollpacker report runs/quickstart                     the summary table again, and the timeline
+  rollpacker simulate configs/scenarios/14b-16k.yaml --compare verl,rollpacker
 
 'rollpacker VERB --help' tells more about one verb.
 

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def job_config(config: RunConfig) -> JobConfig:
-    """What the core needs to know of the config."""
+def job_config(config: RunConfig, *, prompt_tokens: int = 0) -> JobConfig:
+    """What the core needs to know of the config. `prompt_tokens`: mean length of a prompt."""
     return JobConfig(
         prompts_per_step=config.rollout.prompts_per_step,
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_steps=config.train.steps,
+        max_response_tokens=config.rollout.max_response_tokens,
+        prompt_tokens=prompt_tokens,
         tail_batching=config.tail_batching,
+        stream=config.stream_trainer,
     )
 
 
@@ -44,6 +47,12 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+    @property
+    def mean_prompt_tokens(self) -> int:
+        """Of the training data, rounded."""
+        rows = self.train_prompts.rows
+        return round(sum(len(row.tokens) for row in rows) / len(rows))
 
 
 def load_policy(

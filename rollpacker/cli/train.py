@@ -176,7 +176,7 @@ class _Session:
             trainer.load(checkpoint.folder)
             cursor.restore(checkpoint.state["cursor"])
             _run(policy.engine.update_weights(trainer.version))
-        job = self._job(checkpoint, cursor)
+        job = self._job(checkpoint, cursor, policy)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
@@ -246,11 +246,11 @@ class _Session:
         save_config(self.config, self.folder.config)
         self.folder.write_identity(now)
 
-    def _job(self, checkpoint: Checkpoint | None, cursor: Any) -> Any:
+    def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
         from rollpacker.cli.parts import job_config
         from rollpacker.core.job import Job
 
-        config = job_config(self.config)
+        config = job_config(self.config, prompt_tokens=policy.mean_prompt_tokens)
         if checkpoint is None:
             return Job(config)
         return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rollpacker.config.document import Path_, nearest
 
 _FAILED = object()
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 @functools.cache
@@ -75,6 +77,8 @@ _WORDS = {
 
 def _container_words(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Mapping and arguments[0] is float:
+        return f"a mapping (each key a number, each value {allowed(arguments[1])})"
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return f"a list (each item {allowed(arguments[0])})"
@@ -126,7 +130,7 @@ class Checker:
         if value == "???":
             return self._refuse(path, f"is not set. Allowed: {allowed_value(kind)}")
         schema = nested_schema(kind)
-        if schema is not None:
+        if schema is not None and (isinstance(value, Mapping) or not _may_be_text(kind)):
             return self.build(schema, value, path)
         schema = item_schema(kind)
         if schema is not None:
@@ -157,15 +161,22 @@ class Checker:
         return self._refuse(path, problem)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """What a dataclass said of itself; its messages mostly begin with a field's name."""
+        """What a dataclass said of itself; its messages mostly begin with a field's name, or with
+        the dotted name of a key further down."""
         name, _, rest = problem.partition(" ")
-        if name in hints and rest:
-            return self._refuse((*path, name), rest)
+        if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
+            inside = (int(part) if part.isdecimal() else part for part in name.split("."))
+            return self._refuse((*path, *inside), rest)
         return self._refuse(path, f"cannot be used: {problem}" if path else problem)
 
     def _refuse(self, path: Path_, problem: str) -> Any:
         self.problems.append((path, problem))
         return _FAILED
+
+
+def _may_be_text(kind: Any) -> bool:
+    """Whether a name may stand in place of the mapping: `str | SomeDataclass`."""
+    return str in members(kind)
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
@@ -181,13 +192,19 @@ def allowed_value(kind: Any) -> str:
     required = [field.name for field in dataclasses.fields(schema) if _required(field)]
     listed = f" with at least {', '.join(required)}" if required else ""
     shape = "a mapping" if nested_schema(kind) else "a list of mappings"
-    return shape + listed
+    return ("a text or " if _may_be_text(kind) else "") + shape + listed
 
 
 def _prepared(kind: Any, value: Any) -> Any:
     """Lists become tuples, and a text such as "1e-6" a number, where the type asks for it."""
     parts = members(kind)
     for part in parts:
+        if get_origin(part) is Mapping and isinstance(value, Mapping):
+            key_kind, item_kind = get_args(part)
+            prepared = {
+                _prepared(key_kind, key): _prepared(item_kind, v) for key, v in value.items()
+            }
+            return prepared if len(prepared) == len(value) else value
         if get_origin(part) is tuple and isinstance(value, list):
             inner = get_args(part)
             return tuple(_prepared(inner[0], item) for item in value)

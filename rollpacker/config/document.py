@@ -69,6 +69,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
+_TEXT_TAG = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
@@ -129,12 +130,12 @@ def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, i
 def parse_value(text: str, where: str) -> Any:
     """The right side of an override, read as YAML; what is no YAML, such as `[0-9]+`, is a text."""
     try:
-        return _parse(text, where)[0]
+        return _parse(text, where, in_value=True)[0]
     except _SyntaxError:
         return text
 
 
-def _parse(text: str, where: str) -> tuple[Any, dict[Path_, int]]:
+def _parse(text: str, where: str, *, in_value: bool = False) -> tuple[Any, dict[Path_, int]]:
     lines: dict[Path_, int] = {}
     try:
         loader = _Loader(text)
@@ -142,7 +143,7 @@ def _parse(text: str, where: str) -> tuple[Any, dict[Path_, int]]:
             node = loader.get_single_node()
             if node is None:
                 return None, lines
-            _Walk(where, lines).visit(node, ())
+            _Walk(where, lines, in_value).visit(node, ())
             return loader.construct_document(node), lines
         finally:
             loader.dispose()
@@ -164,9 +165,11 @@ def _parse(text: str, where: str) -> tuple[Any, dict[Path_, int]]:
 class _Walk:
     """Looks at every node before anything is built of it, aliases expanded."""
 
-    def __init__(self, where: str, lines: dict[Path_, int]) -> None:
+    def __init__(self, where: str, lines: dict[Path_, int], in_value: bool) -> None:
         self._where = where
         self._lines = lines
+        self._in_value = in_value
+        """What is parsed is the value of some key, not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 
@@ -195,7 +198,9 @@ class _Walk:
             if key.tag.endswith(":merge"):
                 self.visit(value, path)
                 continue
-            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
+            if (path or self._in_value) and key.tag.endswith((":int", ":float")):
+                key.tag = _TEXT_TAG  # `0.5: 600` in a table; the schema may make it a number again
+            if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT_TAG:
                 raise ConfigError(
                     f"{self._where}, line {line}: a key must be a text; put it in quotes."
                 )

@@ -7,7 +7,7 @@ files, and nothing is ever instantiated by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,8 +33,16 @@ MAX_REFERENCES = 100
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
-def load_config(path: str | Path, overrides: Sequence[str], schema: type[T]) -> T:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str],
+    schema: type[T],
+    below: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> T:
     """The file with the overrides applied, as an instance of `schema`.
+
+    `below` is given what the file and the overrides say; its values hold for the keys that neither
+    of them sets.
 
     Raises `ConfigError` with one message that lists everything that is wrong.
     """
@@ -48,6 +56,8 @@ def load_config(path: str | Path, overrides: Sequence[str], schema: type[T]) -> 
         except ConfigError as error:
             problems.append(str(error))
     tree, found = _resolved(tree)
+    if below is not None:
+        tree = _merged(below(tree), tree)
     checker = Checker(raw)
     config = checker.build(schema, tree, ())
     for place, problem in found + checker.problems:
@@ -118,6 +128,14 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
             f'override "{override}": {dotted(tuple(path))} is a list; entries: {entries}.'
         )
     return int(part)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """`above`, and what only `below` has."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    added = {key: value for key, value in below.items() if key not in above}
+    return {key: _merged(below.get(key), value) for key, value in above.items()} | added
 
 
 def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
@@ -130,6 +131,10 @@ class RunConfig:
     seed: int = 0
     runs_dir: str = "runs"
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    stream_trainer: StreamConfig = field(default_factory=StreamConfig)
+    """Gradients before a round is over. A run on one device has no device to give away: there only
+    `reward_wait` and `max_share` count. Which groups come early depends on when verdicts arrive, so
+    that runs are repeatable up to rounding, and no longer bit by bit."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -147,6 +152,7 @@ class RunConfig:
                 "algorithm.old_logprobs=rollout does not go with top_p or top_k: the engine's "
                 "log-probs are then those of a truncated distribution, the trainer's are not"
             )
+        self._check_stream_trainer()
         slowest = max(reward.timeout_s for reward in self.rewards)
         if self.deadlines.reward_s < 2 * slowest:
             raise ValueError(
@@ -157,6 +163,19 @@ class RunConfig:
             raise ValueError(
                 f"name must be a plain folder name (no slash, no control character, at most"
                 f" {MAX_NAME_BYTES} bytes, not beginning with . - or ~), not {_shown(self.name)}"
+            )
+
+    def _check_stream_trainer(self) -> None:
+        stream = self.stream_trainer
+        if stream.enabled and self.tail_batching.debias != "none":
+            raise ValueError(
+                "tail_batching.debias does not go with stream_trainer.enabled: a sample's weight "
+                "is known when its round is over, and streaming trains on it before"
+            )
+        if stream.enabled and not stream.reward_wait:
+            raise ValueError(
+                "stream_trainer.enabled needs stream_trainer.reward_wait=true: a run on one device "
+                "has none to give to the trainer while others generate"
             )
 
 

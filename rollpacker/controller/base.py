@@ -13,10 +13,18 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class BuildSamples(Protocol):
-    """The algorithm: groups of (response, reward) to weighted samples, in the same order."""
+    """The algorithm: groups of (response, reward) to weighted samples, in the same order.
+
+    `weights` multiply the losses of the samples. `partial`: the groups are not all of the step; the
+    token weights are then those of the whole step but for one common factor.
+    """
 
     def __call__(
-        self, groups: Sequence[Sequence[tuple[Response, float]]]
+        self,
+        groups: Sequence[Sequence[tuple[Response, float]]],
+        *,
+        weights: Sequence[Sequence[float]] | None = None,
+        partial: bool = False,
     ) -> tuple[list[TrainSample], dict[str, float]]: ...
 
 

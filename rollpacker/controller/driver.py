@@ -24,12 +24,14 @@ this file only does it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
@@ -50,7 +52,9 @@ from rollpacker.core.commands import (
     FetchPrompts,
     Finish,
     Launch,
+    Release,
     Score,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -69,7 +73,7 @@ from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job, Phase
 from rollpacker.core.records import Entry, Note, Observer, Record, Session
 from rollpacker.data.base import Cursor, PromptRow, PromptSet
-from rollpacker.rewards.base import Failed, Reward, Scored
+from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
 from rollpacker.rollout.base import (
     NOT_NUMBERS,
     Engine,
@@ -141,8 +145,12 @@ class Controller:
         self._verdicts: dict[SampleId, Scored] = {}
         self._completions: dict[SampleId, str] = {}
         """The text that a verdict was given on."""
-        self._to_score: list[SampleId] = []
+        self._to_score: deque[Score] = deque()
         self._reward_tasks: set[asyncio.Task[None]] = set()
+        self._to_stream: list[tuple[SampleId, ...]] = []
+        """Groups whose gradients were asked for and are not begun."""
+        self._streamed: dict[SampleId, TrainSample] = {}
+        """What the step's gradient holds already, with provisional weights."""
         self._kind = ""
         self._state: dict[str, Any] = {}
         """The job's state at the last `Commit`."""
@@ -207,6 +215,7 @@ class Controller:
                     time_s=began_s,
                     step=job.step,
                     job=job.config.to_plain(),
+                    slots=self.config.rollout.engine.max_slots,
                 )
             )
             self.note("startup", self.now() - began_s, job.step, {})
@@ -260,11 +269,19 @@ class Controller:
                 self.parts.engine.submit([self._request(sample) for sample in command.samples])
             case Abort(samples=samples):
                 self.parts.engine.abort(samples)
-            case Score(sample=sample):
-                self._to_score.append(sample)  # handed over when the engine's call ends
+            case Score():
+                self._to_score.append(command)  # handed over when the engine's call ends
             case Defer() | Drop():
                 pass  # recorded in the log; their responses go when the round is trained on
-            case FetchPrompts() | TrainOn() | SyncWeights() | Finish():
+            case Release():
+                raise AssertionError(f"{command}: the one device of a run cannot be released")
+            case StartGradients(groups=groups):
+                self._to_stream += groups
+                self._post(self._inbox.put_nowait, command)
+            case TrainOn():
+                self._to_stream.clear()  # the whole step is due: large batches are quicker
+                self._post(self._inbox.put_nowait, command)
+            case FetchPrompts() | SyncWeights() | Finish():
                 self._post(self._inbox.put_nowait, command)
             case Commit():
                 self._state = self.parts.job.state()
@@ -352,18 +369,23 @@ class Controller:
     # -- rewards -----------------------------------------------------------------------
 
     def _score_waiting(self) -> None:
-        """Hand everything that waits for a verdict to the reward, as one batch."""
-        if len(self._reward_tasks) >= MAX_REWARD_CALLS:
-            return
-        with self._lock:
-            samples, self._to_score = self._to_score, []
-            responses = [self._responses[sample] for sample in samples]
-        if samples:
-            task = asyncio.ensure_future(self._score(samples, responses))
+        """Hand what waits for a verdict to the reward: as one batch, but one by one what has a
+        deadline of its own."""
+        while self._to_score and len(self._reward_tasks) < MAX_REWARD_CALLS:
+            with self._lock:
+                asked = [self._to_score.popleft()]
+                timeout_s = asked[0].timeout_s
+                while timeout_s is None and self._to_score and self._to_score[0].timeout_s is None:
+                    asked.append(self._to_score.popleft())
+                samples = [command.sample for command in asked]
+                responses = [self._responses[sample] for sample in samples]
+            task = asyncio.ensure_future(self._score(samples, responses, timeout_s))
             self._reward_tasks.add(task)
             task.add_done_callback(self._scored)
 
-    async def _score(self, samples: list[SampleId], responses: list[Response]) -> None:
+    async def _score(
+        self, samples: list[SampleId], responses: list[Response], timeout_s: float | None
+    ) -> None:
         inputs = [
             reward_input(self._row(sample), response, self.parts.decode)
             for sample, response in zip(samples, responses, strict=True)
@@ -371,18 +393,48 @@ class Controller:
         self._completions.update(
             (sample, judged.completion) for sample, judged in zip(samples, inputs, strict=True)
         )
-        verdicts = await self.parts.reward.score(inputs)
+        began = self.now()
+        verdicts: Sequence[Scored | Failed]
+        if timeout_s is None:
+            verdicts = await self.parts.reward.score(inputs)
+        else:
+            verdicts = await self._score_within(timeout_s, inputs)
+        seconds = round(self.now() - began, 6)
+        if timeout_s is not None:
+            seconds = min(seconds, timeout_s)
         for sample, verdict in zip(samples, verdicts, strict=True):
-            self._take(self._scored_event(sample, verdict))
+            self._take(self._scored_event(sample, verdict, seconds))
 
-    def _scored_event(self, sample: SampleId, verdict: Scored | Failed) -> SampleScored:
-        if isinstance(verdict, Failed):
+    async def _score_within(
+        self, timeout_s: float, inputs: Sequence[RewardInput]
+    ) -> Sequence[Scored | Failed]:
+        """The verdicts; those that are not there in time are given up."""
+        scoring = asyncio.ensure_future(self.parts.reward.score(inputs))
+        try:
+            done, _ = await asyncio.wait({scoring}, timeout=timeout_s)
+            if done:
+                return scoring.result()
+            return [Failed(reason=f"deadline of {timeout_s:g} s")] * len(inputs)
+        finally:
+            scoring.cancel()
+
+    def _scored_event(
+        self, sample: SampleId, verdict: Scored | Failed, seconds: float
+    ) -> SampleScored:
+        if isinstance(verdict, Scored):
+            self._verdicts[sample] = verdict
+            value, reason = verdict.value, ""
+        else:
             self._count_reason(verdict.reason)
-            return SampleScored(
-                time_s=0.0, sample=sample, value=None, parts=verdict.parts, reason=verdict.reason
-            )
-        self._verdicts[sample] = verdict
-        return SampleScored(time_s=0.0, sample=sample, value=verdict.value, parts=verdict.parts)
+            value, reason = None, verdict.reason
+        return SampleScored(
+            time_s=0.0,
+            sample=sample,
+            value=value,
+            parts=verdict.parts,
+            reason=reason,
+            seconds=seconds,
+        )
 
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._reward_tasks.discard(task)
@@ -408,6 +460,8 @@ class Controller:
                         data_ended=data_ended,
                     )
                 )
+            case StartGradients():
+                await self._start_gradients(command.step)
             case TrainOn():
                 await self._train(command)
             case SyncWeights(version=version):
@@ -418,32 +472,78 @@ class Controller:
             case _:
                 raise AssertionError(f"{command} is not for the main task")
 
+    async def _start_gradients(self, step: int) -> None:
+        """Gradients of groups that the step will certainly train on, while verdicts on others are
+        awaited. The denominators of the step are not known yet: the weights are provisional."""
+        with self._lock:
+            groups, self._to_stream = self._to_stream, []
+        if not groups:  # an earlier call took them along, or the whole step is due
+            return
+        engine = self.parts.engine.status()
+        busy = engine.num_running + engine.num_waiting
+        assert not busy, f"gradients on the engine's device while {busy} samples are generated"
+        began = self.now()
+        with self._diverging(step):
+            samples, _ = self.parts.build_samples(self._scored_groups(groups), partial=True)
+            await self._by(
+                "deadlines.train_s",
+                self.parts.trainer.accumulate(samples),
+                f"the first gradients of step {step}",
+            )
+        self._streamed.update((sample.sample, sample) for sample in samples)
+        self.note("gradients", self.now() - began, step, {"groups": len(groups)})
+
     async def _train(self, command: TrainOn) -> None:
         trainer = self.parts.trainer
-        scored = [
-            [(self._responses[s], self._verdicts[s].value) for s in g] for g in command.groups
-        ]
-        try:
-            samples, metrics = self.parts.build_samples(scored)
-            training = asyncio.ensure_future(trainer.accumulate(samples))
+        streamed, self._streamed = self._streamed, {}
+        with self._diverging(command.step):
+            samples, metrics = self.parts.build_samples(
+                self._scored_groups(command.groups), weights=command.weights
+            )
+            training = asyncio.ensure_future(self._accumulate(samples, streamed))
             await asyncio.sleep(0)  # the trainer's thread begins
             if self.parts.samples is not None:
                 self._save_samples(command, samples, self.parts.samples)
             await self._by("deadlines.train_s", training)
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
+
+    async def _accumulate(
+        self, samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
+    ) -> None:
+        """The gradient of the whole step; that of `streamed` is there but for a factor."""
+        if not streamed:
+            await self.parts.trainer.accumulate(samples)
+            return
+        rest = [sample for sample in samples if sample.sample not in streamed]
+        assert len(rest) + len(streamed) == len(samples), "streamed, and not trained on"
+        await self.parts.trainer.rescale(_common_factor(samples, streamed))
+        if rest:
+            await self.parts.trainer.accumulate(rest)
+
+    def _scored_groups(
+        self, groups: Sequence[Sequence[SampleId]]
+    ) -> list[list[tuple[Response, float]]]:
+        return [[(self._responses[s], self._verdicts[s].value) for s in g] for g in groups]
+
+    @contextlib.contextmanager
+    def _diverging(self, step: int) -> Iterator[None]:
+        """Say what to do about numbers that are not finite."""
+        try:
+            yield
         except NonFiniteError as error:
             applied = "" if "no update" in str(error) else "; no update was applied"
             raise NonFiniteError(
-                f"step {command.step}: {error}{applied}. --resume goes on from the last "
+                f"step {step}: {error}{applied}. --resume goes on from the last "
                 "checkpoint; a lower train.learning_rate may help"
             ) from error
-        self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
 
     def _save_samples(
         self, command: TrainOn, samples: Sequence[TrainSample], writer: SampleWriter
     ) -> None:
         """While the trainer works."""
         advantages = {sample.sample: sample.advantage for sample in samples}
+        weights = {} if command.weights is None else _by_sample(command.groups, command.weights)
         for sample in (s for group in command.groups for s in group):
             response, verdict, row = (
                 self._responses[sample],
@@ -463,6 +563,7 @@ class Controller:
                     "reward": verdict.value,
                     **{f"reward/{n}": verdict.parts.get(n) for n in self.parts.reward.names},
                     "advantage": advantages[sample],
+                    "loss_weight": weights.get(sample, 1.0),
                 }
             )
 
@@ -490,7 +591,8 @@ class Controller:
     def _forget_responses(self) -> None:
         """The round is settled; only what still waits for a (late) verdict is kept."""
         with self._lock:
-            self._responses = {sample: self._responses[sample] for sample in self._to_score}
+            waiting = [command.sample for command in self._to_score]
+            self._responses = {sample: self._responses[sample] for sample in waiting}
             self._verdicts.clear()
             self._completions.clear()
 
@@ -609,3 +711,29 @@ class Controller:
                 with self._lock:
                     what = what or self.parts.job.waiting_for()
                 raise DeadlineExceeded(what, limit, key)
+
+
+def _common_factor(
+    samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
+) -> float:
+    """What the provisional weights of the streamed samples must be multiplied by to be those of the
+    whole step."""
+    factors = []
+    for sample in samples:
+        early = streamed.get(sample.sample)
+        if early is not None:
+            assert early.advantage == sample.advantage, f"{sample.sample} changed its advantage"
+            factors.append(sample.token_weight / early.token_weight)
+    factor = factors[0]
+    assert all(math.isclose(factor, other, rel_tol=1e-9) for other in factors)
+    return factor
+
+
+def _by_sample(
+    groups: Sequence[Sequence[SampleId]], weights: Sequence[Sequence[float]]
+) -> dict[SampleId, float]:
+    return {
+        sample: weight
+        for group, of_group in zip(groups, weights, strict=True)
+        for sample, weight in zip(group, of_group, strict=True)
+    }

@@ -40,6 +40,7 @@ RESUME_MUST_KEEP = (
     "data",
     "rollout",
     "tail_batching.race",
+    "tail_batching.tiers",
     "rewards",
     "train.threads",
 )

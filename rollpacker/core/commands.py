@@ -6,10 +6,10 @@ finds the driver that forgot one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.messages import message
 
 
 class RoundKind(StrEnum):
@@ -17,6 +17,8 @@ class RoundKind(StrEnum):
     """Tail batching is off: what is launched is awaited."""
     SHORT = "short"
     """More is launched than needed; the first to finish are kept."""
+    CASCADE = "cascade"
+    """Deferred prompts race once more, at their own factors."""
     LONG = "long"
     """Deferred prompts only; all are awaited."""
     FLUSH = "flush"
@@ -24,14 +26,14 @@ class RoundKind(StrEnum):
     run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class FetchPrompts:
     """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Launch:
     """Start these samples. Samples of one prompt are adjacent and share their prompt's prefill."""
 
@@ -39,9 +41,11 @@ class Launch:
     kind: RoundKind
     samples: tuple[SampleId, ...]
     version: int
+    tensor_parallel: int = 1
+    """Devices per engine in this round; engines of another degree are laid out anew first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Abort:
     """Stop these samples now; each is answered by `SampleAborted` (or by a late
     `SampleGenerated`)."""
@@ -49,14 +53,17 @@ class Abort:
     samples: tuple[SampleId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Score:
     """Judge this generated sample; answered by `SampleScored`."""
 
     sample: SampleId
+    timeout_s: float | None = None
+    """The check may run for so many seconds, then the answer counts as wrong. None: the reward's
+    own limit holds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Defer:
     """These prompts join the long queue. Whatever was generated for them in this round can be let
     go."""
@@ -64,7 +71,7 @@ class Defer:
     prompts: tuple[PromptId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Drop:
     """This prompt will not be trained on, for this reason. Recorded, never silent."""
 
@@ -72,7 +79,24 @@ class Drop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
+class Release:
+    """These devices are not needed for the rest of the round: their engines hand their requests,
+    with what was generated of them, to the others, and the trainer may use them."""
+
+    devices: tuple[int, ...]
+
+
+@message
+class StartGradients:
+    """Accumulate the gradients of these groups now, while the round goes on. No update: the
+    groups come again in the step's `TrainOn`, which asks for the rest and applies the step."""
+
+    step: int
+    groups: tuple[tuple[SampleId, ...], ...]
+
+
+@message
 class TrainOn:
     """One optimizer step on these groups; answered by `Trained`.
 
@@ -82,16 +106,19 @@ class TrainOn:
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
+    weights: tuple[tuple[float, ...], ...] | None = None
+    """Weight of each sample's loss, aligned with `groups`; they undo the selection by length. Their
+    mean is 1 over many steps, not in one. None: all 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SyncWeights:
     """Bring the engines to `version`; answered by `WeightsSynced`."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Commit:
     """Make the step durable; answered by `Committed`.
 
@@ -107,7 +134,7 @@ class Commit:
     """The run was asked to end here: a checkpoint is due, and quickly."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Finish:
     """The run is over; no command follows."""
 
@@ -117,5 +144,16 @@ class Finish:
 
 
 Command = (
-    FetchPrompts | Launch | Abort | Score | Defer | Drop | TrainOn | SyncWeights | Commit | Finish
+    FetchPrompts
+    | Launch
+    | Abort
+    | Score
+    | Defer
+    | Drop
+    | Release
+    | StartGradients
+    | TrainOn
+    | SyncWeights
+    | Commit
+    | Finish
 )

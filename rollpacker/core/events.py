@@ -8,12 +8,13 @@ the event in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.messages import message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class RunStarted:
     """The driver is ready. The first event of a run, once; a resumed run begins with `Committed`
     instead."""
@@ -21,7 +22,7 @@ class RunStarted:
     time_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class PromptsFetched:
     """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then
     `epoch_ended` is true."""
@@ -34,7 +35,7 @@ class PromptsFetched:
     """No further epoch will come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampleGenerated:
     """A response is complete."""
 
@@ -46,9 +47,11 @@ class SampleGenerated:
     """"stop" (end token or stop string) or "length" (the limit was reached)."""
     version: int
     """Version of the weights that sampled every token of it."""
+    preemptions: int = 0
+    """How often the engine had to put it back for lack of key-value cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampleAborted:
     """The engine let go of a sample after `Abort`; its slot is free."""
 
@@ -57,9 +60,10 @@ class SampleAborted:
     num_tokens: int
     """Tokens generated so far: the response would have been at least this long (a censored
     length)."""
+    preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampleFailed:
     """The engine could not produce this sample."""
 
@@ -68,7 +72,7 @@ class SampleFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampleScored:
     """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
     zero."""
@@ -79,9 +83,11 @@ class SampleScored:
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value."""
     reason: str = ""
+    seconds: float | None = None
+    """Execution time of the check, without waiting; adaptive deadlines learn from it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Trained:
     """The optimizer step is done; `version` is the version of the new weights."""
 
@@ -91,7 +97,7 @@ class Trained:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class WeightsSynced:
     """Every engine now samples from `version`."""
 
@@ -99,7 +105,7 @@ class WeightsSynced:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Committed:
     """The step is part of the run for good (and on disk, if a checkpoint was due)."""
 
@@ -108,7 +114,7 @@ class Committed:
     checkpointed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StopRequested:
     """Somebody wants the run to end after the step at hand."""
 

@@ -19,20 +19,23 @@ only thing that a driver talks to; controller and simulator drive the same code.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, assert_never
+from typing import Any
 
 from rollpacker.core.commands import (
     Command,
     Commit,
     FetchPrompts,
     Finish,
+    Release,
     RoundKind,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
+from rollpacker.core.debias import Debias
 from rollpacker.core.events import (
     Committed,
     Event,
@@ -46,9 +49,19 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
+from rollpacker.core.factor_plan import FactorPlanner
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.ledger import Ledger
-from rollpacker.core.rounds import Round, RoundPlan, StrayEventError, TailBatchingConfig
+from rollpacker.core.parallelism import ParallelismConfig, ParallelismPlanner
+from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
+from rollpacker.core.rounds import (
+    Round,
+    RoundPlan,
+    StrayEventError,
+    TailBatchingConfig,
+    times,
+)
+from rollpacker.core.stream_plan import DeviceLayout, StreamConfig, StreamPlan
 
 
 class Phase(StrEnum):
@@ -65,6 +78,10 @@ MAX_EMPTY_STEPS = 3
 """So many steps in a row without anything to train on end the run."""
 
 
+CHOOSE_EVERY = 10
+"""Steps after which the factors are chosen anew, if they are chosen at all."""
+
+
 class ProtocolError(AssertionError):
     """The driver sent an event that does not fit the phase: a bug in the driver."""
 
@@ -77,16 +94,52 @@ class JobConfig:
     samples_per_prompt: int
     max_steps: int | None
     """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
+    max_response_tokens: int | None = None
+    prompt_tokens: int = 0
+    """Mean length of a prompt, for projections of the key-value cache."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
+    """How the devices are shared out, for each degree of tensor parallelism."""
     max_retries: int = 2
     """Replacements per prompt and round for samples that the engine failed on."""
+
+    def __post_init__(self) -> None:
+        if self.stream.enabled and self.tail_batching.debias != "none":
+            raise ValueError(
+                f"tail_batching.debias={self.tail_batching.debias} does not go with "
+                "stream_trainer.enabled: a sample's weight is known when its round is over, and "
+                "streaming trains on it before"
+            )
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
-        return cls(**{**plain, "tail_batching": TailBatchingConfig(**plain["tail_batching"])})
+        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
+        defaults."""
+        values = dict(plain)
+        for name, restore in _NESTED.items():
+            if name in values:
+                values[name] = restore(values[name])
+        return cls(**values)
+
+
+def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no tuples."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+
+
+_NESTED: dict[str, Callable[[Any], Any]] = {
+    "tail_batching": TailBatchingConfig.from_plain,
+    "rewards": RewardScheduleConfig.from_plain,
+    "parallelism": lambda plain: ParallelismConfig(**_tuples(plain)),
+    "stream": lambda plain: StreamConfig(**_tuples(plain)),
+    "layouts": lambda plains: tuple(DeviceLayout(**plain) for plain in plains),
+}
 
 
 class Job:
@@ -100,6 +153,31 @@ class Job:
         self.ledger = Ledger()
         self.queue: deque[tuple[PromptId, int]] = deque()
         """The long queue: deferred prompts and the attempt that comes next, first in, first out."""
+        tail = config.tail_batching
+        self.tier_queues: tuple[deque[tuple[PromptId, int]], ...] = tuple(
+            deque() for _ in tail.tiers if tail.enabled
+        )
+        """Deferred prompts that wait for a further race, by tier."""
+        self.factors = tail.factors
+        """(prompt_factor, sample_factor) of the short rounds, now."""
+        self.rewards = RewardSchedule(config.rewards)
+        self.parallelism = ParallelismPlanner(config.parallelism)
+        self.stream = StreamPlan(
+            config.stream, config.layouts[0], max_response_tokens=config.max_response_tokens
+        )
+        self.lengths: Debias | None = None
+        """The policy's own lengths, and the weights that undo the selection."""
+        if tail.enabled and (tail.debias != "none" or tail.chooses):
+            self.lengths = Debias(tail.debias, cap=config.max_response_tokens)
+        self.planner: FactorPlanner | None = None
+        """Chooses the factors."""
+        if tail.chooses:
+            self.planner = FactorPlanner(
+                config.prompts_per_step,
+                config.samples_per_prompt,
+                max_length_shift=tail.max_length_shift,
+                debiased=tail.debias != "none",
+            )
         self.num_late = Counter[str]()
         """Late events, by event name."""
         self._num_rounds = 0
@@ -109,37 +187,37 @@ class Job:
         """The epoch or the run ends: the queue is emptied before anything fresh is fetched."""
         self._data_ended = False
         self._round: Round | None = None
-        self._late_verdicts: set[SampleId] = set()
-        """Handed to the reward in an earlier round; the answer will be ignored."""
+        self._round_tier = 0
+        """Where prompts that the round defers go: a tier's queue, or beyond the last the long
+        one."""
+        self._to_stream: list[tuple[SampleId, ...]] = []
+        """Groups of the round that the trainer might start on."""
+        self._now = 0.0
+        """Time of the event at hand, to the microsecond as the log has it."""
+        self._since = 0.0
+        """When the phase began that a planner learns the duration of."""
+        self._rollout_s = 0.0
         self._num_empty_steps = 0
         self._stop_reason: str | None = None
+        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
+            SampleGenerated: self._on_generated,
+            SampleScored: self._on_scored,
+            SampleAborted: self._on_aborted,
+            SampleFailed: self._on_failed,
+            PromptsFetched: self._on_fetched,
+            Trained: self._on_trained,
+            WeightsSynced: self._on_synced,
+            Committed: self._on_committed,
+            StopRequested: self._on_stop,
+            RunStarted: self._on_started,
+        }
 
     def handle(self, event: Event) -> list[Command]:
-        match event:
-            case SampleGenerated():
-                return self._in_round("generation", event)
-            case SampleScored():
-                return self._on_scored(event)
-            case SampleAborted():
-                return self._in_round("abort", event)
-            case SampleFailed():
-                return self._in_round("failure", event)
-            case PromptsFetched():
-                return self._on_fetched(event)
-            case Trained():
-                return self._on_trained(event)
-            case WeightsSynced():
-                return self._on_synced(event)
-            case Committed():
-                return self._on_committed(event)
-            case StopRequested():
-                self._stop_reason = self._stop_reason or event.reason
-                return []
-            case RunStarted():
-                self._expect(Phase.NEW, event)
-                return self._next_step()
-            case _:
-                assert_never(event)
+        """The core's answer to what happened. Raises `ProtocolError`, `StrayEventError` or another
+        `AssertionError` for what cannot happen: a bug in the driver."""
+        if self.planner is not None:
+            self._now = round(event.time_s, 6)
+        return self._handlers[type(event)](event)
 
     def waiting_for(self) -> str:
         """What the job waits for, in words, for the message of a deadline."""
@@ -167,7 +245,7 @@ class Job:
 
     def _next_step(self) -> list[Command]:
         config = self.config
-        if not self.queue:
+        if not self.num_queued:
             self._draining = False
         if self._out_of_steps():
             self._draining = True
@@ -176,30 +254,60 @@ class Job:
             return self._finish(reason, failed=True)
         if self._nothing_left():
             return self._finish("every step is done" if self._out_of_steps() else "the data ended")
+        if self._draining:
+            for waiting in self.tier_queues:
+                self.queue.extend(waiting)
+                waiting.clear()
         if len(self.queue) >= config.prompts_per_step:
             return self._start_queue_round(RoundKind.LONG)
         if self._draining and self.queue:
             return self._start_queue_round(RoundKind.FLUSH)
+        for tier in reversed(range(len(self.tier_queues))):
+            if len(self.tier_queues[tier]) >= self._num_racing(tier):
+                return self._start_cascade(tier)
         self._fresh = []
+        self._choose_factors()
         return self._fetch()
+
+    def _choose_factors(self) -> None:
+        """With "auto": now and then, and as soon as enough is known."""
+        planner = self.planner
+        if planner is None or not planner.ready or self.lengths is None:
+            return
+        model = self.lengths.model
+        if model is not None and (planner.current is None or self.step % CHOOSE_EVERY == 0):
+            self.factors = planner.choose(model).factors
+
+    @property
+    def num_queued(self) -> int:
+        """Deferred prompts, whatever they wait for."""
+        return len(self.queue) + sum(len(waiting) for waiting in self.tier_queues)
+
+    def _num_racing(self, tier: int) -> int:
+        """Prompts that a race of this tier launches."""
+        factor = self.config.tail_batching.tiers[tier].prompt_factor
+        return times(factor, self.config.prompts_per_step)
 
     def _out_of_steps(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
 
     def _nothing_left(self) -> bool:
-        return not self.queue and (self._data_ended or self._out_of_steps())
+        return not self.num_queued and (self._data_ended or self._out_of_steps())
 
     def _fetch(self) -> list[Command]:
         self.phase = Phase.FETCHING
-        wanted = self.config.tail_batching.num_prompts(self.config.prompts_per_step)
-        return [FetchPrompts(count=wanted - len(self._fresh))]
+        return [FetchPrompts(count=self._num_fresh() - len(self._fresh))]
+
+    def _num_fresh(self) -> int:
+        """Prompts that a round of fresh ones launches."""
+        return times(self.factors[0], self.config.prompts_per_step)
 
     def _on_fetched(self, event: PromptsFetched) -> list[Command]:
         self._expect(Phase.FETCHING, event)
         config, tail = self.config, self.config.tail_batching
         self.ledger.fetch(event.prompts)
         self._fresh += event.prompts
-        wanted = tail.num_prompts(config.prompts_per_step)
+        wanted = self._num_fresh()
         self._data_ended = event.data_ended
         epoch_flush = event.epoch_ended and (tail.flush_each_epoch or not tail.enabled)
         if not event.data_ended and not epoch_flush and len(self._fresh) < wanted:
@@ -217,13 +325,25 @@ class Job:
         return self._next_step()
 
     def _start_fresh_round(self, kind: RoundKind) -> list[Command]:
-        config, tail = self.config, self.config.tail_batching
+        config = self.config
         prompts, self._fresh = self._fresh, []
         return self._start(
             kind,
             [(prompt, 0) for prompt in prompts],
-            num_samples=tail.num_samples(config.samples_per_prompt),
+            num_samples=times(self.factors[1], config.samples_per_prompt),
             prompts_needed=min(config.prompts_per_step, len(prompts)),
+        )
+
+    def _start_cascade(self, tier: int) -> list[Command]:
+        config = self.config
+        prompts = [self.tier_queues[tier].popleft() for _ in range(self._num_racing(tier))]
+        factor = config.tail_batching.tiers[tier].sample_factor
+        return self._start(
+            RoundKind.CASCADE,
+            prompts,
+            num_samples=times(factor, config.samples_per_prompt),
+            prompts_needed=config.prompts_per_step,
+            tier=tier + 1,
         )
 
     def _start_queue_round(self, kind: RoundKind) -> list[Command]:
@@ -240,7 +360,9 @@ class Job:
         *,
         num_samples: int,
         prompts_needed: int,
+        tier: int = 0,
     ) -> list[Command]:
+        config = self.config
         self._num_rounds += 1
         plan = RoundPlan(
             number=self._num_rounds,
@@ -248,51 +370,115 @@ class Job:
             version=self.version,
             prompts=tuple(prompts),
             num_samples=num_samples,
-            samples_needed=self.config.samples_per_prompt,
+            samples_needed=config.samples_per_prompt,
             prompts_needed=prompts_needed,
-            race=self.config.tail_batching.race,
-            max_retries=self.config.max_retries,
+            race=config.tail_batching.race if config.rewards.overlap else "generated",
+            balance_sources=config.tail_batching.balance_sources,
+            max_retries=config.max_retries,
+            tensor_parallel=self.parallelism.degree(kind),
         )
-        self._round = Round(plan)
+        self._round = Round(plan, self.rewards, self.num_late)
+        self._round_tier = tier
         self.phase = Phase.ROLLING
-        return self._round.launch()
+        self._since = self._now
+        commands = self._round.launch()
+        if config.stream.enabled:
+            self._to_stream = []
+            self.stream.begin(
+                kind,
+                num_samples=self._round.num_launched,
+                num_to_train=prompts_needed * config.samples_per_prompt,
+                prompt_tokens=config.prompt_tokens,
+                layout=self._layout(plan.tensor_parallel),
+            )
+        return commands
+
+    def _layout(self, tensor_parallel: int) -> DeviceLayout:
+        layouts = self.config.layouts
+        return next((x for x in layouts if x.tensor_parallel == tensor_parallel), layouts[0])
 
     # -- the round at hand -------------------------------------------------------------
 
-    def _in_round(
-        self, what: str, event: SampleGenerated | SampleAborted | SampleFailed | SampleScored
-    ) -> list[Command]:
-        if self._round is None:
-            raise StrayEventError(f"{what} of {event.sample} while no round is under way")
-        late_before = self._round.num_late
-        match event:
-            case SampleGenerated():
-                commands = self._round.on_generated(event)
-            case SampleScored():
-                commands = self._round.on_scored(event)
-            case SampleAborted():
-                commands = self._round.on_aborted(event)
-            case SampleFailed():
-                commands = self._round.on_failed(event)
-            case _:
-                assert_never(event)
-        if self._round.num_late != late_before:
-            self.num_late[type(event).__name__] += 1
-        if self._round.closed:
-            commands += self._close_round(self._round)
-        return commands
+    def _on_generated(self, event: SampleGenerated) -> list[Command]:
+        round_ = self._the_round("generation", event)
+        commands = round_.on_generated(event)
+        if self.config.stream.enabled:
+            devices = self.stream.on_finished(event.num_tokens)
+            if devices:
+                commands.append(Release(devices=devices))
+        self._generation_ended(round_)
+        return self._after(round_, commands)
 
     def _on_scored(self, event: SampleScored) -> list[Command]:
-        if event.sample in self._late_verdicts:
-            self._late_verdicts.remove(event.sample)
+        if not self.rewards.free(event):
+            raise StrayEventError(
+                f"a verdict on {event.sample}, which was not handed to the reward"
+            )
+        round_ = self._round
+        if round_ is None:
             self.num_late["SampleScored"] += 1
             return []
-        return self._in_round("a verdict", event)
+        commands: list[Command] = []
+        if round_.knows(event.sample):
+            commands = round_.on_scored(event)
+        else:
+            self.num_late["SampleScored"] += 1
+        commands += self.rewards.start_waiting(event.sample.prompt.source, round_.missing)
+        return self._after(round_, commands)
+
+    def _on_aborted(self, event: SampleAborted) -> list[Command]:
+        round_ = self._the_round("abort", event)
+        commands = round_.on_aborted(event)
+        if self.config.stream.enabled:
+            self.stream.on_stopped(event.num_tokens)
+        self._generation_ended(round_)
+        return self._after(round_, commands)
+
+    def _on_failed(self, event: SampleFailed) -> list[Command]:
+        round_ = self._the_round("failure", event)
+        launched = round_.num_launched
+        commands = round_.on_failed(event)
+        if self.config.stream.enabled:
+            self.stream.on_stopped(0)
+            self.stream.on_added(round_.num_launched - launched)
+        self._generation_ended(round_)
+        return self._after(round_, commands)
+
+    def _the_round(self, what: str, event: SampleGenerated | SampleAborted | SampleFailed) -> Round:
+        if self._round is None:
+            raise StrayEventError(f"{what} of {event.sample} while no round is under way")
+        return self._round
+
+    def _generation_ended(self, round_: Round) -> None:
+        if self.planner is not None and not round_.generating:
+            self._rollout_s = self._now - self._since
+
+    def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
+        """What every event of a round ends with: stream what can be, close it if it is over."""
+        if round_.closed:
+            return commands + self._close_round(round_)
+        if self.config.stream.enabled:
+            commands += self._stream(round_)
+        return commands
+
+    def _stream(self, round_: Round) -> list[Command]:
+        self._to_stream += round_.take_complete()
+        if not self._to_stream:
+            return []
+        groups = self.stream.groups_to_stream(self._to_stream, engine_empty=not round_.generating)
+        if not groups:
+            return []
+        self._to_stream = self._to_stream[len(groups) :]
+        return [StartGradients(step=self.step + 1, groups=groups)]
 
     def _close_round(self, round_: Round) -> list[Command]:
         groups, drops = round_.close()
-        self._late_verdicts.update(round_.unanswered())
-        self.queue.extend(round_.deferred())
+        queues = (*self.tier_queues, self.queue)
+        is_race = round_.plan.kind in (RoundKind.SHORT, RoundKind.CASCADE)
+        queues[self._round_tier if is_race else -1].extend(round_.deferred())
+        self.parallelism.observe(
+            round_.plan.kind, preemptions=round_.preemptions, num_samples=round_.num_launched
+        )
         self._round = None
         for drop in drops:
             self.ledger.drop(drop.prompt, drop.reason)
@@ -303,7 +489,30 @@ class Job:
         if not groups:
             return [*drops, *self._commit()]
         self.phase = Phase.TRAINING
-        return [*drops, TrainOn(step=self.step + 1, groups=groups)]
+        self._since = self._now
+        weights = self._learn(round_, groups)
+        return [*drops, TrainOn(step=self.step + 1, groups=groups, weights=weights)]
+
+    def _learn(
+        self, round_: Round, groups: tuple[tuple[SampleId, ...], ...]
+    ) -> tuple[tuple[float, ...], ...] | None:
+        """Take in what the round showed; the weights of its samples."""
+        if self.planner is not None:
+            self.planner.observe_round(
+                round_.plan.kind,
+                steps=round_.steps,
+                tokens=round_.tokens(),
+                seconds=self._rollout_s,
+            )
+        if self.lengths is None:
+            return None
+        for prompt, finished, stopped in round_.lengths():
+            self.lengths.observe(prompt, finished, stopped)
+        flat = self.lengths.step([round_.length_of(sample) for group in groups for sample in group])
+        if flat is None:
+            return None
+        weights = iter(flat)
+        return tuple(tuple(next(weights) for _ in group) for group in groups)
 
     # -- after the round ---------------------------------------------------------------
 
@@ -322,6 +531,8 @@ class Job:
         self._expect(Phase.SYNCING, event)
         if event.version != self.version:
             raise ProtocolError(f"synced version {event.version} instead of {self.version}")
+        if self.planner is not None:
+            self.planner.observe_fixed(self._now - self._since)
         return self._commit()
 
     def _commit(self) -> list[Command]:
@@ -339,6 +550,14 @@ class Job:
         if not event.checkpointed:  # the wish to stop came while the commit was under way
             return [Commit(step=self.step, last=self._nothing_left(), stopping=True)]
         return self._finish(self._stop_reason)
+
+    def _on_stop(self, event: StopRequested) -> list[Command]:
+        self._stop_reason = self._stop_reason or event.reason
+        return []
+
+    def _on_started(self, event: RunStarted) -> list[Command]:
+        self._expect(Phase.NEW, event)
+        return self._next_step()
 
     def _finish(self, reason: str, *, failed: bool = False) -> list[Command]:
         self.phase = Phase.DONE
@@ -359,7 +578,14 @@ class Job:
             "step": self.step,
             "version": self.version,
             "num_rounds": self._num_rounds,
-            "queue": [[str(prompt), attempt] for prompt, attempt in self.queue],
+            "queue": _queue_to_plain(self.queue),
+            "tier_queues": [_queue_to_plain(waiting) for waiting in self.tier_queues],
+            "factors": list(self.factors),
+            "rewards": self.rewards.state(),
+            "parallelism": self.parallelism.state(),
+            "stream": self.stream.state(),
+            "lengths": None if self.lengths is None else self.lengths.state(),
+            "planner": None if self.planner is None else self.planner.state(),
             "draining": self._draining,
             "data_ended": self._data_ended,
             "num_empty_steps": self._num_empty_steps,
@@ -381,7 +607,17 @@ class Job:
         job.step = state["step"]
         job.version = state["version"]
         job._num_rounds = state["num_rounds"]
-        job.queue = deque((PromptId.parse(text), attempt) for text, attempt in state["queue"])
+        job.queue.extend(_queue_from_plain(state["queue"]))
+        for waiting, plain in zip(job.tier_queues, state["tier_queues"], strict=True):
+            waiting.extend(_queue_from_plain(plain))
+        job.factors = tuple(state["factors"])
+        job.rewards.restore(state["rewards"])
+        job.parallelism.restore(state["parallelism"])
+        job.stream.restore(state["stream"])
+        if job.lengths is not None and state["lengths"] is not None:
+            job.lengths.restore(state["lengths"])
+        if job.planner is not None and state["planner"] is not None:
+            job.planner.restore(state["planner"])
         job._draining = state["draining"]
         job._data_ended = state["data_ended"] if data_ended is None else data_ended
         # A run that ended for it gets another chance: its user may have mended the cause.
@@ -389,3 +625,11 @@ class Job:
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job
+
+
+def _queue_to_plain(queue: Iterable[tuple[PromptId, int]]) -> list[list[Any]]:
+    return [[str(prompt), attempt] for prompt, attempt in queue]
+
+
+def _queue_from_plain(plain: Iterable[Sequence[Any]]) -> list[tuple[PromptId, int]]:
+    return [(PromptId.parse(text), attempt) for text, attempt in plain]

@@ -34,6 +34,9 @@ class Session:
     """Steps committed before."""
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, so that a log replays without its config file."""
+    slots: int | None = None
+    """Samples that the engine decodes at the same time at most; None: no limit was set, or the log
+    is older than this field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A span that the core does not know of ("startup", "evaluation"); `time_s` is its end."""
+    """A span that the core does not know of; `time_s` is its end. "startup", "evaluation", and
+    "gradients" of `StartGradients` commands, whose number of groups is among its metrics."""
 
     time_s: float
     name: str
@@ -91,6 +95,7 @@ def encode(entry: Entry) -> str:
             "t": round(entry.time_s, 6),
             "step": entry.step,
             "job": dict(entry.job),
+            "slots": entry.slots,
         }
     return json.dumps(line, separators=(",", ":"), ensure_ascii=True)
 
@@ -101,7 +106,11 @@ def decode(line: str) -> Entry:
         raw = json.loads(line)
         if "session" in raw:
             return Session(
-                started_at=raw["session"], time_s=raw["t"], step=raw["step"], job=raw["job"]
+                started_at=raw["session"],
+                time_s=raw["t"],
+                step=raw["step"],
+                job=raw["job"],
+                slots=raw.get("slots"),
             )
         if "note" in raw:
             return Note(
@@ -140,6 +149,8 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "groups": lambda groups: tuple(
         tuple(SampleId.parse(text) for text in group) for group in groups
     ),
+    "weights": lambda groups: None if groups is None else tuple(map(tuple, groups)),
+    "devices": tuple,
     "kind": RoundKind,
 }
 _EVENTS: dict[str, type] = {cls.__name__: cls for cls in events_module.Event.__args__}

@@ -1,28 +1,34 @@
-"""Tail batching: one round of generation, from launch to the groups that will be trained on.
+"""Tail batching, one round at a time.
 
-A short round launches more prompts and more samples per prompt than the step needs. A prompt is
-done when `samples_per_prompt` of its samples are done; the rest of it is aborted at once. When
+A short round launches more prompts and more samples per prompt than the step needs and keeps the
+first to finish. When a prompt has enough finished samples, its surplus is aborted at once. When
 enough prompts are done, everything left is aborted and the unfinished prompts are deferred. A long
-round, or one with tail batching off, launches what it needs and waits for all. Both are the same
+round, or one with tail batching off, launches what it needs and waits for all. All are the same
 machine with other numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch, RoundKind, Score
+from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch, RoundKind
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
+from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
 
 Race = Literal["generated", "scored"]
+DebiasMethod = Literal["none", "density", "moments"]
+Factor = float | Literal["auto"]
 
 TOO_FEW_VERDICTS = "fewer than two verdicts"
 TOO_FEW_RESPONSES = "fewer than two responses"
+AUTO_START = (1.25, 1.125)
+"""Factors of the first rounds with "auto", until the run's own lengths are known."""
 
 
 class StrayEventError(AssertionError):
@@ -31,40 +37,97 @@ class StrayEventError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A further race for deferred prompts (`tail_batching.tiers`)."""
+
+    prompt_factor: float = 1.25
+    sample_factor: float = 1.25
+
+    def __post_init__(self) -> None:
+        _check_factor("prompt_factor", self.prompt_factor)
+        _check_factor("sample_factor", self.sample_factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
     """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
 
     enabled: bool = True
-    prompt_factor: float = 1.25
-    """eta_p: a short round launches ceil(prompt_factor * P0) prompts."""
-    sample_factor: float = 1.25
+    prompt_factor: Factor = 1.25
+    """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
+    own lengths, and anew as they change; then sample_factor is "auto" too."""
+    sample_factor: Factor = 1.25
     """eta_r: ... with ceil(sample_factor * R0) samples each."""
+    tiers: tuple[Tier, ...] = ()
+    """Further races: what the short round defers races again at these factors, and only what fails
+    in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
     race: Race = "generated"
     """What counts as finishing first. "scored" is what the published code does: a slow reward can
     then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
+    balance_sources: bool = False
+    """Each source of prompts (`PromptId.source`) keeps its share of what a race trains on, so that
+    a source with slow rewards or long answers is not raced out of the batch."""
+    debias: DebiasMethod = "none"
+    """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
+    won a race. "density": ratio of the two densities; "moments": the smallest weights that match
+    the distribution's shape."""
+    max_length_shift: float = 0.35
+    """With "auto": trained responses may be at most this much shorter, on average, than the
+    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift."""
     flush_each_epoch: bool = True
     """Empty the long queue at the end of every epoch, not only at the end of the run."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_factor", "sample_factor"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and 1 <= value <= 16):
-                raise ValueError(f"{name} must lie between 1 and 16, not {value}")
+            if value != "auto":
+                _check_factor(name, value)
+        if "auto" in (self.prompt_factor, self.sample_factor):
+            if self.prompt_factor != self.sample_factor:
+                raise ValueError("prompt_factor and sample_factor must both be auto, or neither")
+            if self.tiers or self.race == "scored":
+                raise ValueError('prompt_factor=auto goes with race="generated" and no tiers')
+        if not 0 < self.max_length_shift <= 1:
+            raise ValueError(
+                f"max_length_shift must lie between 0 and 1, not {self.max_length_shift}"
+            )
+
+    @property
+    def chooses(self) -> bool:
+        """The factors are chosen while the run goes on."""
+        return self.enabled and self.prompt_factor == "auto"
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """(prompt_factor, sample_factor) that a run begins with."""
+        if not self.enabled:
+            return (1.0, 1.0)
+        if self.prompt_factor == "auto" or self.sample_factor == "auto":
+            return AUTO_START
+        return (self.prompt_factor, self.sample_factor)
 
     def num_prompts(self, prompts_per_step: int) -> int:
-        """Prompts that a short round launches."""
-        return _ceil(self.prompt_factor * prompts_per_step) if self.enabled else prompts_per_step
+        """Prompts that a short round launches, at the factors that the run begins with."""
+        return times(self.factors[0], prompts_per_step)
 
     def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples per prompt that a short round launches."""
-        return (
-            _ceil(self.sample_factor * samples_per_prompt) if self.enabled else samples_per_prompt
-        )
+        """Samples per prompt that a short round launches, likewise."""
+        return times(self.factors[1], samples_per_prompt)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TailBatchingConfig:
+        tiers = tuple(Tier(**tier) for tier in plain.get("tiers", ()))
+        return cls(**{**plain, "tiers": tiers})
 
 
-def _ceil(value: float) -> int:
-    """Rounded up, but 1.1 * 10 is 11 and not 12."""
-    return math.ceil(value - 1e-9)
+def _check_factor(name: str, value: float) -> None:
+    if not (math.isfinite(value) and 1 <= value <= 16):
+        raise ValueError(f"{name} must lie between 1 and 16, not {value}")
+
+
+def times(factor: float, count: int) -> int:
+    """factor * count rounded up, but 1.1 * 10 is 11 and not 12."""
+    return math.ceil(factor * count - 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,49 +146,107 @@ class RoundPlan:
     prompts_needed: int
     """The round is over when so many prompts are done."""
     race: Race = "generated"
+    balance_sources: bool = False
     max_retries: int = 2
     """Replacements launched per prompt for samples that the engine failed on."""
+    tensor_parallel: int = 1
 
 
-@dataclass(slots=True)
+class _Quota:
+    """Prompts that race for the same places."""
+
+    __slots__ = ("groups", "num_missing")
+
+    def __init__(self, num_missing: int) -> None:
+        self.num_missing = num_missing
+        self.groups: list[_Group] = []
+
+
+_IN_ENGINE = -1
+
+
 class _Group:
-    """The samples of one prompt in this round."""
+    """The samples of one prompt in this round. Lists are by sample index."""
 
-    prompt: PromptId
-    attempt: int
-    samples: dict[SampleId, SampleState] = field(default_factory=dict)
-    """In index order."""
-    finished: list[SampleId] = field(default_factory=list)
-    """Those that count in the race, first come first; never more than needed."""
-    values: dict[SampleId, float | None] = field(default_factory=dict)
-    """Verdicts."""
-    num_generating: int = 0
-    num_unscored: int = 0
-    """Generated, verdict awaited."""
-    num_retries: int = 0
-    done: bool = False
-    deferred: bool = False
+    __slots__ = (
+        *("attempt", "deferred", "done", "finished", "lengths", "num_generating", "num_retries"),
+        *("num_unscored", "prompt", "quota", "samples", "states", "streamed", "values", "whole"),
+    )
+
+    def __init__(self, prompt: PromptId, attempt: int) -> None:
+        self.prompt = prompt
+        self.attempt = attempt
+        self.quota: _Quota
+        self.samples: list[SampleId] = []
+        self.states: list[SampleState] = []
+        self.lengths: list[int] = []
+        """Tokens with which the engine let go of it; `_IN_ENGINE` before."""
+        self.whole: list[bool] = []
+        """The response is complete, rather than stopped on its way."""
+        self.values: list[float | None] = []
+        """Verdicts."""
+        self.finished: list[int] = []
+        """Those that count in the race, first come first; never more than needed."""
+        self.num_generating = 0
+        self.num_unscored = 0
+        """Generated, verdict awaited."""
+        self.num_retries = 0
+        self.done = False
+        self.deferred = False
+        self.streamed = False
 
 
 class Round:
     """One round. Feed it events of its samples; it answers with commands until `closed`."""
 
-    def __init__(self, plan: RoundPlan) -> None:
+    def __init__(
+        self,
+        plan: RoundPlan,
+        rewards: RewardSchedule | None = None,
+        late: Counter[str] | None = None,
+    ) -> None:
+        """`late` counts, by event name, what came after its sample no longer mattered: normal."""
         self.plan = plan
-        self.num_late = 0
-        """Events that came after their sample no longer mattered; normal, and counted."""
+        self.preemptions = 0
+        self.num_launched = 0
+        self.steps = 0
+        """Tokens of the longest response that the engine let go of."""
+        self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
+        self._overlap = self._rewards.config.overlap
+        self._late = Counter[str]() if late is None else late
         self._groups = {prompt: _Group(prompt, attempt) for prompt, attempt in plan.prompts}
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
-        self._num_done = 0
-        self._in_engine: dict[SampleId, None] = {}
+        assert self._overlap or plan.race == "generated", "no race on verdicts without overlap"
+        self._num_open_quotas = self._share_out()
+        self._num_in_engine = 0
         """Launched, and neither generated, failed nor let go of by the engine."""
-        self._unscored: dict[SampleId, None] = {}
-        """Handed to the reward, no verdict yet."""
         self._num_awaited = 0
-        """Of those, the ones that still matter."""
-        self._race_over = False
+        """Verdicts that still matter."""
+        self._unasked: list[tuple[_Group, int]] = []
+        """Without overlap: generated, and not handed to the reward yet."""
+        self._complete: list[_Group] = []
+        """Done, every verdict there."""
+
+    def _share_out(self) -> int:
+        """Give every group its quota; the number of quotas. Places go to sources in proportion to
+        their prompts, remainders to the largest."""
+        plan = self.plan
+        if not plan.balance_sources:
+            shares = {"": plan.prompts_needed}
+        else:
+            counts = Counter(prompt.source for prompt in self._groups)
+            exact = {s: plan.prompts_needed * n / len(self._groups) for s, n in counts.items()}
+            shares = {s: int(share) for s, share in exact.items()}
+            by_remainder = sorted(shares, key=lambda s: (shares[s] - exact[s], s))
+            for source in by_remainder[: plan.prompts_needed - sum(shares.values())]:
+                shares[source] += 1
+        quotas = {source: _Quota(share) for source, share in shares.items()}
+        for group in self._groups.values():
+            group.quota = quotas[group.prompt.source if plan.balance_sources else ""]
+            group.quota.groups.append(group)
+        return sum(quota.num_missing > 0 for quota in quotas.values())
 
     # -- what the job asks -------------------------------------------------------------
 
@@ -133,13 +254,20 @@ class Round:
         samples: list[SampleId] = []
         for group in self._groups.values():
             samples += self._add_samples(group, self.plan.num_samples)
-        return [self._launch(samples)]
+        launch = self._launch(samples)
+        ends = [
+            command
+            for quota in {id(g.quota): g.quota for g in self._groups.values()}.values()
+            if not quota.num_missing  # a source with too few prompts for a place of its own
+            for command in self._end_race(quota)
+        ]
+        return [launch, *ends]
 
     @property
     def closed(self) -> bool:
         """The race is over, the engine holds nothing of this round, and what is kept has its
         verdicts."""
-        return self._race_over and not self._in_engine and not self._num_awaited
+        return not (self._num_open_quotas or self._num_in_engine or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
         """The groups to train on, in launch order with samples in index order, and the prompts to
@@ -150,9 +278,9 @@ class Round:
         for group in self._groups.values():
             if group.deferred:
                 continue
-            kept = sorted(s for s in group.finished if group.values.get(s) is not None)
+            kept = self._kept(group)
             if len(kept) >= 2:
-                groups.append(tuple(kept))
+                groups.append(tuple([group.samples[index] for index in kept]))
             else:
                 enough = len(group.finished) >= 2
                 reason = TOO_FEW_VERDICTS if enough else TOO_FEW_RESPONSES
@@ -161,120 +289,177 @@ class Round:
             self._settle(group, set(kept))
         return tuple(groups), drops
 
-    def unanswered(self) -> list[SampleId]:
-        """Samples whose verdict is still under way although nobody waits for it."""
-        return list(self._unscored)
-
     def deferred(self) -> list[tuple[PromptId, int]]:
         """Deferred prompts, in launch order, with the attempt that comes next."""
         return [(g.prompt, g.attempt + 1) for g in self._groups.values() if g.deferred]
 
+    def knows(self, sample: SampleId) -> bool:
+        """Whether the sample was launched in this round."""
+        group = self._groups.get(sample.prompt)
+        return (
+            group is not None
+            and sample.attempt == group.attempt
+            and sample.index < len(group.samples)
+        )
+
+    def take_complete(self) -> list[tuple[SampleId, ...]]:
+        """Groups certain to be trained on whose verdicts are all there, not asked for before."""
+        groups = []
+        for group in self._complete:
+            kept = self._kept(group)
+            if len(kept) >= 2 and not group.streamed:
+                group.streamed = True
+                groups.append(tuple([group.samples[index] for index in kept]))
+        self._complete = []
+        return groups
+
+    def length_of(self, sample: SampleId) -> int:
+        """Tokens with which the engine let go of the sample."""
+        return self._groups[sample.prompt].lengths[sample.index]
+
+    def lengths(self) -> list[tuple[PromptId, list[int], list[int]]]:
+        """For every prompt, the lengths of its complete responses and the tokens that stopped ones
+        had reached."""
+        found = []
+        for group in self._groups.values():
+            ends: tuple[list[int], list[int]] = ([], [])
+            for tokens, state, whole in zip(group.lengths, group.states, group.whole, strict=True):
+                if state is not SampleState.FAILED:
+                    ends[not whole].append(tokens)
+            found.append((group.prompt, *ends))
+        return found
+
+    def tokens(self) -> int:
+        """Tokens generated in this round, those of stopped samples included."""
+        return sum(sum(group.lengths) for group in self._groups.values())
+
     @property
     def generating(self) -> bool:
         """The engine still has samples of this round."""
-        return bool(self._in_engine)
+        return self._num_in_engine > 0
 
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
         if self.generating:
-            return f"{_listed(self._in_engine, 'response')} from the engine"
-        return f"{_listed(self._awaited_verdicts(), 'verdict')} from the rewards"
+            samples = self._with(lambda group, index: group.lengths[index] == _IN_ENGINE)
+            return f"{_listed(samples, 'response')} from the engine"
+        samples = self._with(lambda group, index: group.states[index] is SampleState.GENERATED)
+        return f"{_listed(samples, 'verdict')} from the rewards"
 
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        group = self._group_of(event.sample)
-        if not self._leave_engine(event.sample):
-            return []
-        group.num_generating -= 1
+        group, index = self._leave_engine(event.sample, event.num_tokens)
+        group.whole[index] = True
+        self.preemptions += event.preemptions
+        if group.states[index] is not SampleState.LAUNCHED:
+            self._late["SampleGenerated"] += 1
+            return self._after_engine()
         if event.version != self.plan.version:
             raise StrayEventError(
                 f"{event.sample} was sampled from version {event.version} in a round "
                 f"of version {self.plan.version}"
             )
-        self._move(group, event.sample, SampleState.GENERATED)
-        self._unscored[event.sample] = None
+        group.num_generating -= 1
+        group.states[index] = check(SampleState.LAUNCHED, SampleState.GENERATED)
         group.num_unscored += 1
         self._num_awaited += 1
-        commands: list[Command] = [Score(sample=event.sample)]
+        commands: list[Command] = []
+        if self._overlap:
+            commands = self._rewards.ask(event.sample)
+        else:
+            self._unasked.append((group, index))
         if self.plan.race == "generated":
-            group.finished.append(event.sample)
-            return commands + self._after_progress(group)
+            group.finished.append(index)
+            commands += self._after_progress(group)
+        if not self._num_in_engine:
+            commands += self._after_engine()
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
+        """A verdict on a sample of this round (see `knows`)."""
         sample = event.sample
-        group = self._group_of(sample)
-        if sample not in self._unscored:
-            raise StrayEventError(f"a verdict on {sample}, which was not handed to the reward")
-        del self._unscored[sample]
-        if group.samples[sample] is not SampleState.GENERATED:
-            self.num_late += 1
+        group, index = self._groups[sample.prompt], sample.index
+        if group.states[index] is not SampleState.GENERATED:
+            self._late["SampleScored"] += 1
             return []
-        self._move(group, sample, SampleState.SCORED)
-        self._forget_verdict(group)
-        group.values[sample] = event.value
+        group.states[index] = check(SampleState.GENERATED, SampleState.SCORED)
+        group.values[index] = event.value
+        group.num_unscored -= 1
+        self._num_awaited -= 1
+        commands: list[Command] = []
         if self.plan.race == "scored" and not group.done:
             if event.value is not None:
-                group.finished.append(sample)
-            return self._after_progress(group)
-        return []
+                group.finished.append(index)
+            commands = self._after_progress(group)
+        elif group.done and not group.num_unscored:
+            self._complete.append(group)
+        return commands
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
-        group = self._group_of(event.sample)
-        state = group.samples[event.sample]
-        if state is SampleState.LAUNCHED:
+        group, index = self._group_of(event.sample)
+        if group.states[index] is SampleState.LAUNCHED:
             raise StrayEventError(f"the engine let go of {event.sample}, which nobody aborted")
-        if event.sample not in self._in_engine:
+        if group.lengths[index] != _IN_ENGINE:
             raise StrayEventError(f"the engine let go of {event.sample} twice")
-        del self._in_engine[event.sample]
-        return []
+        group.lengths[index] = event.num_tokens
+        self.steps = max(self.steps, event.num_tokens)
+        self.preemptions += event.preemptions
+        self._num_in_engine -= 1
+        return self._after_engine()
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
-        group = self._group_of(event.sample)
-        if not self._leave_engine(event.sample):
-            return []
+        group, index = self._leave_engine(event.sample, 0)
+        if group.states[index] is not SampleState.LAUNCHED:
+            self._late["SampleFailed"] += 1
+            return self._after_engine()
         group.num_generating -= 1
-        self._move(group, event.sample, SampleState.FAILED)
+        self._move(group, index, SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
         if self.plan.race == "scored":
             hopeful += group.num_unscored
         if hopeful < self.plan.samples_needed and group.num_retries < self.plan.max_retries:
             group.num_retries += 1
             return [self._launch(self._add_samples(group, 1))]
-        return self._after_progress(group)
+        return self._after_progress(group) + self._after_engine()
+
+    def missing(self, prompt: PromptId) -> int:
+        """Places of the prompt that are still to be filled."""
+        return self.plan.samples_needed - len(self._groups[prompt].finished)
 
     # -- the race ----------------------------------------------------------------------
 
     def _after_progress(self, group: _Group) -> list[Command]:
-        """A sample of an unfinished group ended: is the group done, is the round over?"""
-        assert not group.done and not group.deferred
+        """A sample of an unfinished group ended: is the group done, is the race over?"""
         complete = len(group.finished) == self.plan.samples_needed
-        may_still_grow = group.num_generating or (self.plan.race == "scored" and group.num_unscored)
-        if not complete and may_still_grow:
+        if not complete and (
+            group.num_generating or (self.plan.race == "scored" and group.num_unscored)
+        ):
             return []
+        assert not group.done and not group.deferred
         return self._finish_group(group)
 
     def _finish_group(self, group: _Group) -> list[Command]:
         group.done = True
-        self._num_done += 1
-        commands = self._let_go(group, SampleState.ABORTED)
-        if self._num_done == self.plan.prompts_needed:
-            commands += self._end_race()
+        aborted = self._let_go(group, SampleState.ABORTED)
+        commands: list[Command] = [Abort(samples=tuple(aborted))] if aborted else []
+        if not group.num_unscored:
+            self._complete.append(group)
+        quota = group.quota
+        quota.num_missing -= 1
+        if not quota.num_missing:
+            self._num_open_quotas -= 1
+            commands += self._end_race(quota)
         return commands
 
-    def _end_race(self) -> list[Command]:
-        self._race_over = True
+    def _end_race(self, quota: _Quota) -> list[Command]:
         aborted: list[SampleId] = []
         deferred: list[PromptId] = []
-        for group in self._groups.values():
-            if group.done:
-                continue
-            group.deferred = True
-            deferred.append(group.prompt)
-            for abort in self._let_go(group, SampleState.DEFERRED):
-                assert isinstance(abort, Abort)
-                aborted += abort.samples
+        for group in quota.groups:
+            if not group.done:
+                group.deferred = True
+                deferred.append(group.prompt)
+                aborted += self._let_go(group, SampleState.DEFERRED)
         commands: list[Command] = []
         if aborted:
             commands.append(Abort(samples=tuple(aborted)))
@@ -282,77 +467,107 @@ class Round:
             commands.append(Defer(prompts=tuple(deferred)))
         return commands
 
-    def _let_go(self, group: _Group, state: SampleState) -> list[Command]:
-        """Everything of the group that is not kept moves to `state`; what still runs is aborted."""
-        kept = set(group.finished) if group.done else set()
+    def _let_go(self, group: _Group, state: SampleState) -> list[SampleId]:
+        """Everything of the group that is not kept moves to `state`. Those that still run."""
+        kept = group.finished if group.done else ()
         running: list[SampleId] = []
-        for sample, now in group.samples.items():
-            if sample in kept or now is SampleState.FAILED:
+        unneeded: list[SampleId] = []
+        states = group.states
+        for index, now in enumerate(states):
+            if now is SampleState.FAILED or index in kept:
                 continue
             if now is SampleState.LAUNCHED:
-                running.append(sample)
-            if now is SampleState.SCORED and group.done:
+                running.append(group.samples[index])
+            elif now is SampleState.GENERATED:
+                group.num_unscored -= 1
+                self._num_awaited -= 1
+                unneeded.append(group.samples[index])
+            elif group.done:
                 continue  # scored without a verdict: settled when the round closes
-            if now is SampleState.GENERATED:
-                self._forget_verdict(group)
-            self._move(group, sample, state)
+            states[index] = check(now, state)
         group.num_generating = 0
-        return [Abort(samples=tuple(running))] if running else []
+        if unneeded and self._overlap:
+            self._rewards.drop(unneeded)
+        return running
+
+    def _after_engine(self) -> list[Command]:
+        """The engine let go of a sample: without overlap, the last one starts the checks."""
+        if self._num_in_engine or not self._unasked:
+            return []
+        unasked, self._unasked = self._unasked, []
+        commands: list[Command] = []
+        for group, index in unasked:
+            if group.states[index] is SampleState.GENERATED:
+                commands += self._rewards.ask(group.samples[index])
+        return commands
 
     # -- bookkeeping -------------------------------------------------------------------
 
     def _add_samples(self, group: _Group, count: int) -> list[SampleId]:
         start = len(group.samples)
         samples = [SampleId(group.prompt, start + i, group.attempt) for i in range(count)]
-        for sample in samples:
-            group.samples[sample] = check(SampleState.PLANNED, SampleState.LAUNCHED)
-            self._in_engine[sample] = None
+        group.samples += samples
+        group.states += [check(SampleState.PLANNED, SampleState.LAUNCHED)] * count
+        group.lengths += [_IN_ENGINE] * count
+        group.whole += [False] * count
+        group.values += [None] * count
         group.num_generating += count
+        self._num_in_engine += count
+        self.num_launched += count
         return samples
 
-    def _launch(self, samples: Sequence[SampleId]) -> Launch:
+    def _launch(self, samples: list[SampleId]) -> Launch:
         plan = self.plan
         return Launch(
-            round=plan.number, kind=plan.kind, samples=tuple(samples), version=plan.version
+            round=plan.number,
+            kind=plan.kind,
+            samples=tuple(samples),
+            version=plan.version,
+            tensor_parallel=plan.tensor_parallel,
         )
 
-    def _leave_engine(self, sample: SampleId) -> bool:
-        """The engine is done with the sample. False if it was aborted meanwhile: a late event."""
-        if sample not in self._in_engine:
+    def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[_Group, int]:
+        """The engine is done with the sample."""
+        group, index = self._group_of(sample)
+        if group.lengths[index] != _IN_ENGINE:
             raise StrayEventError(f"{sample} ended twice")
-        del self._in_engine[sample]
-        if self._groups[sample.prompt].samples[sample] is SampleState.LAUNCHED:
-            return True
-        self.num_late += 1
-        return False
+        group.lengths[index] = num_tokens
+        if num_tokens > self.steps:
+            self.steps = num_tokens
+        self._num_in_engine -= 1
+        return group, index
 
-    def _group_of(self, sample: SampleId) -> _Group:
-        group = self._groups.get(sample.prompt)
-        if group is None or sample not in group.samples:
+    def _group_of(self, sample: SampleId) -> tuple[_Group, int]:
+        prompt, index, attempt = sample
+        group = self._groups.get(prompt)
+        if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
             raise StrayEventError(f"{sample} was not launched in round {self.plan.number}")
-        return group
+        return group, index
 
-    def _forget_verdict(self, group: _Group) -> None:
-        """One verdict fewer to wait for: it came, or it does not matter any more."""
-        group.num_unscored -= 1
-        self._num_awaited -= 1
-
-    def _move(self, group: _Group, sample: SampleId, state: SampleState) -> None:
-        group.samples[sample] = check(group.samples[sample], state)
-
-    def _awaited_verdicts(self) -> list[SampleId]:
+    def _with(self, applies: Callable[[_Group, int], bool]) -> list[SampleId]:
         return [
             sample
-            for sample in self._unscored
-            if self._groups[sample.prompt].samples[sample] is SampleState.GENERATED
+            for group in self._groups.values()
+            for index, sample in enumerate(group.samples)
+            if applies(group, index)
         ]
 
-    def _settle(self, group: _Group, kept: set[SampleId]) -> None:
-        for sample, state in group.samples.items():
-            if sample in kept:
-                self._move(group, sample, SampleState.TRAINED)
+    @staticmethod
+    def _kept(group: _Group) -> list[int]:
+        """Indices that finished first and have a verdict."""
+        values = group.values
+        return sorted([index for index in group.finished if values[index] is not None])
+
+    @staticmethod
+    def _move(group: _Group, index: int, state: SampleState) -> None:
+        group.states[index] = check(group.states[index], state)
+
+    def _settle(self, group: _Group, kept: set[int]) -> None:
+        for index, state in enumerate(group.states):
+            if index in kept:
+                self._move(group, index, SampleState.TRAINED)
             elif state in (SampleState.SCORED, SampleState.GENERATED):
-                self._move(group, sample, SampleState.DROPPED)
+                self._move(group, index, SampleState.DROPPED)
 
 
 def _listed(samples: Iterable[SampleId], noun: str) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rollpacker.core.commands import (
     Commit,
@@ -18,9 +20,11 @@ from rollpacker.core.commands import (
     Drop,
     Launch,
     RoundKind,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
+from rollpacker.core.debias import Debias, effective_sample_size
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -31,14 +35,14 @@ from rollpacker.core.events import (
     Trained,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.lengths import LengthWindow
+from rollpacker.core.length_model import FloatArray
 from rollpacker.core.records import Entry, Note, Record, Session
 
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
     "tail_idle": "slots empty while the rest of the round finished",
     "reward_wait": "nothing left to generate, verdicts still out",
-    "training": "gradients and the optimizer step",
+    "training": "gradients and the optimizer step, in a reward wait too",
     "sync": "new weights on their way to the engine",
     "checkpoint": "making the step durable",
     "controller": "decisions, fetching prompts, gaps",
@@ -48,6 +52,9 @@ CAUSES: dict[str, str] = {
 """Every cause of time, with what it means."""
 
 STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in ("evaluation", "startup"))
+
+LENGTH_WINDOW = 50
+"""Steps over which the lengths that were trained on are compared with the policy's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +109,14 @@ class StepSummary:
     """Every response that was completed, trained on or not."""
     censored_lengths: tuple[int, ...]
     """Tokens that aborted samples had reached: lower bounds of their lengths."""
-    trained_length_mean: float | None
-    """Over the window of `LengthWindow`, as are the next two."""
-    policy_length_mean: float | None
-    length_shift: float | None
-    """trained / policy's own: 0.9 means that training saw responses 10 % shorter than the
-    policy's."""
+    lengths: Mapping[str, float]
+    """Trained lengths against the policy's own over the last `LENGTH_WINDOW` steps, and what the
+    loss weights make of them: `length/...` and `debias/...`, what is known of them."""
+    num_samples_streamed: int
+    """Samples whose gradients were asked for before the round was over."""
     trainer: Mapping[str, float]
     long_queue: int
-    """Prompts that wait for a long round."""
+    """Prompts that wait for a long round, or for another race."""
 
     @property
     def step_s(self) -> float:
@@ -129,7 +135,8 @@ class _Step:
     kind: RoundKind | None = None
     version: int = 0
     launched: int = 0
-    prompts: set[PromptId] = field(default_factory=set)
+    prompts: dict[PromptId, None] = field(default_factory=dict)
+    """In launch order."""
     deferred: set[PromptId] = field(default_factory=set)
     lengths: dict[SampleId, int] = field(default_factory=dict)
     clipped: set[SampleId] = field(default_factory=set)
@@ -138,6 +145,8 @@ class _Step:
     verdicts: dict[SampleId, SampleScored] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     groups: tuple[tuple[SampleId, ...], ...] = ()
+    weights: tuple[tuple[float, ...], ...] | None = None
+    streamed: int = 0
     trainer: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -148,16 +157,19 @@ class Accounting:
     with live(t) the launched samples that have not ended and peak the most there were at once in
     the round, decode is the integral of live / peak and tail_idle the integral of 1 - live / peak:
     "slots empty while the rest of the round finished". `slots` caps both where an engine
-    has fewer slots than samples. Then reward_wait up to `TrainOn`, training up to `Trained`, sync,
+    has fewer slots than samples; a log that tells how many it had overrules it. Then reward_wait up
+    to `TrainOn`, but training while gradients are streamed; training up to `Trained`, sync,
     checkpoint. What the controller spent on a record (`cost_s`) is taken out of the interval that
     follows it and booked under controller, and so is whatever has no other name. A note's span goes
     to evaluation or startup.
 
-    `feed` is O(1) but at a step's end, where it is linear in the step's samples and the length
-    window."""
+    `feed` is O(1) but at a step's end, where it is linear in the step's samples. Now and then a
+    step's end also fits the length model anew; see `Debias` for how often."""
 
     def __init__(self, *, slots: int | None = None, max_response_tokens: int | None = None) -> None:
         self.slots = slots
+        """Of the session at hand, if its log says so; else as given."""
+        self._given_slots = slots
         self.max_response_tokens = max_response_tokens
         self.last_step = 0
         self.totals = dict.fromkeys(CAUSES, 0.0)
@@ -165,7 +177,10 @@ class Accounting:
         self.live: set[SampleId] = set()
         self.start_s: float | None = None
         self.now_s = 0.0
-        self._lengths = LengthWindow()
+        self._lengths = _Lengths()
+        self._lengths.begin(max_response_tokens)
+        self._num_streaming = 0
+        """Groups whose gradients are being accumulated while the round goes on."""
         self._queue: set[PromptId] = set()
         self._phase = "controller"
         self._owed_s = 0.0
@@ -202,11 +217,6 @@ class Accounting:
     def pending_drops(self) -> Mapping[str, int]:
         """Prompts dropped since the last commit, by reason."""
         return self._step.dropped
-
-    def run_length_means(self) -> tuple[float | None, float | None]:
-        """Mean trained length and the policy's own (see `LengthWindow`) over all steps, in
-        tokens."""
-        return self._lengths.run_means(self.max_response_tokens)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by cause up to the last entry; they add up to `wall_s`."""
@@ -276,10 +286,18 @@ class Accounting:
             self._open = self._close_rollout()
             self._start_rollout()
             self._phase = "controller"
+        self.slots = self._given_slots if session.slots is None else session.slots
+        self._lengths.begin(session.job.get("max_response_tokens") or self.max_response_tokens)
 
     def _feed_note(self, note: Note) -> None:
         self._begin(note.time_s - note.seconds)
         cause = note.name if note.name in ("evaluation", "startup") else "controller"
+        if note.name == "gradients":
+            self._advance(note.time_s)
+            self._num_streaming = max(0, self._num_streaming - int(note.metrics.get("groups", 0)))
+            if self._phase == "training" and not self._num_streaming and not self._step.groups:
+                self._phase = "reward_wait"
+            return
         self._advance(note.time_s, cause=cause, span_s=note.seconds)
 
     def _feed_record(self, record: Record) -> StepSummary | None:
@@ -320,7 +338,7 @@ class Accounting:
     def _sample_ended(self, sample: SampleId) -> None:
         self.live.discard(sample)
         if not self.live and self._phase == "rollout":
-            self._phase = "reward_wait"
+            self._phase = "training" if self._num_streaming else "reward_wait"
 
     def _obey(self, command: object) -> None:
         match command:
@@ -330,9 +348,9 @@ class Accounting:
                 step.version = command.version
                 step.launched += len(command.samples)
                 self.live.update(command.samples)
-                prompts = {sample.prompt for sample in command.samples}
+                prompts = dict.fromkeys(sample.prompt for sample in command.samples)
                 step.prompts |= prompts
-                self._queue -= prompts
+                self._queue.difference_update(prompts)
                 self._peak = max(self._peak, len(self.live))
                 self._phase = "rollout"
             case Defer():
@@ -341,8 +359,14 @@ class Accounting:
             case Drop():
                 self._step.dropped[command.reason] += 1
                 self._queue.discard(command.prompt)
+            case StartGradients():
+                self._step.streamed += sum(map(len, command.groups))
+                self._num_streaming += len(command.groups)
+                if self._phase == "reward_wait":
+                    self._phase = "training"
             case TrainOn():
-                self._step.groups = command.groups
+                self._step.groups, self._step.weights = command.groups, command.weights
+                self._num_streaming = 0
                 self._phase = "training"
             case SyncWeights():
                 self._phase = "sync"
@@ -372,8 +396,7 @@ class Accounting:
         step = self._step
         samples = [sample for group in step.groups for sample in group]
         trained = [step.lengths[sample] for sample in samples if sample in step.lengths]
-        self._lengths.add(trained, *self._settled_lengths())
-        seen, own = self._lengths.means(self.max_response_tokens)
+        lengths = self._lengths.add(step, samples)
         rewards = _group_rewards(step)
         flat = [value for group in rewards for value in group]
         return StepSummary(
@@ -404,20 +427,68 @@ class Accounting:
             trained_lengths=_length_stats(trained, sum(s in step.clipped for s in samples)),
             finished_lengths=_length_stats(list(step.lengths.values()), len(step.clipped)),
             censored_lengths=tuple(step.stopped.values()),
-            trained_length_mean=seen,
-            policy_length_mean=own,
-            length_shift=seen / own if seen and own else None,
+            lengths=lengths,
+            num_samples_streamed=step.streamed,
             trainer=step.trainer,
             long_queue=len(self._queue),
         )
 
-    def _settled_lengths(self) -> tuple[list[int], list[int]]:
-        """Finished and stopped lengths of the prompts that this step settled."""
-        step = self._step
-        return (
-            [n for sample, n in step.lengths.items() if sample.prompt not in step.deferred],
-            [n for sample, n in step.stopped.items() if sample.prompt not in step.deferred],
-        )
+
+class _Lengths:
+    """Trained lengths against the policy's own, over the last steps, and what the loss weights that
+    were in force make of them."""
+
+    def __init__(self) -> None:
+        self._begin_with(None)
+
+    def begin(self, cap: int | None) -> None:
+        """A session begins. With another limit of responses the comparison begins as well: the
+        policy's own lengths are others."""
+        if cap != self._cap:
+            self._begin_with(cap)
+
+    def _begin_with(self, cap: int | None) -> None:
+        self._cap = cap
+        self._debias = Debias("none", cap=cap, window_steps=LENGTH_WINDOW)
+        self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
+        """Lengths and weights of each step's trained samples."""
+
+    def add(self, step: _Step, samples: Sequence[SampleId]) -> dict[str, float]:
+        """One step and the samples that it trained on; the metrics after it."""
+        ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in step.prompts}
+        for which, lengths in enumerate((step.lengths, step.stopped)):
+            for sample, num_tokens in lengths.items():
+                if sample.prompt in ends:
+                    ends[sample.prompt][which].append(num_tokens)
+        for prompt, (finished, stopped) in ends.items():
+            self._debias.observe(prompt, finished, stopped)
+        weights = [1.0] * len(samples)
+        if step.weights is not None:
+            weights = [weight for group in step.weights for weight in group]
+        trained = [
+            (step.lengths[sample], weight)
+            for sample, weight in zip(samples, weights, strict=False)
+            if sample in step.lengths
+        ]
+        self._debias.step([num_tokens for num_tokens, _ in trained])
+        both = np.array(trained, dtype=np.float64).reshape(-1, 2)
+        self._trained.append((both[:, 0], both[:, 1]))
+        return self._debias.metrics() | self._weighted()
+
+    def _weighted(self) -> dict[str, float]:
+        """What the weights do; nothing as long as all are 1."""
+        lengths, weights = (np.concatenate(parts) for parts in zip(*self._trained, strict=True))
+        if not weights.any() or (weights == 1).all():
+            return {}
+        newest = self._trained[-1][1]
+        metrics = {
+            "length/weighted_mean": float(weights @ lengths / weights.sum()),
+            "debias/effective_sample_size": effective_sample_size(weights),
+            "debias/max_weight": float(weights.max()),
+        }
+        if newest.size:
+            metrics["debias/mean_weight"] = float(newest.mean())
+        return metrics
 
 
 def _group_rewards(step: _Step) -> list[list[float]]:

@@ -48,9 +48,7 @@ def step_metrics(step: StepSummary) -> dict[str, Value]:
         **_lengths("response_length", step.trained_lengths),
         **_lengths("response_length_all", step.finished_lengths),
         "response/aborted_ratio": _ratio(step.num_samples_aborted, step.num_samples_launched),
-        "tail/trained_length_mean": step.trained_length_mean,
-        "tail/policy_length_mean": step.policy_length_mean,
-        "tail/length_shift": step.length_shift,
+        **step.lengths,
         "tokens/generated": step.tokens_generated,
         "tokens/trained": step.tokens_trained,
         "tokens/generated_per_trained": _ratio(step.tokens_generated, step.tokens_trained),
@@ -97,6 +95,7 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
         "perf/throughput": _ratio(step.tokens_trained, step.step_s),
         "perf/gen_throughput": _ratio(step.tokens_generated, step.rollout_s),
         "perf/tail_idle_ratio": _ratio(step.seconds["tail_idle"], step.rollout_s),
+        "perf/samples_streamed": step.num_samples_streamed,
         "perf/time_s": step.end_s,
     }
 

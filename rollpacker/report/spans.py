@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollpacker.core.commands import Commit, Defer, Launch, RoundKind, SyncWeights, TrainOn
+from rollpacker.core.commands import (
+    Commit,
+    Defer,
+    Launch,
+    RoundKind,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
 from rollpacker.core.events import (
     Committed,
     SampleAborted,
@@ -72,6 +80,8 @@ class SpanFold:
         self._step = StepSpans()
         self._last_step = 0
         self._num_live = 0
+        self._num_streaming = 0
+        """Groups whose gradients are being accumulated while the round goes on."""
         self._open: tuple[str, float] | None = None
         self._committing = False
         self._trained: set[SampleId] = set()
@@ -81,6 +91,11 @@ class SpanFold:
         if isinstance(entry, Session):
             if not self._committing:
                 self._reset(entry.time_s)
+            return None
+        if isinstance(entry, Note) and entry.name == "gradients":
+            self._num_streaming = max(0, self._num_streaming - int(entry.metrics.get("groups", 0)))
+            if not self._num_streaming and self._open and not self._trained:
+                self._turn("reward_wait", entry.time_s)
             return None
         if isinstance(entry, Note):
             start = entry.time_s - entry.seconds
@@ -94,6 +109,7 @@ class SpanFold:
     def _reset(self, time_s: float) -> None:
         self._step = StepSpans(start_s=time_s)
         self._num_live = 0
+        self._num_streaming = 0
         self._open = None
         self._committing = False
         self._trained, self._deferred = set(), set()
@@ -129,7 +145,7 @@ class SpanFold:
         self._num_live -= 1
         if self._num_live == 0 and self._open is None:
             self._step.rollout_end_s = time_s
-            self._open = ("reward_wait", time_s)
+            self._open = ("training" if self._num_streaming else "reward_wait", time_s)
 
     def _obey(self, command: object, time_s: float) -> None:
         step = self._step
@@ -144,7 +160,12 @@ class SpanFold:
                 self._num_live += len(command.samples)
             case Defer():
                 self._deferred.update(command.prompts)
+            case StartGradients():
+                self._num_streaming += len(command.groups)
+                if self._open is not None and self._open[0] == "reward_wait":
+                    self._turn("training", time_s)
             case TrainOn():
+                self._num_streaming = 0
                 self._trained = {sample for group in command.groups for sample in group}
                 self._turn("training", time_s)
             case SyncWeights():

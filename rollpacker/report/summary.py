@@ -59,7 +59,6 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
                 if isinstance(command, Finish):
                     finished = command.reason
     dropped = _add_up([*(step.dropped for step in steps), accounting.pending_drops])
-    trained_mean, policy_mean = accounting.run_length_means()
     return {
         "finished": finished,
         "sessions": sessions,
@@ -69,11 +68,7 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
         "evaluations": [{"step": step, **metrics} for step, metrics in sorted(evaluations.items())],
         "training_reward": _training_reward(steps),
         "tokens": _tokens(steps),
-        "lengths": {
-            "trained_mean": trained_mean,
-            "policy_mean": policy_mean,
-            "shift": trained_mean / policy_mean if trained_mean and policy_mean else None,
-        },
+        "lengths": _lengths(steps),
         "prompts": {
             "trained": sum(step.num_prompts_trained for step in steps),
             "deferred": sum(step.num_prompts_deferred for step in steps),
@@ -124,6 +119,20 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 def _training_reward(steps: list[StepSummary]) -> dict[str, float | None]:
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
     return {"first": _mean(rewards[:_LAST_STEPS]), "last": _mean(rewards[-_LAST_STEPS:])}
+
+
+def _lengths(steps: list[StepSummary]) -> dict[str, float | None]:
+    """Trained lengths against the policy's own, over the last steps (see `StepSummary.lengths`)."""
+    last = steps[-1].lengths if steps else {}
+    names = {
+        "trained_mean": "length/trained_mean",
+        "policy_mean": "length/policy_mean",
+        "shift": "length/shift",
+        "tail_trained_share": "length/tail_trained_share",
+        "weighted_mean": "length/weighted_mean",
+        "effective_sample_size": "debias/effective_sample_size",
+    }
+    return {name: last.get(metric) for name, metric in names.items()}
 
 
 def _tokens(steps: list[StepSummary]) -> dict[str, float | None]:
@@ -256,9 +265,13 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("mean trained length", _number(lengths["trained_mean"], 1))
     table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
     if lengths["shift"] is not None:
-        table.add_row(
-            "length shift of what is trained on", f"{100 * (lengths['shift'] - 1):+.0f} %"
-        )
+        table.add_row("length shift of what is trained on", f"{100 * lengths['shift']:+.0f} %")
+        share = f"{100 * lengths['tail_trained_share']:.0f} %"
+        table.add_row("of the policy's longest 5 %, trained on", share)
+    if lengths["weighted_mean"] is not None:
+        table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
+        size = f"{100 * lengths['effective_sample_size']:.0f} %"
+        table.add_row("samples that the weights leave, effectively", size)
     table.add_row("prompts trained on", f"{prompts['trained']:,}")
     table.add_row("prompts deferred to a long round", f"{prompts['deferred']:,}")
     if prompts["long_queue"]:

@@ -37,6 +37,7 @@ NUM_STEPS = 6
 """Steps in a timeline, unless told otherwise."""
 _KIND_WORDS = {
     RoundKind.SHORT: "short",
+    RoundKind.CASCADE: "cascade",
     RoundKind.LONG: "long",
     RoundKind.FLUSH: "flush",
     RoundKind.PLAIN: "plain",

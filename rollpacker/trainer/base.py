@@ -100,11 +100,13 @@ class TrainSample:
     token_weight: float
     """Weight of each response token's loss in the step's sum, with the step's *global* denominator
     already in it: 1 / (tokens of the whole step) for token-mean. Any split of the samples then adds
-    up to the same gradient."""
+    up to the same gradient. A sample that is accumulated before the denominator is known has
+    another one in it, and `Trainer.rescale` makes up for it."""
 
 
 class Trainer(Protocol):
-    """`accumulate` any number of times, then `apply` once: one optimizer step."""
+    """`accumulate` any number of times, then `apply` once: one optimizer step. `rescale` comes
+    between two of them if the first samples had to be weighted provisionally."""
 
     version: int
     """Optimizer steps applied so far."""
@@ -114,6 +116,10 @@ class Trainer(Protocol):
 
         Raises `NonFiniteError` that names the samples if the loss is NaN or infinite.
         """
+        ...
+
+    async def rescale(self, factor: float) -> None:
+        """Multiply what was accumulated so far, gradient and loss, by `factor`."""
         ...
 
     async def apply(self) -> Mapping[str, float]:

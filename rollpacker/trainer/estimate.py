@@ -43,6 +43,8 @@ class BatchArithmetic:
     short_prompts: int
     short_samples_per_prompt: int
     short_samples: int
+    cascade_rounds: tuple[tuple[int, int], ...]
+    """Prompts, and samples of each, that every further race of deferred prompts launches."""
     long_samples: int
     """Of a long round, and of a plain one."""
     trained_prompts: int
@@ -52,6 +54,12 @@ class BatchArithmetic:
     max_micro_batches: int
     optimizer_steps: int | None
     """None: until the data's epochs are done."""
+
+    @property
+    def most_samples(self) -> int:
+        """Launched in the largest round."""
+        cascades = (prompts * samples for prompts, samples in self.cascade_rounds)
+        return max(self.short_samples, self.long_samples, *cascades)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,11 @@ class Estimate:
         lines = [
             f"short round   {b.short_prompts} prompts x {b.short_samples_per_prompt} samples = "
             f"{b.short_samples} launched; the first {b.trained_samples} in full groups are kept",
+            *(
+                f"cascade {number}     {prompts} deferred prompts x {samples} samples = "
+                f"{prompts * samples} launched; likewise"
+                for number, (prompts, samples) in enumerate(b.cascade_rounds, start=1)
+            ),
             f"long round    {b.long_samples} launched, all awaited",
             f"a step trains {b.trained_prompts} prompts, {b.trained_samples} samples, at most "
             f"{b.max_trained_tokens:,} tokens in {b.min_micro_batches} to {b.max_micro_batches} "
@@ -131,6 +144,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
             f"prompt and response may reach {longest} tokens, the model's context is "
             f"{shape.max_positions}: longer prompts are left out"
         )
+    notes += _tail_notes(config)
     memory = _training_memory(config, shape, parameters, 2 if dtype == "bfloat16" else 4)
     memory += _cache_memory(config, shape, on_cuda, 2 if dtype == "bfloat16" else 4, notes)
     return Estimate(
@@ -145,8 +159,8 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
 
 def _batch(config: RunConfig) -> BatchArithmetic:
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
-    short_prompts = config.tail_batching.num_prompts(prompts)
-    short_samples = config.tail_batching.num_samples(samples)
+    tail = config.tail_batching
+    short_prompts, short_samples = tail.num_prompts(prompts), tail.num_samples(samples)
     trained = prompts * samples
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(config.train.micro_batch_tokens // longest, 1)
@@ -156,6 +170,11 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         short_prompts=short_prompts,
         short_samples_per_prompt=short_samples,
         short_samples=short_prompts * short_samples,
+        cascade_rounds=tuple(
+            (_times(tier.prompt_factor, prompts), _times(tier.sample_factor, samples))
+            for tier in tail.tiers
+            if tail.enabled
+        ),
         long_samples=trained,
         trained_prompts=prompts,
         trained_samples=trained,
@@ -164,6 +183,39 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         max_micro_batches=max(math.ceil(trained / rows), fewest),
         optimizer_steps=config.train.steps,
     )
+
+
+def _times(factor: float, count: int) -> int:
+    """Rounded up, as the core does: 1.1 * 10 is 11 and not 12."""
+    return math.ceil(factor * count - 1e-9)
+
+
+def _tail_notes(config: RunConfig) -> list[str]:
+    """What the arithmetic of a step does not tell of tail batching and streaming."""
+    tail, stream = config.tail_batching, config.stream_trainer
+    notes = []
+    if tail.chooses:
+        bound = (
+            f"; what is trained on is at most {100 * tail.max_length_shift:g} % shorter than those"
+        )
+        notes.append(
+            "the short round's factors are those that it begins with; they are chosen anew for the "
+            f"run's own lengths{bound if tail.debias == 'none' else ''}"
+        )
+    if tail.enabled and tail.balance_sources:
+        notes.append("balance_sources changes nothing: all prompts of a run are of one source")
+    if tail.enabled and tail.debias != "none":
+        notes.append(
+            f"losses are weighted by length (debias={tail.debias}) once the policy's own lengths "
+            "are known, which takes a long round"
+        )
+    if stream.enabled and stream.reward_wait:
+        trained = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        notes.append(
+            f"gradients of up to {int(stream.max_share * trained)} of a step's samples begin while "
+            "verdicts are awaited (stream_trainer)"
+        )
+    return notes
 
 
 def _training_memory(
@@ -223,8 +275,7 @@ def _cache_memory(
     batch = _batch(config)
     per_token = 2 * shape.layers * shape.key_value * element
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = max(batch.short_samples, batch.long_samples)
-    rows = min(rows, engine.max_slots or 1024)
+    rows = min(batch.most_samples, engine.max_slots or 1024)
     wanted = rows * longest * per_token
     budget_gib = engine.kv_cache_gib
     if budget_gib is None and not on_cuda:

@@ -50,6 +50,11 @@ class MasterAdamW:
         """The sums so far, by parameter; parameters without any are left out."""
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 
+    def rescale_gradients(self, factor: float) -> None:
+        """Multiply the sums so far."""
+        for gradient in self.gradients().values():
+            gradient.mul_(factor)
+
     def forget_gradients(self) -> None:
         for name, master in self._masters.items():
             master.grad = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -104,6 +105,10 @@ class TorchTrainer:
         """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number."""
         await self._in_thread(lambda: self._accumulate(list(samples)))
 
+    async def rescale(self, factor: float) -> None:
+        """See `Trainer`."""
+        await self._in_thread(lambda: self._rescale(factor))
+
     async def apply(self) -> Mapping[str, float]:
         """See `Trainer`. Means are over response tokens; `train/tokens` and `train/padded_tokens`
         count what went through the model, without and with padding. Raises `TrainerError` if
@@ -157,6 +162,12 @@ class TorchTrainer:
         with self._layers_in_training():
             for run in plan_micro_batches(lengths, self._config.micro_batch_tokens):
                 self._add_micro_batch(samples[run])
+
+    def _rescale(self, factor: float) -> None:
+        assert self._sums.micro_batches, "nothing was accumulated"
+        assert math.isfinite(factor) and factor > 0, factor
+        self._optimizer.rescale_gradients(factor)
+        self._sums.totals["loss"] *= factor
 
     def _add_micro_batch(self, samples: list[TrainSample]) -> None:
         rows = [(s.prompt_tokens, s.response_tokens) for s in samples]

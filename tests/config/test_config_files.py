@@ -8,13 +8,16 @@ import yaml
 from rollpacker.config.describe import reference_page
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig, WarmupConfig
+from rollpacker.sim.scenario import Scenario, load_scenario
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+SCENARIOS = sorted((ROOT / "configs" / "scenarios").rglob("*.yaml"))
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*SCENARIOS})
 
 
 def test_there_are_configs() -> None:
     assert len(FILES) >= 2
+    assert len(SCENARIOS) >= 4
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -23,6 +26,15 @@ def test_loads_and_survives_saving(path: Path, tmp_path: Path) -> None:
     config = load_config(path, [], schema)
     save_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml", [], schema) == config
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.name)
+def test_scenario_loads_and_survives_saving(path: Path, tmp_path: Path) -> None:
+    scenario = load_scenario(path)
+    assert scenario.name == path.stem
+    save_config(scenario, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml", [], Scenario) == scenario
+    assert load_scenario(tmp_path / "resolved.yaml") == scenario
 
 
 def test_reference_page_is_up_to_date() -> None:

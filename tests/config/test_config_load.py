@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rollpacker.config.document import MAX_FILE_BYTES
 from rollpacker.config.load import ConfigError, differences, load_config, save_config, to_plain
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.rounds import Tier
+from rollpacker.core.stream_plan import StreamConfig
 
 GOOD = """\
 name: small
@@ -322,3 +324,54 @@ def test_differences(tmp_path: Path) -> None:
     ]
     assert differences({"a": 1}, {"b": 1}) == [("a", 1, None), ("b", None, 1)]
     assert differences({"a": True}, {"a": 1}) == [("a", True, 1)]
+
+
+def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "tail_batching.tiers=[{prompt_factor: 1.25, sample_factor: 1.125}, {}]",
+        "tail_batching.balance_sources=true",
+        "tail_batching.debias=moments",
+    )
+    tail = config.tail_batching
+    assert tail.tiers == (Tier(prompt_factor=1.25, sample_factor=1.125), Tier())
+    assert tail.debias == "moments" and tail.balance_sources
+    assert config.stream_trainer == StreamConfig()
+    auto = load(
+        tmp_path,
+        "tail_batching.prompt_factor=auto",
+        "tail_batching.sample_factor=auto",
+        "tail_batching.max_length_shift=0.2",
+        "stream_trainer={enabled: true, reward_wait: true, max_share: 0.75}",
+    )
+    assert auto.tail_batching.prompt_factor == "auto" and auto.tail_batching.chooses
+    assert auto.stream_trainer.max_share == 0.75
+    for one in (config, auto):
+        save_config(one, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml", [], RunConfig) == one
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["tail_batching.prompt_factor=auto"], "must both be auto, or neither"),
+        (["tail_batching.tiers=[{prompt_factor: 0.5}]"], "tiers.0.prompt_factor"),
+        (["tail_batching.tiers=[{prompt_fctor: 2}]"], 'Did you mean "prompt_factor"?'),
+        (["tail_batching.debias=moment"], 'Did you mean "moments"?'),
+        (["stream_trainer.kinds=[lung]"], "'lung', which is none of plain"),
+        (["stream_trainer.enabled=true"], "needs stream_trainer.reward_wait=true"),
+        (
+            [
+                "stream_trainer.enabled=true",
+                "stream_trainer.reward_wait=true",
+                "tail_batching.debias=density",
+            ],
+            "does not go with stream_trainer.enabled: a sample's weight is known when its round",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_message(
+    tmp_path: Path, overrides: list[str], problem: str
+) -> None:
+    message = refusal(tmp_path, *overrides)
+    assert problem in message and "problems" not in message

@@ -123,11 +123,30 @@ class FakeTrainer:
     fail_at: int | None = None
     error: BaseException | None = None
     trained: list[list[SampleId]] = field(default_factory=list)
+    """Samples of each step, in the order in which they were accumulated."""
+    weights: list[dict[SampleId, float]] = field(default_factory=list)
+    """What each weighed in its step's gradient."""
+    calls: list[str] = field(default_factory=list)
+    accumulate_s: float = 0.0
+    _gradient: dict[SampleId, float] = field(default_factory=dict)
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        self.trained.append([sample.sample for sample in samples])
+        self.calls.append("accumulate")
+        await asyncio.sleep(self.accumulate_s)
+        for sample in samples:
+            assert sample.sample not in self._gradient, "accumulated twice"
+            self._gradient[sample.sample] = sample.token_weight
+
+    async def rescale(self, factor: float) -> None:
+        self.calls.append("rescale")
+        for sample in self._gradient:
+            self._gradient[sample] *= factor
 
     async def apply(self) -> dict[str, float]:
+        self.calls.append("apply")
+        self.trained.append(list(self._gradient))
+        self.weights.append(self._gradient)
+        self._gradient = {}
         if self.fail_at == self.version + 1:
             assert self.error is not None
             raise self.error
@@ -146,6 +165,8 @@ class FakeTrainer:
 class FakeReward:
     names: tuple[str, ...] = ("fake",)
     hangs: bool = False
+    delay: Callable[[RewardInput], float] = lambda sample: 0.0
+    """Seconds until the verdict."""
     verdict: Callable[[RewardInput], Scored | Failed] = lambda sample: Scored(
         value=len(sample.completion_tokens) % 2, parts={"fake": 1.0}
     )
@@ -153,6 +174,7 @@ class FakeReward:
     async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
         if self.hangs:
             await asyncio.sleep(1000)
+        await asyncio.sleep(max(map(self.delay, samples)))
         return [self.verdict(sample) for sample in samples]
 
 
@@ -166,7 +188,14 @@ class FakePrompts:
     num_dropped: dict[str, int] = field(default_factory=dict)
 
 
-def build_samples(groups: Sequence[Sequence[tuple[Response, float]]]) -> tuple[list, dict]:
+def build_samples(
+    groups: Sequence[Sequence[tuple[Response, float]]],
+    *,
+    weights: Sequence[Sequence[float]] | None = None,
+    partial: bool = False,
+) -> tuple[list, dict]:
+    num_samples = 1 if partial else sum(map(len, groups))
+    of_sample = None if weights is None else iter([w for group in weights for w in group])
     flat = [
         TrainSample(
             sample=response.sample,
@@ -174,7 +203,7 @@ def build_samples(groups: Sequence[Sequence[tuple[Response, float]]]) -> tuple[l
             response_tokens=response.tokens,
             rollout_log_probs=response.log_probs,
             advantage=reward,
-            token_weight=1.0,
+            token_weight=(1.0 if of_sample is None else next(of_sample)) / num_samples,
         )
         for group in groups
         for response, reward in group
@@ -222,7 +251,9 @@ def make(
             prompts_per_step=config.rollout.prompts_per_step,
             samples_per_prompt=config.rollout.samples_per_prompt,
             max_steps=config.train.steps,
+            max_response_tokens=config.rollout.max_response_tokens,
             tail_batching=config.tail_batching,
+            stream=config.stream_trainer,
         )
     )
     parts = Parts(

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollpacker.core.commands import (
+    Release,
+    StartGradients,
     Abort,
     Command,
     Commit,
@@ -142,7 +144,7 @@ class World:
                 )
             case Finish(reason=reason):
                 self.finished = reason
-            case Defer() | Drop():
+            case Defer() | Drop() | Release() | StartGradients():
                 pass
 
     def fetch(self, count: int) -> None:

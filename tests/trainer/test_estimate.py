@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import torch
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
+from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
@@ -141,3 +144,24 @@ def test_lines_name_everything(folder):
 def test_estimating_does_not_import_torch():
     code = "import sys, rollpacker.trainer.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tail_batching_and_streaming_are_in_the_arithmetic(folder):
+    base = run_config(folder)
+    tiers = (Tier(prompt_factor=1.1, sample_factor=2.0), Tier(prompt_factor=1.0, sample_factor=1.0))
+    cascade = dataclasses.replace(
+        base, tail_batching=TailBatchingConfig(tiers=tiers, debias="moments")
+    )
+    result = estimate(cascade, has_cuda=False)
+    assert result.batch.cascade_rounds == ((9, 8), (8, 4))
+    assert result.batch.most_samples == 72
+    assert part(result, "kv cache") == 72 * 128 * 2 * 3 * 32 * 4
+    text = "\n".join(result.lines())
+    assert "cascade 1     9 deferred prompts x 8 samples = 72" in text and "debias=moments" in text
+    auto = TailBatchingConfig(prompt_factor="auto", sample_factor="auto", max_length_shift=0.2)
+    stream = StreamConfig(enabled=True, reward_wait=True, max_share=0.5)
+    chosen = dataclasses.replace(base, tail_batching=auto, stream_trainer=stream)
+    result = estimate(chosen, has_cuda=False)
+    assert (result.batch.short_prompts, result.batch.short_samples_per_prompt) == (10, 5)
+    text = "\n".join(result.lines())
+    assert "at most 20 % shorter" in text and "up to 16 of a step's samples" in text

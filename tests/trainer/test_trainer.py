@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import random
@@ -329,3 +330,69 @@ def test_two_runs_are_bit_identical():
             step(t, samples(seed))
         hashes.append(t.state_hashes())
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_streamed_before_the_step_is_known_give_the_same_step(aggregation, dtype):
+    """Some groups with provisional weights, a rescale, the rest: the gradient of one call."""
+    config = AlgorithmConfig(loss_aggregation=aggregation)
+    groups = responses(6, num_groups=6)
+    whole, _ = build_train_samples(groups, config)
+    early, _ = build_train_samples([groups[4], groups[1]], config, partial=True)
+    of_whole = {sample.sample: sample for sample in whole}
+    factors = {of_whole[s.sample].token_weight / s.token_weight for s in early}
+    assert max(factors) == pytest.approx(min(factors), rel=1e-12)
+    assert all(of_whole[s.sample].advantage == s.advantage for s in early)
+    rest = [s for s in whole if s.sample not in {e.sample for e in early}]
+
+    async def stream(t) -> None:
+        for group in (early[:3], early[3:]):
+            await t.accumulate(group)
+        await t.rescale(next(iter(factors)))
+        await t.accumulate(rest)
+
+    one = trainer(tiny_model(dtype=dtype), algorithm=config)
+    expected = gradient_of(one, [whole])
+    other = trainer(tiny_model(dtype=dtype), algorithm=config)
+    asyncio.run(stream(other))
+    actual = other.gradients()
+    assert actual.keys() == expected.keys()
+    # A bfloat16 model adds its gradients up in float32, but makes each in bfloat16.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    norm = sum(g.double().square().sum() for g in expected.values()).sqrt()
+    difference = sum((actual[n].double() - g.double()).square().sum() for n, g in expected.items())
+    assert difference.sqrt() / norm < tolerance
+    metrics = [dict(asyncio.run(t.apply())) for t in (one, other)]
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "train/response_tokens"):
+        expected_value = pytest.approx(metrics[0][name], rel=tolerance, abs=1e-8)
+        assert metrics[1][name] == expected_value, name
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_loss_weights_multiply_the_samples_and_not_the_denominator(aggregation):
+    config = AlgorithmConfig(loss_aggregation=aggregation)
+    groups = responses(7, num_groups=3)
+    plain, metrics = build_train_samples(groups, config)
+    ones = [[1.0] * len(group) for group in groups]
+    assert build_train_samples(groups, config, weights=ones) == (plain, metrics)
+    weights = [[2.0 ** (index - 1) for index in range(len(group))] for group in groups]
+    weighted, of_weighted = build_train_samples(groups, config, weights=weights)
+    assert of_weighted == metrics
+    flat = [weight for group in weights for weight in group]
+    for sample, before, weight in zip(weighted, plain, flat, strict=True):
+        assert sample == dataclasses.replace(before, token_weight=before.token_weight * weight)
+    # The gradient is the weighted sum of the samples' own.
+    actual = gradient_of(trainer(algorithm=config), [weighted])
+    expected: dict[str, torch.Tensor] = {}
+    for sample, weight in zip(plain, flat, strict=True):
+        for name, gradient in gradient_of(trainer(algorithm=config), [[sample]]).items():
+            expected[name] = expected.get(name, 0) + weight * gradient
+    assert largest_difference(actual, expected) < 1e-12
+    with pytest.raises(ValueError, match="zip"):
+        build_train_samples(groups, config, weights=weights[:1])
+
+
+def test_rescaling_nothing_is_a_bug():
+    with pytest.raises(AssertionError, match="nothing was accumulated"):
+        asyncio.run(trainer().rescale(2.0))

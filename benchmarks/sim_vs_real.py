@@ -1,0 +1,246 @@
+"""The simulator against real runs: fit to a run without tail batching, predict one with it.
+
+For each workload two runs of `rollpacker train` on the quickstart's model, whose policy is kept as
+it is by a learning rate of next to nothing. One waits for all; its event log is all that the
+simulator is given, with the other run's settings. The other run has tail batching on, another seed
+(so other prompts) and, by workload, another length limit, other factors, fewer decode slots than
+samples or another temperature. Compared are the seconds of generation, launch to last end, on
+average and by kind of round.
+
+The two runs take turns, one step each, so that neither has the machine at a better time; while it
+waits for its turn, a run's clock goes on inside its training step, which is not compared.
+
+    python benchmarks/sim_vs_real.py [--steps 120] [--workloads same-limit ...] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Semaphore
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT, write_result
+
+from rollpacker.report.accounting import Accounting, StepSummary
+from rollpacker.report.fit import FORMS, fit_run, predict_rounds
+from rollpacker.report.log import EventLog, events_path
+
+MEAN_BOUND = 0.15
+KIND_BOUND = 0.20
+KINDS = ("short", "long")
+COMMON = (
+    "train.learning_rate=1e-12",
+    "train.warmup_steps=0",
+    "train.threads=1",
+    "eval.every_steps=null",
+    "eval.max_prompts=1",
+    "checkpoint.every_steps=1000000",
+    "save_samples=false",
+)
+MANY_TURNS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Overrides of the quickstart's config."""
+
+    name: str
+    both: tuple[str, ...] = ()
+    race: tuple[str, ...]
+    """Of the run with tail batching; the simulator is told these."""
+
+
+WORKLOADS = (
+    Workload(
+        name="same-limit",
+        race=("tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.25"),
+    ),
+    Workload(
+        name="other-limit",
+        race=(
+            "tail_batching.prompt_factor=1.5",
+            "tail_batching.sample_factor=1.0",
+            "rollout.max_response_tokens=128",
+        ),
+    ),
+    Workload(
+        name="hotter-few-slots",
+        both=(
+            "rollout.temperature=1.15",
+            "rollout.prompts_per_step=24",
+            "rollout.engine.max_slots=96",
+        ),
+        race=("tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.125"),
+    ),
+)
+
+
+def run_pair(workload: Workload, config: Path, folder: Path, num_steps: int) -> tuple[Path, Path]:
+    """Both real runs, in turns. Returns their folders: without tail batching, with it."""
+    context = multiprocessing.get_context("spawn")
+    turns = (context.Semaphore(1), context.Semaphore(0))
+    settings = ((*workload.both, "tail_batching.enabled=false"), (*workload.both, *workload.race))
+    runs, processes = [], []
+    for number, own in enumerate(settings):
+        run = folder / f"{workload.name}-{('plain', 'race')[number]}"
+        overrides = [*COMMON, *own, f"seed={number}", f"train.steps={num_steps}"]
+        overrides += [f"name={run.name}", f"runs_dir={folder.resolve()}"]
+        arguments = (str(config), overrides, turns[number], turns[1 - number], str(run) + ".txt")
+        processes.append(context.Process(target=_train, args=arguments))
+        runs.append(run)
+    for process in processes:
+        process.start()
+    for process, run in zip(processes, runs, strict=True):
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"a run failed: {Path(str(run) + '.txt').read_text()[-2000:]}")
+    return runs[0], runs[1]
+
+
+def _train(config: str, overrides: list[str], mine: Semaphore, other: Semaphore, log: str) -> None:
+    """`rollpacker train`, in a process of its own, that hands over after each optimizer step."""
+    from rollpacker.cli.main import main as rollpacker
+    from rollpacker.trainer.torch_trainer import TorchTrainer
+
+    apply = TorchTrainer.apply
+
+    async def apply_and_hand_over(self: TorchTrainer) -> Mapping[str, float]:
+        metrics = await apply(self)
+        other.release()
+        await asyncio.to_thread(mine.acquire)
+        return metrics
+
+    TorchTrainer.apply = apply_and_hand_over  # type: ignore[method-assign]
+    mine.acquire()
+    try:
+        with (
+            open(log, "w") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
+            code = rollpacker(["train", config, "--overwrite", *overrides])
+    finally:
+        for _ in range(MANY_TURNS):
+            other.release()
+    raise SystemExit(code)
+
+
+def real_seconds(run: Path) -> dict[str, list[float]]:
+    """Seconds of generation of each step, by kind of round and "mean"."""
+    accounting = Accounting()
+    steps = [s for s in map(accounting.feed, EventLog(events_path(run))) if s is not None]
+    return _by_kind([(str(step.kind), _rollout_s(step)) for step in steps])
+
+
+def _rollout_s(step: StepSummary) -> float:
+    return step.rollout_s
+
+
+def simulated_seconds(
+    run: Path, overrides: Sequence[str], num_steps: int
+) -> dict[str, list[float]]:
+    from rollpacker.sim.whatif import simulate_from_run
+
+    result = simulate_from_run(run, [*overrides, f"steps={num_steps}"])
+    return _by_kind([(step.kind, step.rollout_s) for step in result.steps])
+
+
+def _by_kind(steps: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {"mean": [value for _, value in steps]}
+    for kind in KINDS:
+        seconds[kind] = [value for of, value in steps if of == kind]
+    return seconds
+
+
+def compare(workload: Workload, plain: Path, race: Path, num_steps: int) -> dict[str, Any]:
+    """A row of results."""
+    fitted = fit_run(EventLog(events_path(plain)))
+    real = real_seconds(race)
+    simulated = simulated_seconds(plain, workload.race, num_steps)
+    entries = EventLog(events_path(race))
+    row: dict[str, Any] = {
+        "workload": workload.name,
+        "both": list(workload.both),
+        "race": list(workload.race),
+        "fit": {form: asdict(getattr(fitted, form)) for form in FORMS},
+        "fit_errors": {form: asdict(fitted.errors[form]["all"]) for form in FORMS},
+        "with_recorded_lengths": {
+            form: {
+                kind: errors.ratio
+                for kind, errors in predict_rounds(getattr(fitted, form), entries).items()
+            }
+            for form in FORMS
+        },
+    }
+    for name, bound in (("mean", MEAN_BOUND), *((kind, KIND_BOUND) for kind in KINDS)):
+        if not real[name] or not simulated[name]:
+            raise SystemExit(f"{workload.name}: no {name} rounds; more --steps are needed")
+        measured, predicted = statistics.fmean(real[name]), statistics.fmean(simulated[name])
+        row[name] = {
+            "rounds": len(real[name]),
+            "real_s": measured,
+            "real_s_standard_error": _standard_error(real[name]),
+            "predicted_s": predicted,
+            "ratio": predicted / measured,
+            "bound": bound,
+            "met": abs(predicted / measured - 1) <= bound,
+        }
+    return row
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    for name in ("mean", *KINDS):
+        one = row[name]
+        print(
+            f"{row['workload']:18}{name:7}{one['rounds']:5} rounds  real {one['real_s']:.4f} s "
+            f"+- {one['real_s_standard_error']:.4f}  predicted {one['predicted_s']:.4f} s  "
+            f"ratio {one['ratio']:.3f}  within {one['bound']:.0%}: "
+            f"{'yes' if one['met'] else 'NO'}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
+    args = parser.parse_args()
+    num_steps = 20 if args.quick else args.steps
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for workload in WORKLOADS:
+            if workload.name not in args.workloads:
+                continue
+            plain, race = run_pair(workload, args.config, folder, num_steps)
+            rows.append(compare(workload, plain, race, num_steps))
+            print_row(rows[-1])
+    met = all(row[name]["met"] for row in rows for name in ("mean", *KINDS))
+    if args.quick:
+        return 0
+    payload = {"config": args.config.name, "steps": num_steps, "met": met, "rows": rows}
+    print(f"written: {write_result('sim_vs_real', payload).name}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,429 @@
+"""`rollpacker simulate SCENARIO [key=value ...]`: what a setting would cost, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.core.records import Record
+    from rollpacker.sim.result import SystemResult
+    from rollpacker.sim.scenario import Scenario
+
+BAR_AFTER_S = 2.0
+"""What takes no longer shows no progress bar."""
+_POLL_S = 0.2
+VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
+"""When a simulated run begins. Not the time of day: the same run has the same log."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "simulate",
+        help="what a setting would cost on a cluster, without the cluster",
+        description="Runs a scenario in virtual time through the same decisions as a real run, "
+        "prints where the step time goes, and draws a timeline.",
+        epilog="With --compare, settings of a system (tail_batching, reward_scheduler, "
+        "parallelism_planner, stream_trainer, oracle) hold for the scenario's own system; the "
+        "others are as --presets lists them. docs/simulation.md says what is modelled, and how "
+        "well.",
+    )
+    parser.add_argument("scenario", nargs="?", metavar="SCENARIO", help="YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
+    parser.add_argument(
+        "--from",
+        dest="from_run",
+        metavar="RUN",
+        help="instead of a scenario: the prompts, lengths and speed of a real run, from its event "
+        "log; key=value says what would have been different",
+    )
+    parser.add_argument(
+        "--compare", metavar="NAME,...", help="these systems on the same workload (see --presets)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    picture = parser.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the timeline here: .png, .svg or .pdf (default: SCENARIO-timeline.png in the "
+        "working directory; with --json none)",
+    )
+    picture.add_argument("--no-picture", action="store_true", help="draw no timeline")
+    parser.add_argument(
+        "--log", metavar="FILE", help="write the simulated run's event log, as of a real run"
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        help="systems simulated at the same time (default: as many as there are cores)",
+    )
+    parser.add_argument(
+        "--presets", action="store_true", help="list models, GPUs, systems, lengths and rewards"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code. Raises `ValueError` for what the user got wrong."""
+    if args.presets:
+        from rollpacker.sim.presets import describe_presets
+
+        print(describe_presets())
+        return 0
+    if args.scenario is not None and "=" in args.scenario and args.from_run is not None:
+        args.scenario, args.overrides = None, [args.scenario, *args.overrides]
+    _check(args)
+    picture = _picture(args)
+    if args.from_run is not None:
+        return _run_what_if(args, picture)
+    scenarios = _scenarios(args)
+    own = scenarios.pop("")
+    results = simulate_all(scenarios, jobs=args.jobs, log=args.log)
+    if args.json:
+        _print_json(own, results)
+    else:
+        from rollpacker.sim.table import explain
+
+        print(f"{own.name}: {_machine_text(own)}, {own.steps} steps\n")
+        _print_tables(results, explain(results))
+    _draw(results, picture, own.name, told=not args.json)
+    return 0
+
+
+# -- the command line --------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before anything is read."""
+    if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
+        raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
+    if args.scenario is None and args.from_run is None:
+        raise ValueError(
+            "simulate needs a scenario, such as configs/scenarios/14b-16k.yaml, or --from RUN"
+        )
+    if args.scenario is not None and args.from_run is not None:
+        raise ValueError(
+            f"{args.scenario} and --from {args.from_run} exclude each other: a scenario is made "
+            "up, --from takes everything from a real run"
+        )
+    if args.from_run is not None:
+        for option, given in (("--compare", args.compare), ("--log", args.log)):
+            if given is not None:
+                raise ValueError(f"{option} and --from exclude each other: it needs a scenario")
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
+    for option, file in (("--picture", args.picture), ("--log", args.log)):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
+
+
+def _picture(args: argparse.Namespace) -> Path | None:
+    """Where the timeline goes."""
+    from rollpacker.sim.timeline import FORMATS
+
+    if args.picture is not None:
+        picture = Path(args.picture)
+        if picture.suffix not in FORMATS:
+            raise ValueError(f"--picture {picture}: the name must end in {', '.join(FORMATS)}")
+        return picture
+    if args.json or args.no_picture:
+        return None
+    if args.from_run is not None:
+        return Path(f"{_run_name(args.from_run)}-what-if.png")
+    return Path(f"{Path(args.scenario).stem}-timeline.png")
+
+
+def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
+    """The scenario of each system, and under "" the scenario as it was written."""
+    from rollpacker.sim.scenario import load_scenario
+
+    path = Path(args.scenario)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a scenario file, or a run with --from {path}")
+    own = load_scenario(path, args.overrides)
+    if args.compare is None:
+        _warn_of_part_window(own.system, own)
+        return {"": own, own.system: own}
+    names = _systems(args.compare)
+    if args.log is not None and len(names) > 1:
+        raise ValueError(f"--log writes the log of one system, and --compare has {len(names)}")
+    if own.system not in names:
+        _warn_of_unused(args.overrides, own.system)
+    compared = {name: load_scenario(path, args.overrides, name) for name in names}
+    for name, scenario in compared.items():
+        _warn_of_part_window(name, scenario)
+    return {"": own} | compared
+
+
+def _systems(text: str) -> list[str]:
+    """The systems that --compare lists, each once."""
+    from rollpacker.config.document import nearest
+    from rollpacker.sim.presets import SYSTEMS
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in SYSTEMS:
+            raise ValueError(
+                f'--compare: there is no system "{name}". Known: {", ".join(SYSTEMS)}.'
+                f"{nearest(name, SYSTEMS)}"
+            )
+    return names
+
+
+def _warn_of_unused(overrides: Sequence[str], system: str) -> None:
+    from rollpacker.sim.presets import SWITCHES
+
+    unused = [text for text in overrides if text.split("=")[0].split(".")[0] in SWITCHES]
+    if unused:
+        _note(
+            f"{', '.join(unused)} has no effect: it is a setting of {system}, which --compare "
+            "leaves out"
+        )
+
+
+def _warn_of_part_window(name: str, scenario: Scenario) -> None:
+    window, steps = scenario.oracle.reorder_window, scenario.steps
+    if window and steps % window:
+        _note(
+            f"{name} sorts the prompts of {window} steps by length, the short ones first, so "
+            f"{steps} steps are not a fair sample of it: take a multiple of {window}"
+        )
+
+
+def _note(text: str) -> None:
+    print(f"rollpacker: note: {text}", file=sys.stderr)
+
+
+# -- simulating --------------------------------------------------------------------
+
+
+def simulate_all(
+    scenarios: Mapping[str, Scenario], *, jobs: int | None = None, log: str | Path | None = None
+) -> dict[str, SystemResult]:
+    """Simulate every scenario, several at the same time in processes of their own; a progress bar
+    on stderr if that takes long and stderr is a terminal.
+
+    `jobs` None: as many as there are cores. `log`: write the event log of the only one there.
+    Raises what `simulate` raises."""
+    jobs = min(jobs or os.cpu_count() or 1, len(scenarios))
+    bar = _Bar(sum(scenario.steps for scenario in scenarios.values()))
+    try:
+        if jobs > 1:
+            return _in_processes(scenarios, jobs, bar)
+        results: dict[str, SystemResult] = {}
+        before = 0
+        for name, scenario in scenarios.items():
+            results[name] = _one(
+                scenario, lambda steps, before=before: bar.show(before + steps), log
+            )
+            before += scenario.steps
+        return results
+    finally:
+        bar.close()
+
+
+def _one(
+    scenario: Scenario, progress: Callable[[int], None], log: str | Path | None = None
+) -> SystemResult:
+    from rollpacker.sim.simulate import simulate
+
+    with ExitStack() as stack:
+        observe = None if log is None else stack.enter_context(_LogFile(scenario, Path(log)))
+        return simulate(scenario, observe=observe, progress=progress)
+
+
+class _LogFile:
+    """Writes what it is called with; the file is complete or not there at all."""
+
+    def __init__(self, scenario: Scenario, path: Path) -> None:
+        self._scenario, self._path = scenario, path
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Callable[[Record], None]:
+        from rollpacker.core.records import Session, encode
+        from rollpacker.report.writing import replacing
+        from rollpacker.sim.latency import Calibration
+        from rollpacker.sim.simulate import job_config, machine_of
+
+        config = job_config(self._scenario, machine_of(self._scenario, Calibration()))
+        begin = Session(started_at=VIRTUAL_EPOCH, time_s=0.0, step=0, job=config.to_plain())
+        temporary = self._stack.enter_context(replacing(self._path))
+        file = self._stack.enter_context(temporary.open("w", encoding="utf-8"))
+        file.write(f"{encode(begin)}\n")
+        return lambda record: print(encode(record), file=file)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _in_processes(
+    scenarios: Mapping[str, Scenario], jobs: int, bar: _Bar
+) -> dict[str, SystemResult]:
+    import multiprocessing
+    from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+
+    context = multiprocessing.get_context("spawn")
+    steps_done, stop = context.Value("l", 0), context.Event()
+    with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
+        futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
+        waiting = set(futures.values())
+        try:
+            while waiting:
+                done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
+                bar.show(steps_done.value)
+                for future in done:
+                    future.result()
+        except BaseException:  # whatever it is, the other processes need not go on
+            stop.set()
+            raise
+    return {name: future.result() for name, future in futures.items()}
+
+
+class _StoppedError(Exception):
+    """The main process needs no result any more."""
+
+
+_worker: list[Any] = []
+"""In a worker process: the counter of steps done by all, and the event that stops it."""
+
+
+def _begin_worker(steps_done: Any, stop: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
+    _worker[:] = [steps_done, stop]
+
+
+def _in_worker(scenario: Scenario) -> SystemResult:
+    steps_done, stop = _worker
+
+    def progress(steps: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        with steps_done.get_lock():
+            steps_done.value += 1
+
+    return _one(scenario, progress)
+
+
+class _Bar:
+    """A progress bar on stderr that appears once it has become worthwhile."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began_s = time.monotonic()
+        self._wanted = sys.stderr.isatty()
+        self._shown: Any = None
+
+    def show(self, done: int) -> None:
+        if self._shown is None and self._wanted:
+            if time.monotonic() - self._began_s < BAR_AFTER_S:
+                return
+            self._shown = self._make()
+        if self._shown is not None:
+            self._shown.update(self._shown.task_ids[0], completed=done)
+
+    def _make(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        bar = Progress(console=Console(stderr=True), transient=True)
+        bar.add_task("simulated steps", total=self._total)
+        bar.start()
+        return bar
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.stop()
+
+
+# -- what if -----------------------------------------------------------------------
+
+
+def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
+    from rollpacker.report.log import events_path
+    from rollpacker.sim.table import explain_what_if
+    from rollpacker.sim.whatif import what_if
+
+    events_path(args.from_run)  # raises if there is none
+    found = what_if(Path(args.from_run), args.overrides)
+    results = {
+        "measured": found.measured,
+        "simulated": found.predicted_same,
+        "what-if": found.predicted,
+    }
+    if args.json:
+        _print_json(found.scenario, results)
+    else:
+        print(f"{found.fit_text}\n")
+        _print_tables(results, explain_what_if(results))
+    _draw(results, picture, _run_name(args.from_run), told=not args.json)
+    return 0
+
+
+def _run_name(run: str) -> str:
+    """Of a run's folder, or of an event log."""
+    path = Path(run).resolve()
+    return path.stem if path.is_file() else path.name
+
+
+# -- output ------------------------------------------------------------------------
+
+
+def _machine_text(scenario: Scenario) -> str:
+    model = scenario.model if isinstance(scenario.model, str) else "a model of its own shape"
+    gpu = scenario.cluster.gpu
+    return f"{model} on {scenario.cluster.gpus} x {gpu if isinstance(gpu, str) else 'GPU'}"
+
+
+def _print_tables(results: Mapping[str, SystemResult], meaning: str) -> None:
+    import textwrap
+
+    from rollpacker.sim.table import MAX_WIDTH, render
+
+    print(render(results))
+    print()
+    print(textwrap.fill(meaning, MAX_WIDTH))
+
+
+def _draw(
+    results: Mapping[str, SystemResult], picture: Path | None, title: str, *, told: bool
+) -> None:
+    if picture is None:
+        return
+    from rollpacker.sim.timeline import draw
+
+    draw(results, picture, title=title)
+    if told:
+        print(f"\nThe timeline is in {picture}.")
+
+
+def _print_json(scenario: object, results: Mapping[str, SystemResult]) -> None:
+    import json
+
+    from rollpacker.config.check import to_plain_value
+
+    plain = {
+        "scenario": to_plain_value(scenario),
+        "systems": {name: result.to_plain() for name, result in results.items()},
+    }
+    print(json.dumps(_finite(plain), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return None
+    return value

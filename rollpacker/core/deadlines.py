@@ -1,0 +1,70 @@
+"""The adaptive deadline of a check: answers that are right are seldom slow.
+
+A program that hangs holds its worker until its deadline. The longest execution among the correct
+answers so far, times a margin, is enough for nearly every answer that deserves a reward:
+
+    timeout = min(max(min_s, factor * longest correct), max_s)
+
+Until the first correct answer it is `max_s`. A correct answer may take up to `factor` times the
+longest before it, so the deadline can grow again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveDeadlineConfig:
+    """Bounds of the deadline of one check."""
+
+    min_s: float = 2.0
+    """Never less than so many seconds."""
+    factor: float = 1.5
+    """Margin over the longest correct execution."""
+    max_s: float = 30.0
+    """Never more, and so much before any answer was correct."""
+    adaptive: bool = True
+    """False: always `max_s`."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.min_s) and self.min_s > 0):
+            raise ValueError(f"min_s must be more than 0, not {self.min_s}")
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"factor must be at least 1, not {self.factor}")
+        if not (math.isfinite(self.max_s) and self.max_s >= self.min_s):
+            raise ValueError(f"max_s must be at least min_s ({self.min_s}), not {self.max_s}")
+
+
+class AdaptiveDeadline:
+    """Tell `observe` of every finished check, ask `timeout_s` for the next one."""
+
+    def __init__(self, config: AdaptiveDeadlineConfig) -> None:
+        self.config = config
+        self.anchor_s: float | None = None
+        """Longest execution of a correct answer; None before the first."""
+
+    def timeout_s(self) -> float:
+        """Seconds that a check started now may take."""
+        config = self.config
+        if not config.adaptive or self.anchor_s is None:
+            return config.max_s
+        return min(max(config.min_s, config.factor * self.anchor_s), config.max_s)
+
+    def observe(self, seconds: float, *, correct: bool) -> None:
+        """A check ran for so long and found the answer correct, or not (or ran out of time)."""
+        assert math.isfinite(seconds) and seconds >= 0
+        if correct and (self.anchor_s is None or seconds > self.anchor_s):
+            self.anchor_s = seconds
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {"anchor_s": self.anchor_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As it was when `state` was taken."""
+        self.anchor_s = state["anchor_s"]

@@ -1,0 +1,168 @@
+"""The parallelism planner: how many devices share one engine, for each kind of round.
+
+A higher tensor-parallel degree leaves more memory for the key-value cache and so fewer preemptions;
+a lower one decodes more tokens a second while the cache suffices. Short rounds launch more than
+long ones, so each kind of round has its own degree:
+
+    preemptions of a round rose                 -> next higher degree
+    `calm_rounds` rounds without any in a row   -> next lower degree, where it did not fail before
+
+Counts are per launched sample, so that rounds of different sizes compare. A round is compared with
+the last one of its kind, whatever degree that had: after a step up, preemptions that merely stay
+are no reason for another; after a step down, any are. The first round of a kind is compared with
+the last round of another kind at that degree, and without one with a round free of preemptions. A
+difference of less than `FLOOR` is never a rise.
+
+A degree that had to be left for a higher one *failed*. It is tried again only after
+`RETRY_FACTOR * calm_rounds` calm rounds, twice as many after each further failure, and never again
+after `MAX_FAILURES`. A workload that does not change thus sees a finite number of changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.core.commands import RoundKind
+
+FLOOR = 0.01
+"""Preemptions per launched sample that are noise."""
+RETRY_FACTOR = 4
+MAX_FAILURES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismConfig:
+    """Degrees that the engines may be given (`parallelism_planner.*`)."""
+
+    enabled: bool = False
+    degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees to choose from, ascending."""
+    initial: int = 1
+    """The degree that is best without tail batching."""
+    rise: float = 1.05
+    """Preemptions of more than this times the reference call for the next higher degree."""
+    calm_rounds: int = 4
+    """So many rounds of a kind in a row without preemption call for the next lower degree."""
+
+    def __post_init__(self) -> None:
+        if not self.degrees or min(self.degrees) < 1:
+            raise ValueError(f"degrees must be whole numbers from 1 on, not {self.degrees}")
+        if list(self.degrees) != sorted(set(self.degrees)):
+            raise ValueError(f"degrees must ascend, not {self.degrees}")
+        if self.initial not in self.degrees:
+            raise ValueError(f"initial must be one of degrees {self.degrees}, not {self.initial}")
+        if not (math.isfinite(self.rise) and self.rise >= 1):
+            raise ValueError(f"rise must be at least 1, not {self.rise}")
+        if self.calm_rounds < 1:
+            raise ValueError(f"calm_rounds must be at least 1, not {self.calm_rounds}")
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one kind of round."""
+
+    degree: int
+    last_rate: float | None = None
+    """Preemptions per launched sample of the last round; None before the first."""
+    num_calm: int = 0
+    """Rounds at this degree, up to the last one, in a row without preemption."""
+    num_failures: dict[int, int] = field(default_factory=dict)
+    """By degree: how often it had to be left for a higher one."""
+
+
+class ParallelismPlanner:
+    """Ask `degree` when a round starts, tell `observe` when it is over."""
+
+    def __init__(self, config: ParallelismConfig) -> None:
+        self.config = config
+        self.num_changes = 0
+        """Degrees changed so far, over all kinds."""
+        self._kinds: dict[str, _Kind] = {}
+        self._rates: dict[int, float] = {}
+        """By degree: preemptions per launched sample of the last round of any kind."""
+
+    def degree(self, kind: RoundKind) -> int:
+        """The tensor-parallel degree for the next round of this kind."""
+        known = self._kinds.get(kind.value)
+        return self.config.initial if known is None else known.degree
+
+    def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
+        """A round of this kind, at the degree that it was given, is over: so many preemptions of so
+        many launched samples."""
+        assert preemptions >= 0 and num_samples >= 1
+        if not self.config.enabled:
+            return
+        state = self._kinds.setdefault(kind.value, _Kind(self.config.initial))
+        rate = preemptions / num_samples
+        reference = state.last_rate
+        if reference is None:
+            reference = self._rates.get(state.degree, 0.0)
+        state.last_rate = self._rates[state.degree] = rate
+        state.num_calm = 0 if preemptions else state.num_calm + 1
+        if rate > self.config.rise * reference + FLOOR:
+            self._step_up(state)
+        elif state.num_calm:
+            self._step_down(state)
+
+    def _step_up(self, state: _Kind) -> None:
+        higher = [degree for degree in self.config.degrees if degree > state.degree]
+        if higher:
+            state.num_failures[state.degree] = state.num_failures.get(state.degree, 0) + 1
+            self._change(state, higher[0])
+
+    def _step_down(self, state: _Kind) -> None:
+        lower = [degree for degree in self.config.degrees if degree < state.degree]
+        if not lower:
+            return
+        failures = state.num_failures.get(lower[-1], 0)
+        needed = self.config.calm_rounds
+        if failures:
+            needed *= RETRY_FACTOR * 2 ** (failures - 1)
+        if failures < MAX_FAILURES and state.num_calm >= needed:
+            self._change(state, lower[-1])
+
+    def _change(self, state: _Kind, degree: int) -> None:
+        state.degree = degree
+        state.num_calm = 0
+        self.num_changes += 1
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "num_changes": self.num_changes,
+            "rates": _with_text_keys(self._rates),
+            "kinds": {
+                kind: {
+                    "degree": known.degree,
+                    "last_rate": known.last_rate,
+                    "num_calm": known.num_calm,
+                    "num_failures": _with_text_keys(known.num_failures),
+                }
+                for kind, known in sorted(self._kinds.items())
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As it was when `state` was taken. A kind whose degree is no longer among those of the
+        configuration starts anew."""
+        self.num_changes = state["num_changes"]
+        self._rates = {int(degree): rate for degree, rate in state["rates"].items()}
+        self._kinds = {
+            kind: _Kind(
+                degree=saved["degree"],
+                last_rate=saved["last_rate"],
+                num_calm=saved["num_calm"],
+                num_failures={int(key): count for key, count in saved["num_failures"].items()},
+            )
+            for kind, saved in state["kinds"].items()
+            if saved["degree"] in self.config.degrees
+        }
+
+
+def _with_text_keys(by_degree: Mapping[int, Any]) -> dict[str, Any]:
+    """JSON has no other keys than text."""
+    return {str(degree): by_degree[degree] for degree in sorted(by_degree)}

@@ -1,0 +1,347 @@
+"""The stream trainer's plan: which devices leave a round early, and which groups are trained then.
+
+Towards the end of a round few responses are left, and half of the devices would idle. The plan
+hands those to the trainer, which accumulates the gradients of finished groups while the rest of the
+round still runs. No update happens before the round is over, so the run stays on-policy.
+
+Devices are released at most once a round, when 20, 25, ... 50 % of the launched samples have
+finished, and only if the surviving engines can hold what is still to come: the *peak* of the
+key-value demand of the remaining samples, projected from the lengths of earlier rounds. Demand may
+well grow after the release, because those that remain are the long ones.
+
+    begin(kind)  ->  on_finished / on_stopped, once a sample  ->  maybe devices to release
+                 ->  groups_to_stream, whenever groups are ready
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.core.lengths import IntArray
+
+Group = TypeVar("Group", bound=Sized)
+
+MAX_HISTORY = 4096
+"""Lengths remembered per history."""
+NUM_SDS = 2.0
+"""Standard deviations above the expected demand that an engine must be able to hold."""
+WHOLE = "whole"
+"""One history for all kinds of round that wait for every sample they launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """When devices go to the trainer early (`stream_trainer.*`)."""
+
+    enabled: bool = False
+    """Without it nothing is released and nothing streamed, in the reward wait either."""
+    kinds: tuple[str, ...] = ("long", "flush")
+    """Kinds of round in which devices may be released."""
+    window: tuple[float, float] = (0.2, 0.5)
+    """Released between these shares of finished samples."""
+    every: float = 0.05
+    """Tried each time that the share has grown by so much."""
+    released_share: float = 0.5
+    """At most so much of the devices is released."""
+    min_new_share: float = 0.05
+    """A try needs so many samples, as a share of the launched ones, finished since the last."""
+    max_share: float = 1.0
+    """At most so much of a step's samples is trained on before the round is over."""
+    reward_wait: bool = False
+    """Stream in any round once its engines are empty and only verdicts are awaited."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.kinds) - {kind.value for kind in RoundKind})
+        if unknown:
+            known = ", ".join(kind.value for kind in RoundKind)
+            raise ValueError(f"kinds has {unknown[0]!r}, which is none of {known}")
+        low, high = self.window
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"window must be two ascending shares above 0, not {self.window}")
+        if not 0 < self.every <= 1:
+            raise ValueError(f"every must lie between 0 and 1, not {self.every}")
+        if not 0 < self.released_share < 1:
+            raise ValueError(f"released_share must lie between 0 and 1, not {self.released_share}")
+        for name in ("min_new_share", "max_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLayout:
+    """How the devices, numbered from 0, are shared out: groups are consecutive devices."""
+
+    gpus: int = 1
+    gpus_per_node: int = 8
+    tensor_parallel: int = 1
+    """Devices of one engine."""
+    train_group: int = 1
+    """Devices of one training replica."""
+    kv_tokens: int | None = None
+    """Tokens that the cache of one engine holds; None: it never runs out."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "gpus_per_node", "tensor_parallel", "train_group"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tensor_parallel", "train_group"):
+            if self.gpus % getattr(self, name):
+                raise ValueError(f"{name} ({getattr(self, name)}) must divide gpus ({self.gpus})")
+        if min(self.gpus, self.gpus_per_node) % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel ({self.tensor_parallel}) must divide the devices of a node "
+                f"({min(self.gpus, self.gpus_per_node)})"
+            )
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise ValueError(f"kv_tokens must be at least 1, not {self.kv_tokens}")
+
+    def releasable(self, share: float) -> tuple[int, ...]:
+        """The last devices, at most `share` of them and as many as possible, such that no engine
+        and no training replica is split and an engine stays; () if that is impossible."""
+        unit = math.lcm(self.tensor_parallel, self.train_group)
+        if self.gpus % unit:
+            return ()
+        num_released = min(math.floor(self.gpus * share + 1e-9), self.gpus - 1) // unit * unit
+        return tuple(range(self.gpus - num_released, self.gpus))
+
+
+@dataclass(slots=True)
+class _Round:
+    kind: RoundKind
+    layout: DeviceLayout
+    num_samples: int
+    num_to_train: int
+    prompt_tokens: float
+    may_release: bool
+    tries: deque[int]
+    """Numbers of finished samples at which to try, ascending."""
+    num_finished: int = 0
+    num_stopped: int = 0
+    num_finished_at_try: int = 0
+    longest: int = 0
+    """Tokens of the longest finished response."""
+    released: tuple[int, ...] | None = None
+    num_streamed: int = 0
+    """Samples handed to the trainer early."""
+
+
+class StreamPlan:
+    """State over a run; `begin` each round, then feed it the round's samples."""
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        layout: DeviceLayout,
+        *,
+        max_response_tokens: int | None = None,
+    ) -> None:
+        """`max_response_tokens` bounds the projection; without it nothing is released before a
+        history of lengths exists, if the cache is limited."""
+        self.config = config
+        self.layout = layout
+        self.max_response_tokens = max_response_tokens
+        self.num_tries = 0
+        self.num_releases = 0
+        self.num_refused_kv = 0
+        """Tries refused because the surviving engines would run out of cache."""
+        self.num_refused_layout = 0
+        """Tries refused because an engine or a training replica would be split."""
+        self._histories: dict[str, deque[int]] = {}
+        """Tokens at which samples left the engine, finished or stopped, in earlier rounds of kinds
+        in which devices may be released."""
+        self._left: list[int] = []
+        """The same for this round: they join the history when the next one begins."""
+        self._round: _Round | None = None
+
+    @property
+    def released(self) -> bool:
+        """Devices were released in this round."""
+        return self._round is not None and self._round.released is not None
+
+    # -- events ------------------------------------------------------------------------
+
+    def begin(
+        self,
+        kind: RoundKind,
+        *,
+        num_samples: int,
+        num_to_train: int,
+        prompt_tokens: float = 0.0,
+        layout: DeviceLayout | None = None,
+    ) -> None:
+        """A round starts: samples launched, samples that the step will train on, mean tokens of a
+        prompt, and the layout if it differs from the run's (another degree)."""
+        assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
+        self._close_history()
+        may_release = self.config.enabled and kind.value in self.config.kinds
+        self._round = _Round(
+            kind=kind,
+            layout=self.layout if layout is None else layout,
+            num_samples=num_samples,
+            num_to_train=num_to_train,
+            prompt_tokens=prompt_tokens,
+            may_release=may_release,
+            tries=deque(_tries(self.config, num_samples) if may_release else ()),
+        )
+
+    def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
+        """A response of so many tokens is complete. Devices to release now, or None."""
+        now = self._current()
+        now.num_finished += 1
+        now.longest = max(now.longest, num_tokens)
+        if now.may_release:
+            self._left.append(num_tokens)
+        if not now.tries or now.num_finished < now.tries[0]:
+            return None
+        now.tries.popleft()
+        return self._try_release(now)
+
+    def on_stopped(self, num_tokens: int) -> None:
+        """A sample left the engine without being complete: aborted or failed."""
+        now = self._current()
+        now.num_stopped += 1
+        if now.may_release:
+            self._left.append(num_tokens)
+
+    def on_added(self, count: int = 1) -> None:
+        """More samples were launched in this round, to replace failed ones."""
+        self._current().num_samples += count
+
+    def groups_to_stream(self, groups: Sequence[Group], *, engine_empty: bool) -> tuple[Group, ...]:
+        """Which of these groups (finished, scored, certain to be trained on, not streamed yet) the
+        trainer may start on now: the first ones, up to `max_share` of the step's samples.
+
+        What is returned counts as streamed. `engine_empty`: nothing of the round is still being
+        generated."""
+        now = self._current()
+        in_reward_wait = self.config.enabled and self.config.reward_wait and engine_empty
+        if now.released is None and not in_reward_wait:
+            return ()
+        budget = math.floor(self.config.max_share * now.num_to_train + 1e-9)
+        chosen: list[Group] = []
+        for group in groups:
+            if now.num_streamed + len(group) > budget:
+                break
+            now.num_streamed += len(group)
+            chosen.append(group)
+        return tuple(chosen)
+
+    # -- the release -------------------------------------------------------------------
+
+    def _try_release(self, now: _Round) -> tuple[int, ...] | None:
+        new = now.num_finished - now.num_finished_at_try
+        if new < math.floor(self.config.min_new_share * now.num_samples + 1e-9):
+            return None
+        now.num_finished_at_try = now.num_finished
+        self.num_tries += 1
+        devices = now.layout.releasable(self.config.released_share)
+        if not devices:
+            self.num_refused_layout += 1
+            return None
+        if not self._fits(now, now.layout.gpus - len(devices)):
+            self.num_refused_kv += 1
+            return None
+        self.num_releases += 1
+        now.tries.clear()
+        now.released = devices
+        return devices
+
+    def _fits(self, now: _Round, num_devices: int) -> bool:
+        """Whether engines on so many devices can hold the remaining samples to their end."""
+        capacity = now.layout.kv_tokens
+        if capacity is None:
+            return True
+        num_live = now.num_samples - now.num_finished - now.num_stopped
+        num_live = math.ceil(num_live / (num_devices // now.layout.tensor_parallel))
+        if num_live == 0:
+            return True
+        lengths = self._projected(now)
+        if lengths is None:
+            return False
+        return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
+
+    def _projected(self, now: _Round) -> IntArray | None:
+        """Lengths that a remaining sample may come to, ascending; None if nothing is known.
+
+        Those of earlier rounds that are beyond the longest response finished by now. The limit of a
+        response counts as one more of them: it is all that is known before there is a history."""
+        history = np.array(self._histories.get(_history_of(now.kind), ()), dtype=np.int64)
+        ahead = np.sort(history[history > now.longest])
+        if self.max_response_tokens is not None:
+            limit = max(self.max_response_tokens, now.longest)
+            ahead = np.append(np.minimum(ahead, limit), limit)
+        return ahead if ahead.size else None
+
+    # -- bookkeeping -------------------------------------------------------------------
+
+    def _current(self) -> _Round:
+        assert self._round is not None, "no round has begun"
+        return self._round
+
+    def _close_history(self) -> None:
+        """The lengths of the round at hand join their history."""
+        if self._round is not None and self._left:
+            name = _history_of(self._round.kind)
+            self._histories.setdefault(name, deque(maxlen=MAX_HISTORY)).extend(self._left)
+        self._left = []
+        self._round = None
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Between rounds: a round at hand counts as over, its lengths as history."""
+        histories = {name: list(lengths) for name, lengths in sorted(self._histories.items())}
+        if self._round is not None and self._left:
+            name = _history_of(self._round.kind)
+            histories[name] = [*histories.get(name, []), *self._left][-MAX_HISTORY:]
+        return {
+            "num_tries": self.num_tries,
+            "num_releases": self.num_releases,
+            "num_refused_kv": self.num_refused_kv,
+            "num_refused_layout": self.num_refused_layout,
+            "histories": histories,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As it was when `state` was taken, between rounds."""
+        self.num_tries = state["num_tries"]
+        self.num_releases = state["num_releases"]
+        self.num_refused_kv = state["num_refused_kv"]
+        self.num_refused_layout = state["num_refused_layout"]
+        self._histories = {
+            kind: deque(lengths, maxlen=MAX_HISTORY) for kind, lengths in state["histories"].items()
+        }
+        self._left = []
+        self._round = None
+
+
+def _history_of(kind: RoundKind) -> str:
+    """A race stops its slow samples, so its lengths say nothing about rounds that wait for all."""
+    is_race = kind in (RoundKind.SHORT, RoundKind.CASCADE)
+    return kind.value if is_race else WHOLE
+
+
+def _tries(config: StreamConfig, num_samples: int) -> list[int]:
+    """Numbers of finished samples at which a release is tried."""
+    low, high = config.window
+    num_tries = math.floor((high - low) / config.every + 1e-9) + 1
+    shares = (low + index * config.every for index in range(num_tries))
+    return sorted({max(math.ceil(share * num_samples - 1e-9), 1) for share in shares})
+
+
+def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
+    """Most tokens that `num_live` samples of one engine will hold at once, with a margin.
+
+    All are at the same position, and end at lengths drawn from `lengths` (ascending). Between two
+    of these lengths nothing ends and the demand grows, so its peaks are there."""
+    alive = 1.0 - np.arange(lengths.size) / lengths.size
+    expected = num_live * alive
+    bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)
+    return float(np.max(bound * (prompt_tokens + lengths)))

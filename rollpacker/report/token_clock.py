@@ -1,0 +1,205 @@
+"""The engine's token clock, read back from a log: how many decode steps lay between two ends.
+
+An engine admits requests first come, first served, into its slots. Being admitted (the prefill)
+gives a sample its first token, every decode step one more. So a sample of L tokens that was
+admitted at clock a ends at clock a + L - 1, and a log that holds lengths and times also holds the
+seconds of known numbers of decode steps with known numbers of running samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollpacker.core.commands import Launch, RoundKind
+from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.core.records import Entry, Record, Session
+
+
+class ClockError(ValueError):
+    """The ends of a round do not fit one engine of that many slots."""
+
+
+class Stretch(NamedTuple):
+    """What the engine did between two ends of samples (or the launch and the first end)."""
+
+    steps: int
+    """Decode steps."""
+    running: int
+    """Samples decoded in each of them."""
+    cached: int
+    """Response tokens of the running samples before the first of the steps; prompts are not
+    counted, since a log does not tell their lengths."""
+    admitted: int
+    """Samples that were prefilled before the first of the steps."""
+    ended: int
+    """Samples that ended, or were stopped, right before."""
+    seconds: float
+
+    @property
+    def cached_sum(self) -> int:
+        """`cached` added up over the steps: every step adds one token to each running sample."""
+        return self.steps * self.cached + self.running * self.steps * (self.steps - 1) // 2
+
+
+class End(NamedTuple):
+    time_s: float
+    sample: SampleId
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class LoggedRound:
+    """One round's generation, as logged."""
+
+    kind: RoundKind
+    start_s: float
+    """When the samples were launched."""
+    samples: tuple[SampleId, ...]
+    slots: int | None
+    """Of the engine, as the session's first line told."""
+    ends: list[End] = field(default_factory=list)
+    """In log order."""
+    irregular: bool = False
+    """A sample failed or was launched again: the clock cannot be told."""
+
+    @property
+    def rollout_s(self) -> float:
+        """Seconds from the launch to the last end."""
+        return self.ends[-1].time_s - self.start_s
+
+
+class RoundFold:
+    """Feed it a log's entries; it answers with a round when all of its samples have ended."""
+
+    def __init__(self) -> None:
+        self._current: LoggedRound | None = None
+        self._live: set[SampleId] = set()
+        self._slots: int | None = None
+
+    def feed(self, entry: Entry) -> LoggedRound | None:
+        if isinstance(entry, Session):
+            self._current, self._slots = None, entry.slots
+            self._live.clear()
+        if not isinstance(entry, Record):
+            return None
+        self._end_sample(entry)
+        for command in entry.commands:
+            if isinstance(command, Launch):
+                self._launch(command, entry.time_s)
+        if self._current is None or self._live:
+            return None
+        done, self._current = self._current, None
+        return done
+
+    def _end_sample(self, record: Record) -> None:
+        event = record.event
+        if not isinstance(event, SampleGenerated | SampleAborted | SampleFailed):
+            return
+        if self._current is None or event.sample not in self._live:
+            return
+        self._live.discard(event.sample)
+        if isinstance(event, SampleFailed):
+            self._current.irregular = True
+        else:
+            self._current.ends.append(End(record.time_s, event.sample, event.num_tokens))
+
+    def _launch(self, command: Launch, time_s: float) -> None:
+        self._live.update(command.samples)
+        if self._current is None:
+            self._current = LoggedRound(command.kind, time_s, command.samples, self._slots)
+        else:
+            self._current.irregular = True
+
+
+def iterate_rounds(entries: Iterable[Entry]) -> Iterator[LoggedRound]:
+    """The rounds whose samples all ended, in order."""
+    fold = RoundFold()
+    for entry in entries:
+        done = fold.feed(entry)
+        if done is not None and done.ends:
+            yield done
+
+
+def stretches(round_: LoggedRound, *, slots: int | None) -> list[Stretch]:
+    """The round between its ends, in order; `slots` None: everything is admitted at once.
+
+    Raises `ClockError` if the ends contradict such an engine.
+    """
+    if round_.irregular:
+        raise ClockError("a sample failed or was launched again")
+    engine = _Engine(round_.samples, slots)
+    found = []
+    last_s, ended = round_.start_s, 0
+    for end in round_.ends:
+        if end.num_tokens == 0:
+            engine.forget(end.sample)
+            continue
+        clock = engine.clock_of(end)
+        if clock > engine.clock or engine.num_admitted:
+            found.append(engine.advance(clock, ended, end.time_s - last_s))
+            last_s, ended = end.time_s, 0
+        engine.remove(end.sample)
+        ended += 1
+    return found
+
+
+class _Engine:
+    """First come, first served, into slots."""
+
+    def __init__(self, samples: Iterable[SampleId], slots: int | None) -> None:
+        self.clock = 0
+        self.num_admitted = 0
+        """Since the last advance."""
+        self._slots = slots
+        self._waiting = deque(samples)
+        self._admitted_at: dict[SampleId, int] = {}
+        self._sum_admitted_at = 0
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._slots is None or len(self._admitted_at) < self._slots):
+            self._admitted_at[self._waiting.popleft()] = self.clock
+            self._sum_admitted_at += self.clock
+            self.num_admitted += 1
+
+    def clock_of(self, end: End) -> int:
+        """When this sample ends. What waits is admitted first, if the clock must go on for it."""
+        if self._slots is not None and self._clock_if_running(end) != self.clock:
+            self._admit()
+        clock = self._clock_if_running(end)
+        if clock is None or clock < self.clock:
+            raise ClockError(
+                f"sample {end.sample} ended after {end.num_tokens} tokens, which is too soon or "
+                "too late for the samples before it"
+            )
+        return clock
+
+    def _clock_if_running(self, end: End) -> int | None:
+        admitted_at = self._admitted_at.get(end.sample)
+        return None if admitted_at is None else admitted_at + end.num_tokens - 1
+
+    def advance(self, clock: int, ended: int, seconds: float) -> Stretch:
+        running = len(self._admitted_at)
+        stretch = Stretch(
+            steps=clock - self.clock,
+            running=running,
+            cached=running * (self.clock + 1) - self._sum_admitted_at,
+            admitted=self.num_admitted,
+            ended=ended,
+            seconds=seconds,
+        )
+        self.clock, self.num_admitted = clock, 0
+        return stretch
+
+    def remove(self, sample: SampleId) -> None:
+        self._sum_admitted_at -= self._admitted_at.pop(sample)
+
+    def forget(self, sample: SampleId) -> None:
+        """It was stopped while it waited."""
+        if sample not in self._waiting:
+            raise ClockError(f"sample {sample} was stopped while it waited, but had a slot")
+        self._waiting.remove(sample)

@@ -1,0 +1,1 @@
+"""The virtual driver: the same core as a real run, in simulated time."""

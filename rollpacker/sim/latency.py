@@ -1,0 +1,322 @@
+"""How long things take: from datasheets and a few fitted constants, or from a measured run.
+
+Both kinds of model answer the same questions (`LatencyModel`), so the simulator does not know which
+one it has. Rewards are not here: their pools belong to the scenario.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from rollpacker.sim.hardware import GpuSpec, ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of one decode step of one engine, in which each of its n running sequences gains one
+    token: max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n, with K tokens in
+    the KV cache before the step."""
+
+    launch_s: float
+    """Floor: what the host needs to start the kernels of all layers."""
+    bytes_s: float
+    """Reading the weights, and what does not depend on the batch."""
+    per_cached_token_s: float
+    """Reading the keys and values of one token."""
+    per_sequence_s: float
+    """Sampling and bookkeeping of one sequence."""
+    speculation_speedup: float = 1.0
+    """Steps are this much faster while at most `speculation_max_live` sequences run."""
+    speculation_max_live: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+        if not max(self.launch_s, self.bytes_s) + self.per_sequence_s > 0:
+            raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
+        if not (math.isfinite(self.speculation_speedup) and self.speculation_speedup >= 1):
+            raise ValueError(
+                f"speculation_speedup must be 1 or more, not {self.speculation_speedup}"
+            )
+        if self.speculation_max_live < 0:
+            raise ValueError(
+                f"speculation_max_live must be 0 or more, not {self.speculation_max_live}"
+            )
+
+    def step_s(self, num_running: int, cached_tokens: int) -> float:
+        """Seconds of one step with `num_running` sequences and `cached_tokens` in the cache."""
+        step = max(self.launch_s, self.bytes_s + self.per_cached_token_s * cached_tokens)
+        return (step + self.per_sequence_s * num_running) / self.speedup(num_running)
+
+    def speedup(self, num_running: int) -> float:
+        """Of speculative decoding, for so many running sequences."""
+        return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
+
+
+class LatencyModel(Protocol):
+    """What the simulator asks of a machine. All times in seconds."""
+
+    @property
+    def train_fixed_s(self) -> float:
+        """A training step's part that does not depend on its tokens: load, offload, update."""
+
+    @property
+    def sync_s(self) -> float:
+        """Bringing new weights into the engines."""
+
+    @property
+    def commit_s(self) -> float:
+        """Writing a step down (log, metrics, checkpoint) before the next one begins."""
+
+    def step_cost(self, tensor_parallel: int) -> StepCost:
+        """Of the decode steps of one engine on so many GPUs."""
+
+    def kv_tokens(self, tensor_parallel: int) -> int | None:
+        """Tokens that the KV cache of one engine holds; None if that never limits anything. Raises
+        `ValueError` if the engine has no room for its weights."""
+
+    def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
+        """One engine's prefill of the prompts of so many samples launched together."""
+
+    def recompute_token_s(self, tensor_parallel: int) -> float:
+        """Prefill per token of a sequence that comes back after it was preempted or moved."""
+
+    def train_s(self, tokens: float, gpus: int) -> float:
+        """The part of a training step that grows with its tokens (responses)."""
+
+
+def _fitted(default: float, unit: str, fitted_to: str) -> Any:
+    return field(default=default, metadata={"unit": unit, "fitted_to": fitted_to})
+
+
+_PAPER = "the RollPacker paper (arXiv 2509.21009)"
+_STEPS = f"{_PAPER}, Fig. 9 and 10, mean step times of the 7B, 14B and 32B set-ups"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Every constant of `DatasheetModel` that no datasheet gives, most of them fitted.
+    `constants()` lists them with unit and source."""
+
+    launch_layer_s: float = _fitted(0.257e-3, "s per layer", _STEPS)
+    """Host time to launch one layer of a decode step; the floor of small batches."""
+    per_sequence_s: float = _fitted(0.29e-3, "s per sequence", _STEPS)
+    """Sampling and bookkeeping, per running sequence of a decode step."""
+    bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
+    """Of the memory bandwidth that decoding reaches."""
+    tensor_parallel_layer_s: float = _fitted(0.02e-3, "s per layer", "assumed, not fitted")
+    """All-reduces of one layer of a decode step, on two GPUs or more."""
+    prefill_utilization: float = _fitted(
+        400 / 989, "share of the datasheet's FLOP/s", "assumed, not fitted: 0.4 PFLOP/s on an H800"
+    )
+    train_utilization: float = _fitted(
+        0.148, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
+    )
+    """Model FLOP utilisation of training and of the log-prob passes before it."""
+    train_fixed_scale_s: float = _fitted(
+        0.44257, "s at 1e9 parameters", "12.3, 26.4 and 122.6 s at 7B, 14B and 32B"
+    )
+    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 10 % too low at 7B, 20 %
+    too high at 14B, 8 % too low at 32B."""
+    train_fixed_exponent: float = _fitted(
+        1.58757, "power of the parameters", "12.3, 26.4 and 122.6 s at 7B, 14B and 32B"
+    )
+    """Exponent b of the same."""
+    sync_scale_s: float = _fitted(
+        0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
+    )
+    """Scale of the weight sync, a power law as above: 13 % too high at 7B, 20 % too low at 14B,
+    11 % too high at 32B."""
+    sync_exponent: float = _fitted(
+        1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
+    )
+
+    def __post_init__(self) -> None:
+        for constant in fields(self):
+            value = getattr(self, constant.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{constant.name} must be 0 or more, not {value}")
+        for name in ("bandwidth_share", "prefill_utilization", "train_utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie above 0 and not above 1")
+
+    def constants(self) -> dict[str, tuple[float, str, str]]:
+        """Name -> (value, unit, what it was fitted to)."""
+        return {
+            constant.name: (
+                getattr(self, constant.name),
+                constant.metadata["unit"],
+                constant.metadata["fitted_to"],
+            )
+            for constant in fields(self)
+        }
+
+
+TRAIN_FLOPS_PER_PARAM = 10.0
+"""Per token: 6 for forward and backward, 2 each for the log-probs of the policy and of the
+reference model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasheetModel:
+    """Times of a model on a kind of GPU that nobody measured."""
+
+    model: ModelShape
+    gpu: GpuSpec
+    calibration: Calibration = Calibration()
+    prompt_tokens: int = 200
+    """Mean length of a prompt."""
+    shared_prefill_share: float = 0.6
+    """Of the prompt tokens, found in the cache because a sample of the same prompt was there."""
+    kv_memory_share: float = 0.9
+    """Of a GPU's memory that weights and KV cache may fill together; 0.9 is what vLLM takes."""
+    train_fixed_given_s: float | None = None
+    """The fixed time of a training step where it is known; None: the power law."""
+    sync_given_s: float | None = None
+    """Likewise for the weight sync."""
+    speculation_speedup: float = 1.0
+    """Speculative decoding: see `StepCost`."""
+    speculation_max_live: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens must be at least 1, not {self.prompt_tokens}")
+        if not 0 <= self.shared_prefill_share <= 1:
+            raise ValueError(
+                f"shared_prefill_share must lie between 0 and 1, not {self.shared_prefill_share}"
+            )
+        if not 0 < self.kv_memory_share <= 1:
+            raise ValueError(
+                f"kv_memory_share must lie above 0 and not above 1, not {self.kv_memory_share}"
+            )
+        for name in ("train_fixed_given_s", "sync_given_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+
+    @property
+    def train_fixed_s(self) -> float:
+        if self.train_fixed_given_s is not None:
+            return self.train_fixed_given_s
+        c = self.calibration
+        return float(c.train_fixed_scale_s * (self.model.params / 1e9) ** c.train_fixed_exponent)
+
+    @property
+    def sync_s(self) -> float:
+        if self.sync_given_s is not None:
+            return self.sync_given_s
+        c = self.calibration
+        return float(c.sync_scale_s * (self.model.params / 1e9) ** c.sync_exponent)
+
+    @property
+    def commit_s(self) -> float:
+        return 0.0
+
+    def step_cost(self, tensor_parallel: int) -> StepCost:
+        c = self.calibration
+        bytes_per_s = c.bandwidth_share * self.gpu.bandwidth_tb_s * 1e12
+        gpu_bytes = self.model.weight_bytes / tensor_parallel
+        collective_s = c.tensor_parallel_layer_s * self.model.layers if tensor_parallel > 1 else 0.0
+        return StepCost(
+            launch_s=c.launch_layer_s * self.model.layers,
+            bytes_s=gpu_bytes / bytes_per_s + collective_s,
+            per_cached_token_s=self._kv_token_bytes(tensor_parallel) / bytes_per_s,
+            per_sequence_s=c.per_sequence_s,
+            speculation_speedup=self.speculation_speedup,
+            speculation_max_live=self.speculation_max_live,
+        )
+
+    def kv_tokens(self, tensor_parallel: int) -> int:
+        usable = self.kv_memory_share * self.gpu.memory_gb * 1e9
+        weights = self.model.weight_bytes / tensor_parallel
+        tokens = int((usable - weights) // self._kv_token_bytes(tensor_parallel))
+        if tokens < 1:
+            raise ValueError(
+                f"the weights need {weights / 1e9:.1f} GB on each of {tensor_parallel} GPUs, but "
+                f"only {usable / 1e9:.1f} of {self.gpu.memory_gb:g} GB may be used: raise "
+                "rollout.tensor_parallel, or take a smaller model or a larger GPU"
+            )
+        return tokens
+
+    def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
+        tokens = num_samples * self.prompt_tokens * (1 - self.shared_prefill_share)
+        return tokens * self.recompute_token_s(tensor_parallel)
+
+    def recompute_token_s(self, tensor_parallel: int) -> float:
+        flops_per_s = self.calibration.prefill_utilization * self.gpu.tflops * 1e12
+        return 2 * self.model.params / (tensor_parallel * flops_per_s)
+
+    def train_s(self, tokens: float, gpus: int) -> float:
+        flops_per_s = self.calibration.train_utilization * self.gpu.tflops * 1e12 * gpus
+        return tokens * TRAIN_FLOPS_PER_PARAM * self.model.params / flops_per_s
+
+    def _kv_token_bytes(self, tensor_parallel: int) -> float:
+        """Per GPU; with more GPUs than key-value heads, each GPU keeps a whole head."""
+        return self.model.kv_token_bytes / min(tensor_parallel, self.model.kv_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """Times of a machine whose run was measured: plain constants, for the degree of tensor
+    parallelism and the number of devices of that run."""
+
+    step: StepCost
+    kv_capacity_tokens: int | None = None
+    """Of one engine; None: never a limit."""
+    prefill_launch_s: float = 0.0
+    """Per launch on an engine, whatever it holds."""
+    prefill_sample_s: float = 0.0
+    """Per sample of the launch."""
+    prefill_token_s: float = 0.0
+    """Per token of a sequence whose cache is computed again."""
+    train_constant_s: float = 0.0
+    """Per training step."""
+    train_token_s: float = 0.0
+    """Per response token, on `num_devices` devices."""
+    num_devices: int = 1
+    weight_sync_s: float = 0.0
+    step_commit_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for constant in fields(self):
+            value = getattr(self, constant.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{constant.name} must be 0 or more, not {value}")
+        if self.num_devices < 1:
+            raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
+            raise ValueError(
+                f"kv_capacity_tokens must be at least 1, not {self.kv_capacity_tokens}"
+            )
+
+    @property
+    def train_fixed_s(self) -> float:
+        return self.train_constant_s
+
+    @property
+    def sync_s(self) -> float:
+        return self.weight_sync_s
+
+    @property
+    def commit_s(self) -> float:
+        return self.step_commit_s
+
+    def step_cost(self, tensor_parallel: int) -> StepCost:
+        """The measured one, whatever the degree."""
+        return self.step
+
+    def kv_tokens(self, tensor_parallel: int) -> int | None:
+        return self.kv_capacity_tokens
+
+    def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
+        return self.prefill_launch_s + self.prefill_sample_s * num_samples if num_samples else 0.0
+
+    def recompute_token_s(self, tensor_parallel: int) -> float:
+        return self.prefill_token_s
+
+    def train_s(self, tokens: float, gpus: int) -> float:
+        return tokens * self.train_token_s * self.num_devices / gpus

@@ -1,0 +1,99 @@
+"""What a simulation found: one record per step, their mean, and idle device time by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+BUBBLE_CAUSES: dict[str, str] = {
+    "tail": "engines that had nothing left while others still generated",
+    "reward_wait": "everything was generated, verdicts were still out",
+    "migration": "devices that handed their requests over and waited for them to settle",
+    "sync": "new weights on their way to the engines",
+}
+"""Every cause of idle device time, with what it means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step. The four stages add up to `total_s`: `reward_s` is only what was exposed,
+    the wait after the last response was generated."""
+
+    kind: str
+    rollout_s: float
+    reward_s: float
+    train_s: float
+    sync_s: float
+    total_s: float
+    tensor_parallel: int
+    preemptions: int
+    max_response_tokens: int
+    """The longest response that was trained on."""
+    tokens_generated: int
+    """Those of aborted and deferred samples included."""
+    tokens_trained: int
+    num_trained: int
+    """Samples."""
+    num_streamed: int
+    """Samples whose gradients began before the round was over."""
+
+
+JSON_STEP_KEYS = (
+    *("kind", "rollout_s", "reward_s", "train_s", "sync_s", "total_s"),
+    *("tensor_parallel", "preemptions", "max_response_tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemResult:
+    """A system's run over a scenario."""
+
+    steps: tuple[StepResult, ...]
+    tokens_generated: int
+    tokens_trained: int
+    trained_length_mean: float
+    policy_length_mean: float
+    """Of the scenario's own law: what the policy would write if nobody selected."""
+    policy_length_p95: float
+    tail_trained_share: float
+    """Share of trained responses beyond the policy's own P95; 0.05 without selection."""
+    bubble: Mapping[str, float]
+    """Device-seconds idle, by `BUBBLE_CAUSES`."""
+    device_seconds: float
+    """Devices times the run's seconds, for putting the bubble into proportion."""
+    num_releases: int
+    """How often the stream plan released devices."""
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """Means over the steps of every number of `StepResult`."""
+        names = [f.name for f in fields(StepResult) if f.name != "kind"]
+        return {
+            name: sum(getattr(step, name) for step in self.steps) / len(self.steps)
+            for name in names
+        }
+
+    @property
+    def length_shift(self) -> float:
+        """Mean trained length over the policy's own, minus 1: -0.3 is 30 % shorter."""
+        return self.trained_length_mean / self.policy_length_mean - 1
+
+    def to_plain(self) -> dict[str, Any]:
+        """As `rollpacker simulate --json` prints it."""
+        mean = self.mean
+        return {
+            "steps": [
+                {name: getattr(step, name) for name in JSON_STEP_KEYS} for step in self.steps
+            ],
+            "mean": {name: mean[name] for name in JSON_STEP_KEYS if name != "kind"},
+            "tokens_generated": self.tokens_generated,
+            "tokens_trained": self.tokens_trained,
+            "trained_length_mean": self.trained_length_mean,
+            "policy_length_mean": self.policy_length_mean,
+            "policy_length_p95": self.policy_length_p95,
+            "tail_trained_share": self.tail_trained_share,
+            "bubble": dict(self.bubble),
+            "device_seconds": self.device_seconds,
+            "releases": self.num_releases,
+        }

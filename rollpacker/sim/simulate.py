@@ -1,0 +1,137 @@
+"""From a scenario to a result: the parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.job import JobConfig
+from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.records import Record
+from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.stream_plan import DeviceLayout
+from rollpacker.sim.latency import Calibration, DatasheetModel
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.scenario import RewardStage, Scenario
+from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.workload import Workload
+
+SYNCHRONOUS_JUDGE_SHARE = 3.7 / 5.9
+"""Of its rate, what a judge reaches when a step's calls come as one batch after the rollout. Fitted
+to the rewards' time of verl in Fig. 4b and its mean step times (Fig. 9) of the RollPacker paper."""
+
+DEDICATED_JUDGE_SHARE = 0.8
+"""Of its rate, what a judge on devices of its own reaches, compared with one that shares all of
+them. Assumed so that the step times of Fig. 13a of the paper (without the sharing 0.82 to 0.98 of
+the steps' speed) come out in their middle."""
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    calibration: Calibration | None = None,
+    observe: Callable[[Record], None] | None = None,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> SystemResult:
+    """Run `scenario.steps` steps of the scenario's system.
+
+    `observe` is given every event and the core's answer; `progress` the number of steps done.
+    Raises `ConfigError` if a trace cannot be read.
+    """
+    machine = machine_of(scenario, calibration or Calibration())
+    simulation = Simulation(
+        job_config(scenario, machine), machine, Workload(scenario), observe=observe
+    )
+    return simulation.run(scenario.steps, progress)
+
+
+def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
+    """The cluster and the model, as the datasheets and the fitted constants have them."""
+    rollout, scheduler = scenario.rollout, scenario.reward_scheduler
+    share = 1.0
+    if not scheduler.overlap:
+        share *= SYNCHRONOUS_JUDGE_SHARE
+    if not scheduler.colocated_judge:
+        share *= DEDICATED_JUDGE_SHARE
+    return Machine(
+        latency=DatasheetModel(
+            model=scenario.shape,
+            gpu=scenario.cluster.gpu_spec,
+            calibration=calibration,
+            prompt_tokens=rollout.prompt_tokens,
+            train_fixed_given_s=scenario.train.fixed_s,
+            sync_given_s=scenario.sync_s,
+        ),
+        gpus=scenario.cluster.gpus,
+        prompt_tokens=rollout.prompt_tokens,
+        max_running=rollout.max_running,
+        speculation=rollout.speculation,
+        check_slowdown={"judge": 1 / share},
+    )
+
+
+def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
+    """The core's configuration. The run has no end of its own: the driver counts the steps."""
+    rollout, scheduler = scenario.rollout, scenario.reward_scheduler
+    layouts = _layouts(scenario, machine)
+    degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
+    return JobConfig(
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_steps=None,
+        max_response_tokens=rollout.max_response_tokens,
+        prompt_tokens=rollout.prompt_tokens,
+        tail_batching=scenario.tail_batching,
+        rewards=RewardScheduleConfig(
+            overlap=scheduler.overlap,
+            order=scheduler.order,
+            kinds={
+                stage.kind: _reward_kind(stage, scheduler.adaptive_timeout)
+                for stage in scenario.stages
+            },
+        ),
+        parallelism=ParallelismConfig(
+            enabled=scenario.parallelism_planner.enabled,
+            degrees=degrees,
+            initial=rollout.tensor_parallel,
+        ),
+        stream=scenario.stream_trainer,
+        layouts=layouts,
+    )
+
+
+def _reward_kind(stage: RewardStage, adaptive: bool) -> RewardKindConfig:
+    deadline = None
+    if stage.limit_s is not None:
+        default = AdaptiveDeadlineConfig()
+        deadline = AdaptiveDeadlineConfig(
+            min_s=min(default.min_s, stage.limit_s), max_s=stage.limit_s, adaptive=adaptive
+        )
+    return RewardKindConfig(workers=stage.num_workers or None, deadline=deadline)
+
+
+def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
+    """One for every degree that the planner may choose: inside a node, weights and a response of
+    full length fitting. The scenario's own first."""
+    cluster, rollout = scenario.cluster, scenario.rollout
+    longest = rollout.prompt_tokens + rollout.max_response_tokens
+    own = rollout.tensor_parallel
+    others = [d for d in range(1, cluster.node_gpus + 1) if cluster.node_gpus % d == 0 and d != own]
+    layouts = []
+    for degree in [own, *(others if scenario.parallelism_planner.enabled else [])]:
+        try:
+            capacity = machine.latency.kv_tokens(degree)
+        except ValueError:  # the weights do not fit
+            continue
+        if capacity is not None and capacity < longest:
+            continue
+        layouts.append(
+            DeviceLayout(
+                gpus=cluster.gpus,
+                gpus_per_node=cluster.gpus_per_node,
+                tensor_parallel=degree,
+                train_group=scenario.train.replica_gpus,
+                kv_tokens=capacity,
+            )
+        )
+    return tuple(layouts)

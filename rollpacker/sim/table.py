@@ -1,0 +1,204 @@
+"""What came of a simulation: plain tables of at most 100 columns, and a few sentences on what they
+mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.sim.result import BUBBLE_CAUSES, SystemResult
+
+Results = Mapping[str, SystemResult]
+"""By system, in the order in which they are shown; the first is what the others are compared
+with."""
+
+STAGES = {
+    "rollout": "rollout_s",
+    "reward": "reward_s",
+    "training": "train_s",
+    "weight sync": "sync_s",
+}
+"""The stages of a step in their order, with their fields of `StepResult`."""
+ORACLE = "oracle"
+MAX_WIDTH = 100
+_NOTABLE_SHIFT = 0.03
+"""Trained lengths closer to the policy's own than this are called the same: a few dozen steps leave
+as much to chance."""
+
+
+def render(results: Results) -> str:
+    """Four tables with a row per system: seconds, rounds, lengths, idle time."""
+    tables = (_seconds_table, _rounds_table, _lengths_table, _idle_table)
+    return "\n\n".join(_aligned(table(results)) for table in tables)
+
+
+def _seconds_table(results: Results) -> list[list[str]]:
+    rows = [["seconds of a step, mean", "step", "speed", *STAGES]]
+    first = next(iter(results.values())).mean["total_s"]
+    digits = _digits(results)
+    for name, result in results.items():
+        mean = result.mean
+        speed = f"{_number(_over(first, mean['total_s']), 2)}x"
+        stages = (_number(mean[field], digits) for field in STAGES.values())
+        rows.append([name, _number(mean["total_s"], digits), speed, *stages])
+    return rows
+
+
+def _rounds_table(results: Results) -> list[list[str]]:
+    """Mean seconds of each kind of round and how many there were, and what the engines did."""
+    digits = _digits(results)
+    met = {step.kind for result in results.values() for step in result.steps}
+    kinds = [kind.value for kind in RoundKind if kind.value in met]
+    rows = [["rounds, seconds x number", *kinds, "TP", "preemptions", "releases"]]
+    for name, result in results.items():
+        seconds = [[step.total_s for step in result.steps if step.kind == kind] for kind in kinds]
+        cells = [f"{_number(_mean(s), digits)} x {len(s)}" if s else "-" for s in seconds]
+        degrees = sorted({step.tensor_parallel for step in result.steps})
+        preemptions = sum(step.preemptions for step in result.steps)
+        counts = [f"{preemptions:,}", f"{result.num_releases:,}"]
+        rows.append([name, *cells, ", ".join(map(str, degrees)), *counts])
+    return rows
+
+
+def _lengths_table(results: Results) -> list[list[str]]:
+    rows = [
+        [
+            *("tokens of a response, mean", "trained", "policy's own", "shift"),
+            *("trained beyond P95", "generated/trained"),
+        ]
+    ]
+    for name, result in results.items():
+        rows.append(
+            [
+                name,
+                _number(result.trained_length_mean, 0),
+                _number(result.policy_length_mean, 0),
+                _percent(result.length_shift, sign=True),
+                _percent(result.tail_trained_share, 1),
+                _number(_over(result.tokens_generated, result.tokens_trained), 2),
+            ]
+        )
+    return rows
+
+
+def _idle_table(results: Results) -> list[list[str]]:
+    names = [cause.replace("_", " ") for cause in BUBBLE_CAUSES]
+    rows = [["idle, of all GPU time", *names, "sum"]]
+    for name, result in results.items():
+        idle = [result.bubble.get(cause, 0.0) for cause in BUBBLE_CAUSES]
+        shares = [_over(seconds, result.device_seconds) for seconds in (*idle, sum(idle))]
+        rows.append([name, *(_percent(share, 1) for share in shares)])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right, a rule below the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = "   " if sum(widths) + 3 * (len(widths) - 1) <= MAX_WIDTH else " "
+    lines = [
+        gap.join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+# -- in words ----------------------------------------------------------------------
+
+
+def explain(results: Results) -> str:
+    """What the numbers say of the fastest system: where its step goes, how it compares, and what it
+    trains on. The oracle is only compared with, as nobody can build it."""
+    name = min(
+        (name for name in results if name != ORACLE or len(results) == 1),
+        key=lambda name: results[name].mean["total_s"],
+    )
+    told = (_where_it_goes(name, results), _what_is_trained(name, results[name]))
+    return " ".join(filter(None, told))
+
+
+def explain_what_if(results: Results) -> str:
+    """The same for a run as it was measured, the run simulated, and the run simulated with other
+    settings, in this order."""
+    (_, measured), (_, same), (name, changed) = results.items()
+    before, after = same.mean["total_s"], changed.mean["total_s"]
+    real, digits = measured.mean["total_s"], _digits(results)
+    told = (
+        f"With the changes a step takes {_number(after, digits)} s and without them "
+        f"{_number(before, digits)} s, both simulated: it is {_compared(after, before)} now. "
+        f"The simulated step of the run as it was is {_compared(before, real)} the measured one "
+        f"({_number(real, digits)} s); trust no smaller difference than that."
+    )
+    return " ".join(filter(None, (told, _what_is_trained(name, changed))))
+
+
+def _where_it_goes(name: str, results: Results) -> str:
+    mean, digits = results[name].mean, _digits(results)
+    total = mean["total_s"]
+    stage = max(STAGES, key=lambda stage: mean[STAGES[stage]])
+    seconds = mean[STAGES[stage]]
+    what = "the wait for rewards" if stage == "reward" else stage
+    told = (
+        f"The largest part of {name}'s step is {what}: {_number(seconds, digits)} of "
+        f"{_number(total, digits)} s ({_percent(_over(seconds, total))})."
+    )
+    others = dict.fromkeys([next(iter(results)), ORACLE])
+    compared = [
+        f"{_compared(total, results[other].mean['total_s'])} {other}'s"
+        for other in others
+        if other in results and other != name
+    ]
+    return f"{told} The step is {' and '.join(compared)}." if compared else told
+
+
+def _what_is_trained(name: str, result: SystemResult) -> str:
+    shift = result.length_shift
+    if not math.isfinite(shift):
+        return ""
+    tail = f"{_percent(result.tail_trained_share, 1)} of them are longer than the policy's P95"
+    if abs(shift) < _NOTABLE_SHIFT:
+        return f"{name} trains on responses as long as the policy's own; {tail}."
+    direction = "shorter" if shift < 0 else "longer"
+    return (
+        f"{name} trains on responses {_percent(abs(shift))} {direction} than the policy's own; "
+        f"{tail} (5% without selection)."
+    )
+
+
+def _compared(seconds: float, others: float) -> str:
+    """ "12% shorter than", to be followed by what it is compared with."""
+    ratio = _over(seconds, others)
+    if abs(ratio - 1) < 0.005:
+        return "as long as"
+    return f"{_percent(abs(ratio - 1))} {'shorter' if ratio < 1 else 'longer'} than"
+
+
+# -- numbers -----------------------------------------------------------------------
+
+
+def _digits(results: Results) -> int:
+    """Decimals of seconds, the same in a whole table: by the shortest mean step."""
+    shortest = min(result.mean["total_s"] for result in results.values())
+    return 1 if shortest >= 10 else 2 if shortest >= 1 else 3
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _percent(share: float, digits: int = 0, *, sign: bool = False) -> str:
+    if not math.isfinite(share):
+        return "-"
+    return f"{100 * share:{'+' if sign else ''}.{digits}f}%"
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)

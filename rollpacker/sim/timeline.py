@@ -1,0 +1,188 @@
+"""A picture of simulated systems: some consecutive steps on a time axis, and the mean step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.report.timeline import PHASE_COLOURS
+from rollpacker.report.writing import replacing
+from rollpacker.sim.result import StepResult, SystemResult
+from rollpacker.sim.table import STAGES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+"""Names of pictures end in one of these."""
+STAGE_COLOURS = {
+    "rollout": "#2a9d8f",
+    "reward": PHASE_COLOURS["reward_wait"],
+    "training": PHASE_COLOURS["training"],
+    "weight sync": PHASE_COLOURS["sync"],
+}
+_LONG = (RoundKind.LONG, RoundKind.FLUSH)
+_LONG_COLOUR = "#e76f51"
+_INK, _FAINT = "#333333", "#777777"
+_MIN_STEPS, _MAX_STEPS = 5, 12
+"""Steps in the picture."""
+
+
+def draw(results: Mapping[str, SystemResult], out: str | Path, *, title: str) -> range:
+    """Draw the systems one below the other; returns the places of the steps shown, from 0.
+
+    The format follows the name's ending, one of `FORMATS`. Above, the same steps of every system in
+    sequence, a whole cycle of short rounds and their long one if there is one. Below, the mean of
+    all steps. Raises `OSError` as writing does."""
+    shown = choose_steps(results)
+    figure, (above, below) = _figure(len(results))
+    _draw_steps(above, results, shown)
+    _draw_means(below, results)
+    numbers = f"steps {shown[0] + 1} to {shown[-1] + 1}" if len(shown) > 1 else "one step"
+    _title(above, f"{title}: {numbers}")
+    _title(below, f"Mean step of {max(len(result.steps) for result in results.values())}")
+    _legend(figure)
+    out = Path(out)
+    with replacing(out) as temporary:
+        figure.savefig(temporary, format=out.suffix.lstrip("."), facecolor="white")
+    return shown
+
+
+def choose_steps(results: Mapping[str, SystemResult]) -> range:
+    """Places of consecutive steps that show the rhythm: they end with a long round and begin after
+    an earlier one, so that the mix of rounds is the run's; without long rounds, the first few.
+
+    They follow the system with the longest such cycle and exist in every system."""
+    num_common = min(len(result.steps) for result in results.values())
+    cycles = [_cycle(result.steps[:num_common]) for result in results.values()]
+    return max(cycles, key=lambda cycle: (cycle.start > 0, len(cycle)))
+
+
+def _cycle(steps: Sequence[StepResult]) -> range:
+    longs = [place for place, step in enumerate(steps) if step.kind in _LONG]
+    if not longs:
+        return range(min(len(steps), _MIN_STEPS))
+    start = longs[0] + 1
+    end = next((place + 1 for place in longs if place + 1 - start >= _MIN_STEPS), None)
+    if end is None:  # the run is too short for a whole cycle
+        start, end = 0, longs[-1] + 1
+    return range(max(start, end - _MAX_STEPS), end)
+
+
+def _figure(num_systems: int) -> tuple[Figure, list[Axes]]:
+    # The object interface: no display, no global state of pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = [0.52 * num_systems + 0.2, 0.36 * num_systems + 0.2]
+    figure = Figure(figsize=(9, sum(heights) + 1.7), dpi=150)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.06)
+    rows = figure.subplots(2, 1, height_ratios=heights)
+    for axes in rows:
+        for side in ("top", "right", "left", "bottom"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0, labelcolor=_FAINT, labelsize=9)
+        axes.set_ylim(num_systems - 0.5, -0.5)
+        axes.set_xlabel("seconds", color=_FAINT, fontsize=9)
+    return figure, list(rows)
+
+
+def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -> None:
+    """Each system's steps in sequence on one line, with the kind of round above each."""
+    ends = []
+    for row, result in enumerate(results.values()):
+        steps = [result.steps[place] for place in shown]
+        ends.append(sum(step.total_s for step in steps))
+    room = max(ends)
+    for row, result in enumerate(results.values()):
+        left = 0.0
+        for place in shown:
+            step = result.steps[place]
+            _stack(axes, row, left, {s: getattr(step, f) for s, f in STAGES.items()}, height=0.52)
+            axes.plot([left] * 2, [row - 0.26, row + 0.26], color="white", linewidth=1.6)
+            if step.kind != RoundKind.PLAIN and step.total_s > 0.045 * room:
+                colour = _LONG_COLOUR if step.kind in _LONG else _FAINT
+                text = {"fontsize": 7.5, "color": colour, "va": "bottom", "ha": "left"}
+                axes.text(left + 0.003 * room, row - 0.28, step.kind, **text)
+            left += step.total_s
+        axes.text(left, row, f"  {left:,.0f} s" if left >= 10 else f"  {left:.2f} s", **_TOTAL)
+    axes.set_xlim(0, room * 1.1)
+    _label_rows(axes, results)
+
+
+def _draw_means(axes: Axes, results: Mapping[str, SystemResult]) -> None:
+    totals = {name: result.mean["total_s"] for name, result in results.items()}
+    room, first = max(totals.values()), next(iter(totals.values()))
+    for row, (name, result) in enumerate(results.items()):
+        mean = result.mean
+        stages = {stage: mean[field] for stage, field in STAGES.items()}
+        _stack(axes, row, 0.0, stages, height=0.62, label_from=0.06 * room)
+        told = f"  {_seconds(totals[name])} s"
+        if len(results) > 1:
+            told += f"  {first / totals[name]:.2f}x"
+        axes.text(totals[name], row, told, **_TOTAL)
+    axes.set_xlim(0, room * 1.16)
+    _label_rows(axes, results)
+
+
+_TOTAL = {"va": "center", "ha": "left", "fontsize": 9, "color": _INK}
+
+
+def _stack(
+    axes: Axes,
+    row: int,
+    left: float,
+    seconds: Mapping[str, float],
+    *,
+    height: float,
+    label_from: float = float("inf"),
+) -> None:
+    """The stages of one step side by side; those of `label_from` seconds and more say how long."""
+    for stage, duration in seconds.items():
+        axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
+        if duration >= label_from:
+            dark = stage in ("rollout", "training")
+            axes.text(
+                left + duration / 2,
+                row,
+                _seconds(duration),
+                va="center",
+                ha="center",
+                fontsize=8,
+                color="white" if dark else _INK,
+            )
+        left += duration
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _label_rows(axes: Axes, results: Mapping[str, SystemResult]) -> None:
+    axes.set_yticks(range(len(results)), list(results))
+    axes.tick_params(axis="y", labelcolor=_INK, labelsize=10)
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, color=_INK, pad=8, fontweight="bold")
+
+
+def _legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    names = {"reward": "reward, after the last response"}
+    figure.legend(
+        handles=[Patch(color=c, label=names.get(s, s)) for s, c in STAGE_COLOURS.items()],
+        loc="outside lower left",
+        ncols=len(STAGE_COLOURS),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+    )

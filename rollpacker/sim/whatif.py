@@ -1,0 +1,285 @@
+"""What if: a real run's lengths and timings, replayed under other settings.
+
+The event log of a run says how long every response was and what the machine took for it
+(`report.fit`). That is all a simulation needs: no datasheet, no assumed lengths. The run's own
+settings are simulated too, so that a user sees how well the fit does on what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollpacker.config.document import ConfigError
+from rollpacker.config.load import differences, load_config, to_plain
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.commands import TrainOn
+from rollpacker.core.events import SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.core.job import JobConfig
+from rollpacker.core.length_model import LengthModel, PromptLengths, fit_length_model
+from rollpacker.core.records import Record
+from rollpacker.report.accounting import Accounting, StepSummary
+from rollpacker.report.fit import FittedRun, fit_run
+from rollpacker.report.log import EventLog, events_path
+from rollpacker.sim.latency import MeasuredModel, StepCost
+from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
+from rollpacker.sim.scenario import RewardStage
+from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.workload import Workload
+
+CONFIG_FILE = "config.yaml"
+MODELLED = (
+    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
+    *("rollout.engine.max_slots", "tail_batching", "stream_trainer", "train.steps"),
+)
+"""Keys of a run's config that a simulation of it can follow."""
+SHORTEST_CHECK_S = 1e-6
+UNBOUNDED = 1 << 30
+NUM_AGAIN = 64
+"""Lengths drawn for every row beside the recorded ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """A run, and what it would have been."""
+
+    measured: SystemResult
+    """The run itself."""
+    predicted_same: SystemResult
+    """Simulated at the run's own settings: how far this is from `measured` says how good the fit
+    is."""
+    predicted: SystemResult
+    """Simulated with the overrides."""
+    fit_text: str
+    """The fitted constants, as a table."""
+    scenario: Mapping[str, Any]
+    """The config that was simulated, as plain values."""
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A recorded run as something that can be simulated. Picklable."""
+
+    folder: Path
+    config: RunConfig
+    fitted: FittedRun
+
+    def with_overrides(self, overrides: Sequence[str]) -> RunConfig:
+        """The run's config with these changes. Raises `ConfigError` for a key that a simulation
+        does not follow."""
+        config = load_config(self.folder / CONFIG_FILE, overrides, RunConfig)
+        for key, _, _ in differences(to_plain(self.config), to_plain(config)):
+            if not any(key == known or key.startswith(f"{known}.") for known in MODELLED):
+                raise ConfigError(
+                    f"{key} changes nothing that is simulated. What can be changed here: "
+                    f"{', '.join(MODELLED)}"
+                )
+        cap = self.fitted.workload.max_response_tokens
+        if cap is not None and config.rollout.max_response_tokens > cap:
+            raise ConfigError(
+                f"rollout.max_response_tokens is {config.rollout.max_response_tokens}, but the run "
+                f"cut responses at {cap} tokens: how long those would have become is not known. "
+                f"Take {cap} or less, or record a run with a higher cap"
+            )
+        return config
+
+    def simulate(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+    ) -> SystemResult:
+        """So many steps (None: as many as the run had) with these changes of its config."""
+        return self.simulate_config(self.with_overrides(overrides), steps=steps, seed=seed)
+
+    def simulate_config(
+        self, config: RunConfig, *, steps: int | None = None, seed: int = 0
+    ) -> SystemResult:
+        """The same for a whole config."""
+        rollout = config.rollout
+        quantiles = {
+            q: max(s, SHORTEST_CHECK_S) for q, s in self.fitted.rewards.quantiles.items() if q > 0
+        }
+        workload = Workload.from_pools(
+            self._pools,
+            max_response_tokens=rollout.max_response_tokens,
+            samples_per_prompt=rollout.samples_per_prompt,
+            stage=RewardStage(
+                kind="math", share=1.0, seconds_quantiles=quantiles, workers=UNBOUNDED
+            ),
+            seed=seed,
+        )
+        job = JobConfig(
+            prompts_per_step=rollout.prompts_per_step,
+            samples_per_prompt=rollout.samples_per_prompt,
+            max_steps=None,
+            max_response_tokens=rollout.max_response_tokens,
+            tail_batching=config.tail_batching,
+            stream=config.stream_trainer,
+        )
+        slots = rollout.engine.max_slots
+        machine = Machine(
+            latency=self._latency(),
+            gpus=1,
+            prompt_tokens=0,
+            max_running=self.fitted.slots if slots is None else slots,
+        )
+        return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
+
+    def measured(self) -> SystemResult:
+        """The run itself, in the terms of a simulation."""
+        accounting = Accounting(slots=self.fitted.slots)
+        steps: list[StepResult] = []
+        lengths: dict[SampleId, int] = {}
+        trained: list[int] = []
+        for entry in EventLog(events_path(self.folder)):
+            summary = accounting.feed(entry)
+            if summary is not None and summary.num_samples_trained:
+                steps.append(_step_result(summary))
+            if not isinstance(entry, Record):
+                continue
+            if isinstance(entry.event, SampleGenerated):
+                lengths[entry.event.sample] = entry.event.num_tokens
+            for command in entry.commands:
+                if isinstance(command, TrainOn):
+                    trained += [lengths[sample] for group in command.groups for sample in group]
+                    lengths.clear()
+        own = np.concatenate([np.asarray(pool) for pool in self._pools.values()])
+        p95 = float(np.quantile(own, 0.95))
+        bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
+        seconds = accounting.seconds()
+        bubble |= {
+            "tail": seconds["tail_idle"],
+            "reward_wait": seconds["reward_wait"],
+            "sync": seconds["sync"],
+        }
+        return SystemResult(
+            steps=tuple(steps),
+            tokens_generated=sum(step.tokens_generated for step in steps),
+            tokens_trained=sum(step.tokens_trained for step in steps),
+            trained_length_mean=float(np.mean(trained)),
+            policy_length_mean=float(own.mean()),
+            policy_length_p95=p95,
+            tail_trained_share=float(np.mean(np.asarray(trained) > p95)),
+            bubble=bubble,
+            device_seconds=sum(step.total_s for step in steps),
+            num_releases=0,
+        )
+
+    def _latency(self) -> MeasuredModel:
+        fitted, step = self.fitted, self.fitted.step
+        return MeasuredModel(
+            step=StepCost(
+                launch_s=step.launch_s,
+                bytes_s=step.bytes_s,
+                per_cached_token_s=step.per_cached_token_s,
+                per_sequence_s=step.per_sequence_s,
+            ),
+            prefill_launch_s=step.admission_s,
+            prefill_sample_s=step.per_admitted_s,
+            train_constant_s=fitted.train.fixed_s,
+            train_token_s=fitted.train.per_token_s,
+            weight_sync_s=fitted.sync_s,
+            step_commit_s=fitted.commit_s + fitted.between_s,
+        )
+
+    @cached_property
+    def _pools(self) -> Mapping[int, tuple[int, ...]]:
+        """Lengths of every row: as recorded, then what the row would give again.
+
+        A prompt whose recorded responses are long was partly unlucky, so what comes after is not
+        drawn from these but from the classes of prompts that the row may belong to.
+        """
+        work = self.fitted.workload
+        recorded = [
+            PromptLengths(finished=work.pools.get(row, ()), stopped=work.stopped.get(row, ()))
+            for row in work.rows
+        ]
+        model = fit_length_model(recorded, cap=self.config.rollout.max_response_tokens)
+        rng = np.random.Generator(np.random.Philox(0))
+        more = _again(model, recorded, rng)
+        any_stopped = any(prompt.stopped for prompt in recorded)
+        return {
+            row: tuple(lengths) if any_stopped else (*prompt.finished, *lengths)
+            for row, prompt, lengths in zip(work.rows, recorded, more, strict=True)
+        }
+
+
+def _again(
+    model: LengthModel, prompts: Sequence[PromptLengths], rng: np.random.Generator
+) -> list[list[int]]:
+    """`NUM_AGAIN` further lengths of each prompt, given what it has shown."""
+    tiny = 1e-300
+    densities = model.class_densities
+    # A stopped response ends beyond the bin in which it was stopped, or in the half of it ahead.
+    survival = np.cumsum(densities[:, ::-1], axis=1)[:, ::-1] - densities / 2
+    log_density, log_survival = np.log(densities + tiny), np.log(survival + tiny)
+    cumulative = np.cumsum(densities, axis=1)
+    cumulative /= cumulative[:, -1:]
+    edges = np.append(model.starts, model.cap + 1)
+    again = []
+    for prompt in prompts:
+        log_odds = np.log(model.class_weights + tiny)
+        log_odds = log_odds + log_density[:, model.bins(prompt.finished)].sum(axis=1)
+        log_odds += log_survival[:, model.bins(prompt.stopped)].sum(axis=1)
+        odds = np.exp(log_odds - log_odds.max())
+        chosen = rng.choice(odds.size, p=odds / odds.sum())
+        bins = np.searchsorted(cumulative[chosen], rng.random(NUM_AGAIN), side="right")
+        inside = rng.random(NUM_AGAIN) * (edges[bins + 1] - edges[bins])
+        again.append((edges[bins] + inside.astype(np.int64)).tolist())
+    return again
+
+
+def _step_result(step: StepSummary) -> StepResult:
+    seconds = step.seconds
+    return StepResult(
+        kind=str(step.kind),
+        rollout_s=step.rollout_s,
+        reward_s=seconds["reward_wait"],
+        train_s=seconds["training"],
+        sync_s=seconds["sync"] + seconds["checkpoint"] + seconds["controller"],
+        total_s=step.step_s,
+        tensor_parallel=1,
+        preemptions=0,
+        max_response_tokens=step.trained_lengths.max if step.trained_lengths else 0,
+        tokens_generated=step.tokens_generated,
+        tokens_trained=step.tokens_trained,
+        num_trained=step.num_samples_trained,
+        num_streamed=0,
+    )
+
+
+def load_run(run: str | Path) -> RunModel:
+    """Fit a run's folder. Raises `ValueError` (also as `LogError` and `ConfigError`) with what is
+    missing and what can still be used."""
+    path = events_path(run)
+    folder = path.parent
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
+    config = load_config(folder / CONFIG_FILE, [], RunConfig)
+    return RunModel(folder=folder, config=config, fitted=fit_run(EventLog(path)))
+
+
+def simulate_from_run(run: str | Path, overrides: Sequence[str] = ()) -> SystemResult:
+    """The run as it would be with these changes of its config."""
+    return load_run(run).simulate(overrides)
+
+
+def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
+    """The run, its simulation, and the simulation with the changes."""
+    model = load_run(run)
+    config = model.with_overrides(overrides)
+    return WhatIf(
+        measured=model.measured(),
+        predicted_same=model.simulate(),
+        predicted=model.simulate_config(config),
+        fit_text=model.fitted.describe(),
+        scenario=to_plain(config),
+    )

@@ -1,0 +1,521 @@
+"""Prompts, the lengths of their responses, and what checking them takes.
+
+Every value is keyed by (seed, prompt, attempt, index): it is the same whatever else was launched,
+in whatever order and by whichever system, so that two systems differ by their decisions alone.
+
+Lengths follow a Gaussian copula. A prompt has a normal score u, each response of an attempt its own
+e, and the response's score is
+
+    z = sqrt(rho) * u + sqrt(1 - rho) * e
+
+whose rank, Phi(z), picks the length from the law's quantiles. A relaunch keeps u and draws new e.
+Values are drawn for blocks of prompts at once and kept for as long as rounds come back to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.config.document import ConfigError
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.sim.scenario import LengthLaw, RewardStage, Scenario
+
+FloatArray = NDArray[np.floating[Any]]
+IntArray = NDArray[np.int64]
+
+BLOCK_ROWS = 512
+"""Prompts drawn at once."""
+CHUNK = 16
+"""Responses of a prompt drawn at once."""
+MAX_BLOCKS = 64
+"""Drawn blocks kept, of lengths and of verdicts each."""
+CORRECT_SHARE = 0.5
+"""Of the answers that are in time."""
+
+_STEPS_PER_UNIT = 2048
+_MAX_SCORE = 8.0
+_SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
+"""Grid of normal scores, on which length laws are tabulated."""
+
+_PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
+
+
+class Workload:
+    """An endless dataset with a mix of reward stages, or the prompts of a real run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Raises `ConfigError` if a trace cannot be read."""
+        cap = scenario.rollout.max_response_tokens
+        parts = [
+            _Part(stage, _lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages
+        ]
+        window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
+        self._set_up(parts, scenario.seed, None, window, scenario.rollout.samples_per_prompt)
+
+    @classmethod
+    def from_pools(
+        cls,
+        pools: Mapping[int, Sequence[int]],
+        *,
+        max_response_tokens: int,
+        samples_per_prompt: int,
+        stage: RewardStage | None = None,
+        reorder_prompts: int = 0,
+        seed: int = 0,
+    ) -> Workload:
+        """A real run's prompts: row -> lengths of its finished responses, rows in the order in
+        which they were fetched.
+
+        A prompt's first launch meets the recorded lengths in their order; more responses than
+        recorded, a relaunch, and every pass but the first draw from the prompt's recorded ones.
+        After the last row the first comes again, as the next epoch. `reorder_prompts` at a time are
+        sorted by their longest response (0: as recorded).
+
+        Raises `ValueError` if a prompt has nothing to draw from, or there is none.
+        """
+        workload = cls.__new__(cls)
+        stage = stage or RewardStage(kind="none", share=1.0)
+        lengths = _PoolLengths(list(pools.values()), max_response_tokens)
+        parts = [_Part(stage, lengths)]
+        workload._set_up(parts, seed, tuple(pools), reorder_prompts, samples_per_prompt)
+        return workload
+
+    def _set_up(
+        self,
+        parts: list[_Part],
+        seed: int,
+        rows: tuple[int, ...] | None,
+        window: int,
+        num_samples: int,
+    ) -> None:
+        self._parts = parts
+        self._window = window
+        """Prompts that are sorted at a time; 0: none."""
+        self._num_samples = num_samples
+        self._seed = seed
+        self._rows = rows
+        self._place_of_row = {row: place for place, row in enumerate(rows or ())}
+        self._pattern = _pattern([part.stage.share for part in parts])
+        self._sources = tuple(parts[index].stage.kind for index in self._pattern)
+        own = self._pattern == np.arange(len(parts))[:, None]
+        self._num_before = np.cumsum(own, axis=1) - own
+        """(parts, period): how many prompts of the part come before, inside a period."""
+        self._next = 0
+        self._ready: deque[PromptId] = deque()
+        self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
+        self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
+        self.policy_length_mean, self.policy_length_p95 = _policy(parts)
+        """Mean and 95th percentile of what the policy writes by itself, capped, in tokens."""
+
+    # -- the cursor --------------------------------------------------------------------
+
+    def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
+        """The next `count` prompts, whether the epoch ended with them, and whether the data did:
+        never, the dataset is endless. A prompt's `source` is the kind of its reward stage."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, not {count}")
+        if not self._window:
+            return tuple(self._fetched(count)), False, False
+        while len(self._ready) < count:
+            self._ready.extend(sorted(self._fetched(self._window), key=self._longest))
+        return tuple(self._ready.popleft() for _ in range(count)), False, False
+
+    def _fetched(self, count: int) -> list[PromptId]:
+        places = range(self._next, self._next + count)
+        self._next += count
+        sources, period = self._sources, len(self._sources)
+        if self._rows is None:
+            return [PromptId(sources[place % period], 0, place) for place in places]
+        rows = self._rows
+        turns = (divmod(place, len(rows)) for place in places)
+        return [PromptId(sources[0], epoch, rows[place]) for epoch, place in turns]
+
+    def _longest(self, prompt: PromptId) -> int:
+        return max(self.lengths(prompt, 0)[: self._num_samples])
+
+    # -- what a response is like -------------------------------------------------------
+
+    def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
+        """Lengths of at least `count` responses of this attempt (None: twice the samples per
+        prompt), by sample index, in tokens."""
+        place = prompt.row if self._rows is None else self._place(prompt)
+        block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
+        values = self._lengths(block, attempt, 0)[start : start + CHUNK]
+        count = 2 * self._num_samples if count is None else count
+        if count > CHUNK:
+            for chunk in range(1, math.ceil(count / CHUNK)):
+                values += self._lengths(block, attempt, chunk)[start : start + CHUNK]
+        return values
+
+    def verdict(self, sample: SampleId) -> tuple[float, bool]:
+        """Seconds that checking the response keeps a worker, without any deadline (0.0 where there
+        is no check), and whether it is right. One that no check ends on in time is not."""
+        prompt, index, attempt = sample
+        place = prompt.row if self._rows is None else self._place(prompt)
+        seconds, correct = self._verdicts(place // BLOCK_ROWS, attempt, index // CHUNK)
+        at = place % BLOCK_ROWS * CHUNK + index % CHUNK
+        return seconds[at], correct[at]
+
+    def score_seconds(self, sample: SampleId) -> float:
+        """The first of `verdict`."""
+        return self.verdict(sample)[0]
+
+    def correct(self, sample: SampleId) -> bool:
+        """The second of `verdict`."""
+        return self.verdict(sample)[1]
+
+    def _place(self, prompt: PromptId) -> int:
+        """Of a recorded prompt, in the order of all passes."""
+        assert self._rows is not None
+        return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
+
+    # -- drawing -----------------------------------------------------------------------
+
+    def _draw_lengths(self, block: int, attempt: int, chunk: int) -> list[int]:
+        """(BLOCK_ROWS * CHUNK,), the responses of a prompt side by side."""
+        u = _normals(BLOCK_ROWS, self._seed, _PROMPT_STREAM, block)
+        e = _normals(BLOCK_ROWS * CHUNK, self._seed, _RESPONSE_STREAM, block, attempt, chunk)
+        e = e.reshape(BLOCK_ROWS, CHUNK)
+        lengths = np.empty((BLOCK_ROWS, CHUNK), dtype=np.int64)
+        for index, part in enumerate(self._parts):
+            chosen = self._rows_of(block, index)
+            if chosen.size:
+                ranks = self._ranks(block, index, chosen)
+                lengths[chosen] = part.lengths.draw(ranks, attempt, chunk, u[chosen], e[chosen])
+                self._cap_hard(lengths, chosen, part, block, attempt, chunk)
+        return lengths.ravel().tolist()
+
+    def _cap_hard(
+        self, lengths: IntArray, chosen: IntArray, part: _Part, block: int, attempt: int, chunk: int
+    ) -> None:
+        """Responses of hard prompts that run to the cap."""
+        law = part.lengths
+        if not law.hard_prompts:
+            return
+        key = (self._seed, _HARD_STREAM, block)
+        hard = _uniforms(BLOCK_ROWS, *key)[chosen] < law.hard_prompts
+        luck = _uniforms(BLOCK_ROWS * CHUNK, *key, attempt, chunk).reshape(BLOCK_ROWS, CHUNK)
+        capped = hard[:, None] & (luck[chosen] < law.hard_prompt_cap_probability)
+        lengths[chosen] = np.where(capped, law.cap, lengths[chosen])
+
+    def _draw_verdicts(
+        self, block: int, attempt: int, chunk: int
+    ) -> tuple[list[float], list[bool]]:
+        """Seconds and correctness, laid out as lengths are."""
+        size = (2, BLOCK_ROWS, CHUNK)
+        key = (self._seed, _VERDICT_STREAM, block, attempt, chunk)
+        ranks, luck = _uniforms(math.prod(size), *key).reshape(size)
+        seconds = np.zeros((BLOCK_ROWS, CHUNK))
+        in_time = np.ones((BLOCK_ROWS, CHUNK), dtype=bool)
+        for index, part in enumerate(self._parts):
+            chosen = self._rows_of(block, index)
+            law = part.stage.seconds_law
+            if chosen.size and law is not None:
+                seconds[chosen] = _seconds_at(law, ranks[chosen])
+                in_time[chosen] = seconds[chosen] <= part.stage.correct_within_s
+        correct = in_time & (luck < CORRECT_SHARE)
+        return np.round(seconds, 6).ravel().tolist(), correct.ravel().tolist()
+
+    def _rows_of(self, block: int, part: int) -> IntArray:
+        """Rows of the block, from 0, that belong to the part."""
+        if len(self._parts) == 1:
+            return np.arange(BLOCK_ROWS)
+        places = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) % self._pattern.size
+        return np.flatnonzero(self._pattern[places] == part)
+
+    def _ranks(self, block: int, part: int, chosen: IntArray) -> IntArray:
+        """How many prompts of the part come before each of these."""
+        places = chosen + block * BLOCK_ROWS
+        periods, offsets = np.divmod(places, self._pattern.size)
+        num_own = np.count_nonzero(self._pattern == part)
+        ranks: IntArray = periods * num_own + self._num_before[part, offsets]
+        return ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """What a trace file holds: lengths of responses, or lists of them by prompt."""
+
+    lengths: tuple[int, ...] = ()
+    pools: tuple[tuple[int, ...], ...] = ()
+
+
+class _Lengths(Protocol):
+    """Where the lengths of a part's responses come from."""
+
+    cap: int
+    hard_prompts: float
+    hard_prompt_cap_probability: float
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        """Lengths (N, CHUNK) of the responses chunk * CHUNK, ... of N prompts: their place among
+        the part's prompts, their normal scores (N,), and the responses' (N, CHUNK)."""
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        """Possible lengths, and their probabilities; hard prompts left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A reward stage and its prompts' lengths."""
+
+    stage: RewardStage
+    lengths: _Lengths
+
+
+class _TableLengths:
+    """Lengths by normal score."""
+
+    def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
+        self.cap = cap
+        self.hard_prompts = law.hard_prompts
+        self.hard_prompt_cap_probability = law.hard_prompt_cap_probability
+        self._shared = math.sqrt(law.within_prompt_correlation)
+        self._own = math.sqrt(1 - law.within_prompt_correlation)
+        self._table = np.clip(table, 1, cap)
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        z = self._shared * u[:, None] + self._own * e
+        places = np.rint((z + _MAX_SCORE) * _STEPS_PER_UNIT).astype(np.int64)
+        chosen: IntArray = self._table[np.clip(places, 0, self._table.size - 1)]
+        return chosen
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        edges = _phi(np.concatenate([_SCORES - 0.5 / _STEPS_PER_UNIT, [np.inf]]))
+        edges[0] = 0.0
+        return self._table, np.diff(edges)
+
+
+class _PoolLengths:
+    """Recorded lengths of each prompt: first as recorded, then drawn from them."""
+
+    hard_prompts = 0.0
+    hard_prompt_cap_probability = 0.0
+
+    def __init__(self, pools: Sequence[Sequence[int]], cap: int) -> None:
+        if not pools or not all(pools):
+            raise ValueError("every prompt needs at least one recorded length, and there is none")
+        self.cap = cap
+        self._pools = [np.clip(np.asarray(pool, dtype=np.int64), 1, cap) for pool in pools]
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        lengths = np.empty(e.shape, dtype=np.int64)
+        uniforms = _phi(e)
+        for at, rank in enumerate(ranks.tolist()):
+            turn, place = divmod(rank, len(self._pools))
+            pool = self._pools[place]
+            drawn = np.minimum((uniforms[at] * pool.size).astype(np.int64), pool.size - 1)
+            lengths[at] = pool[drawn]
+            if not turn and not attempt:
+                recorded = pool[chunk * CHUNK : (chunk + 1) * CHUNK]
+                lengths[at, : recorded.size] = recorded
+        return lengths
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        share = 1 / len(self._pools)
+        weights = [np.full(pool.size, share / pool.size) for pool in self._pools]
+        return np.concatenate(self._pools), np.concatenate(weights)
+
+
+def _lengths_of(law: LengthLaw, cap: int) -> _Lengths:
+    if law.trace is not None:
+        trace = _read_trace(law.trace)
+        if trace.pools:
+            return _PoolLengths(trace.pools, cap)
+        return _TableLengths(_empirical_table(trace.lengths), law, cap)
+    assert law.quantile_law is not None
+    return _TableLengths(_quantile_table(law.quantile_law), law, cap)
+
+
+def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
+    """Tokens at each of `_SCORES`: log-linear between quantiles, down to one token at 0."""
+    at = sorted(quantiles)
+    logs = np.log([quantiles[q] for q in at])
+    tokens = np.exp(np.interp(_phi(_SCORES), [0.0, *at], [0.0, *logs]))
+    table: IntArray = np.rint(tokens).astype(np.int64)
+    return table
+
+
+def _empirical_table(lengths: Sequence[int]) -> IntArray:
+    """Tokens at each of `_SCORES`: the recorded length of that rank."""
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
+    return ordered[np.clip(ranks, 0, ordered.size - 1)]
+
+
+def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
+    at = sorted(law)
+    if len(at) == 1:
+        return np.full(ranks.shape, law[at[0]])
+    seconds: FloatArray = np.exp(np.interp(ranks, at, np.log([law[q] for q in at])))
+    return seconds
+
+
+def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
+    """Mean and 95th percentile of the law itself, hard prompts included, mixed by share."""
+    total = sum(part.stage.share for part in parts)
+    lengths, weights = [], []
+    for part in parts:
+        values, probabilities = part.lengths.law()
+        capped = part.lengths.hard_prompts * part.lengths.hard_prompt_cap_probability
+        share = part.stage.share / total
+        lengths += [values, np.array([part.lengths.cap])]
+        weights += [probabilities * (share * (1 - capped)), np.array([share * capped])]
+    values, probabilities = np.concatenate(lengths), np.concatenate(weights)
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(probabilities[order])
+    p95 = values[order][np.searchsorted(reached, 0.95 * reached[-1])]
+    return float(values @ probabilities / reached[-1]), float(p95)
+
+
+def _pattern(shares: Sequence[float]) -> IntArray:
+    """Parts in an order that repeats, such that every prefix has each part within one prompt of its
+    share."""
+    total = sum(shares)
+    parts = [Fraction(share / total).limit_denominator(500) for share in shares]
+    period = math.lcm(*(part.denominator for part in parts))
+    if sum(parts) != 1 or period > 10_000:
+        period = 1000
+        ends = [round(period * sum(shares[: i + 1]) / total) for i in range(len(shares))]
+        parts = [
+            Fraction(end - start, period) for start, end in zip([0, *ends], ends, strict=False)
+        ]
+    counts = [0] * len(parts)
+    order = []
+    for place in range(1, period + 1):
+        due = [part * place - count for part, count in zip(parts, counts, strict=True)]
+        chosen = due.index(max(due))
+        counts[chosen] += 1
+        order.append(chosen)
+    return np.asarray(order, dtype=np.int64)
+
+
+# -- random numbers ----------------------------------------------------------------
+
+
+def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
+    """In [0, 1), from a generator whose bits numpy promises for good."""
+    entropy = (int(seed < 0), abs(seed), *key)
+    bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
+    values: FloatArray = (bits >> np.uint64(11)) * 2.0**-53
+    return values
+
+
+def _normals(count: int, seed: int, *key: int) -> FloatArray:
+    """Standard normal scores, two from each pair of uniforms (Box and Muller)."""
+    assert count % 2 == 0
+    radius, angle = _uniforms(count, seed, *key).reshape(2, -1)
+    radius = np.sqrt(-2 * np.log1p(-radius))
+    angle *= 2 * np.pi
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+
+
+@functools.cache
+def _phi_table() -> FloatArray:
+    return np.array([0.5 * math.erfc(-score / math.sqrt(2)) for score in _SCORES])
+
+
+def _phi(scores: FloatArray) -> FloatArray:
+    """The normal distribution function, to 3e-8."""
+    values: FloatArray = np.interp(scores, _SCORES, _phi_table(), left=0.0, right=1.0)
+    return values
+
+
+# -- trace files -------------------------------------------------------------------
+
+
+def _read_trace(path: str) -> _Trace:
+    """Raises `ConfigError` that names the line and says what can still be used."""
+    try:
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{path}: the trace of lengths cannot be read ({reason}). Paths are relative to the "
+            "folder that the command is run in."
+        ) from None
+    lengths: list[int] = []
+    pools: list[tuple[int, ...]] = []
+    prompts: dict[Any, int] = {}
+    for number, line in _lines(content):
+        found = _trace_line(line)
+        problem = found if isinstance(found, str) else ""
+        if not problem and isinstance(found, tuple):
+            name, values = found
+            if lengths:
+                problem = "names a prompt, the lines before do not"
+            elif name in prompts:
+                problem = f"has the prompt of line {prompts[name]} again"
+            else:
+                prompts[name] = number
+                pools.append(values)
+        elif not problem:
+            assert isinstance(found, int)
+            if pools:
+                problem = "names no prompt, the lines before do"
+            lengths.append(found)
+        if problem:
+            raise ConfigError(f"{path}, line {number}: {problem}. {_usable(number)}")
+    if not lengths and not pools:
+        raise ConfigError(
+            f"{path}: the trace holds no lengths. Write one JSON object per line, such as "
+            '{"length": 120} or {"prompt": "a", "lengths": [120, 95]}.'
+        )
+    return _Trace(lengths=tuple(lengths), pools=tuple(pools))
+
+
+def _usable(number: int) -> str:
+    if number == 1:
+        return "Nothing before it can be used; is it a trace of lengths?"
+    return f"The {number - 1} lines before it can be used: head -n {number - 1} keeps them."
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            yield number, line
+
+
+def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
+    """A length, a prompt's name with its lengths, or what is wrong with the line."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return "is no JSON (cut off?)"
+    if not isinstance(value, dict) or ("length" in value) == ("lengths" in value):
+        return 'must be {"length": n} or {"prompt": id, "lengths": [n, ...]}'
+    if "length" in value:
+        length = value["length"]
+        return length if _is_length(length) else f"has the length {_shown(length)}, not a number"
+    lengths, prompt = value["lengths"], value.get("prompt")
+    if not isinstance(prompt, str | int):
+        return "has lengths, but no prompt with a text or a number as its name"
+    if not isinstance(lengths, list) or not lengths or not all(map(_is_length, lengths)):
+        return f"has the lengths {_shown(lengths)}, not a list of whole numbers from 1 on"
+    return str(prompt), tuple(lengths)
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
