@@ -30,7 +30,7 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-from rollpacker.report.accounting import Accounting, StepSummary
+from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import FORMS, fit_run, predict_rounds
 from rollpacker.report.log import EventLog, events_path
 
@@ -46,6 +46,8 @@ COMMON = (
     "checkpoint.every_steps=1000000",
     "save_samples=false",
 )
+SIMULATED_STEPS = 4
+"""Simulated for each real one."""
 MANY_TURNS = 10_000
 
 
@@ -138,19 +140,17 @@ def real_seconds(run: Path) -> dict[str, list[float]]:
     """Seconds of generation of each step, by kind of round and "mean"."""
     accounting = Accounting()
     steps = [s for s in map(accounting.feed, EventLog(events_path(run))) if s is not None]
-    return _by_kind([(str(step.kind), _rollout_s(step)) for step in steps])
-
-
-def _rollout_s(step: StepSummary) -> float:
-    return step.rollout_s
+    return _by_kind([(str(step.kind), step.rollout_s) for step in steps])
 
 
 def simulated_seconds(
     run: Path, overrides: Sequence[str], num_steps: int
 ) -> dict[str, list[float]]:
-    from rollpacker.sim.whatif import simulate_from_run
+    """The same of the run as it would be with these settings, over more steps: the simulator's own
+    noise is not to count."""
+    from rollpacker.sim.whatif import load_run
 
-    result = simulate_from_run(run, [*overrides, f"steps={num_steps}"])
+    result = load_run(run).simulate(overrides, steps=SIMULATED_STEPS * num_steps)
     return _by_kind([(step.kind, step.rollout_s) for step in result.steps])
 
 
@@ -165,7 +165,8 @@ def compare(workload: Workload, plain: Path, race: Path, num_steps: int) -> dict
     """A row of results."""
     fitted = fit_run(EventLog(events_path(plain)))
     real = real_seconds(race)
-    simulated = simulated_seconds(plain, workload.race, num_steps)
+    settings = [*workload.race, "tail_batching.enabled=true"]
+    simulated = simulated_seconds(plain, settings, num_steps)
     entries = EventLog(events_path(race))
     row: dict[str, Any] = {
         "workload": workload.name,
@@ -216,13 +217,13 @@ def print_row(row: Mapping[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    parser.add_argument("--steps", type=int, help="steps of each run (default: 120)")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
     parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
     args = parser.parse_args()
-    num_steps = 20 if args.quick else args.steps
+    num_steps = args.steps or (20 if args.quick else 120)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -30,8 +30,9 @@ IntArray = NDArray[np.int64]
 
 BINS_PER_OCTAVE = 8
 """A bin is 9 % wide, and never narrower than one token."""
-PRIOR_SAMPLES = 50.0
-"""Samples with which every class is told the distribution of all samples together."""
+PRIOR_SHARE = 0.005
+"""The prior is worth so many samples per sample seen: enough to keep the tail of a class that was
+seldom launched again from running wild, too little to matter elsewhere."""
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_NODES = 8
 START_HARD = 0.05
@@ -239,11 +240,11 @@ def fit_length_model(
     data = _Data.of(prompts, bin_starts(cap))
     if start is None:
         parts = _cold_start(data, num_classes, hard_prompts)
-        parts, _, _ = _em(data, parts, _prior(parts), SETTLING_ITERATIONS, tolerance)
+        parts, _, _ = _em(data, parts, _prior(data, parts), SETTLING_ITERATIONS, tolerance)
     else:
         _check_start(start, cap, num_classes * (1 + hard_prompts))
         parts = _Parts.of(start)
-    prior = _prior(parts)
+    prior = _prior(data, parts)
     parts, objective, num_iterations = _em(data, parts, prior, max_iterations, tolerance)
     return LengthModel(
         starts=data.starts,
@@ -498,7 +499,7 @@ def _cold_start(data: _Data, num_classes: int, hard_prompts: bool) -> _Parts:
     for correlation in START_CORRELATIONS:
         bodies = _copula_classes(pooled, correlation, weights[0])
         parts = _Parts(weights=weights, bodies=bodies, stray=pooled, stray_rate=0.0)
-        _, objective = _explain(data, parts, PRIOR_SAMPLES * bodies)
+        _, objective = _explain(data, parts, np.zeros_like(bodies))
         if objective > best_objective:
             best, best_objective = parts, objective
     assert best is not None
@@ -514,7 +515,7 @@ def _cold_start(data: _Data, num_classes: int, hard_prompts: bool) -> _Parts:
     )
 
 
-def _prior(parts: _Parts) -> FloatArray:
+def _prior(data: _Data, parts: _Parts) -> FloatArray:
     """(M, B) pseudo-samples of every class: what a Gaussian copula with the same correlation and
     marginal has in it."""
     weights = parts.weights.sum(axis=0)
@@ -527,7 +528,7 @@ def _prior(parts: _Parts) -> FloatArray:
     order = np.argsort(class_means, kind="stable")
     prior = np.empty_like(parts.bodies)
     prior[order] = _copula_classes(marginal, min(correlation, 0.99), weights[order])
-    return PRIOR_SAMPLES * prior
+    return prior * (PRIOR_SHARE * data.num_samples / len(prior))
 
 
 def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArray) -> FloatArray:

@@ -81,14 +81,15 @@ class DecodeFit:
         return np.asarray(read + self.per_sequence_s * table.sample_steps + around)
 
 
-def fit_line(rounds: Sequence[Sequence[Stretch]], *, ends: bool = True) -> DecodeFit:
+def fit_line(rounds: Sequence[Sequence[Stretch]], *, full: bool) -> DecodeFit:
     """The form with `max`, or the straight line if the data do not tell the two apart.
 
-    `ends` False leaves `per_ended_s` 0, as a simulator that knows decode steps only needs it.
+    `full` False is for a simulator that knows nothing but decode steps and a prefill per sample:
+    `admission_s` and `per_ended_s` are 0, and the rest makes up for it as well as it can.
     """
     table = _Stretches([s for of_round in rounds for s in of_round])
     limit = _stall_limit(rounds)
-    around = table.around(ends=ends)
+    around = table.around(full=full)
 
     def columns(bend: float) -> Matrix:
         read = table.beyond(bend)
@@ -117,7 +118,7 @@ def fit_table(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)
     ]
-    columns = np.column_stack([table.steps, *ramps, table.cached_sum, table.around(ends=True)])
+    columns = np.column_stack([table.steps, *ramps, table.cached_sum, table.around(full=True)])
     solution = _solve(columns, table.seconds, _stall_limit(rounds))
     values = (solution.factor * solution.x).tolist()
     levels = np.cumsum(values[: len(counts)]).tolist()
@@ -135,7 +136,7 @@ def _decode_fit(
     sequence_s: float,
     knots: tuple[tuple[float, float], ...],
 ) -> DecodeFit:
-    admission_s, admitted_s, *ended_s = around
+    admission_s, admitted_s, ended_s = around
     return DecodeFit(
         launch_s=launch_s,
         bytes_s=bytes_s,
@@ -144,7 +145,7 @@ def _decode_fit(
         knots=knots,
         admission_s=admission_s,
         per_admitted_s=admitted_s,
-        per_ended_s=ended_s[0] if ended_s else 0.0,
+        per_ended_s=ended_s,
         stalls=solution.factor,
         num_left_out=solution.num_left_out,
     )
@@ -167,13 +168,12 @@ class _Stretches:
         growth = self.steps * (self.steps - 1) - first * (first - 1)
         return np.asarray(num * (self.cached - bend) + self.running * growth / 2)
 
-    def around(self, *, ends: bool) -> Matrix:
-        """Columns of admission and ends. Where as many samples are admitted each time, what an
-        admission costs by itself cannot be told: all of it goes to the samples."""
+    def around(self, *, full: bool) -> Matrix:
+        """Columns of admissions, admitted samples and ends. Where as many samples are admitted each
+        time, what an admission costs by itself cannot be told: all of it goes to the samples."""
         some = self.admitted[self.admitted > 0]
-        vary = np.std(some) > MIN_VARIATION * np.mean(some)
-        columns = [self.admissions * vary, self.admitted] + [self.ended] * ends
-        return np.column_stack(columns)
+        vary = full and np.std(some) > MIN_VARIATION * np.mean(some)
+        return np.column_stack([self.admissions * vary, self.admitted, self.ended * full])
 
 
 @dataclass(frozen=True, slots=True)

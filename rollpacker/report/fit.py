@@ -111,12 +111,12 @@ class FittedRun:
     num_skipped: int
     """Rounds whose token clock could not be told: samples failed, or ended out of order."""
     step: DecodeFit
-    """The form max(launch, bytes + cache) + sequences, with admission; ends of samples are free."""
+    """The form max(launch, bytes + cache) + sequences and a prefill per sample, nothing else."""
     step_with_ends: DecodeFit
-    """The same with the cost of ending a sample, for simulators that know it: nearer the truth
-    where rounds of different kinds are compared."""
+    """The same with a cost of each admission to the engine and of each sample's end: nearer the
+    truth where rounds of different kinds, or few slots, are compared."""
     table: DecodeFit
-    """With ends, and a table over running samples instead of a straight line."""
+    """As `step_with_ends`, but a table over running samples instead of a straight line."""
     errors: Mapping[str, Mapping[str, RoundErrors]]
     """Of the three above, by name, then by kind of round and "all"."""
     rewards: RewardFit
@@ -351,8 +351,8 @@ class _Run:
         self._check(clocked, reason, slots)
         parts = [parts for _, parts in clocked]
         fits = {
-            "step": fit_line(parts, ends=False),
-            "step_with_ends": fit_line(parts, ends=True),
+            "step": fit_line(parts, full=False),
+            "step_with_ends": fit_line(parts, full=True),
             "table": fit_table(parts),
         }
         with_checkpoint, without = self.committed[True], self.committed[False]
@@ -506,7 +506,7 @@ def _told(run: FittedRun, kind: str) -> str:
     table, without = (f"{100 * other.mean_error:.0f} %" for other in others)
     return (
         f"{form.num} rounds, predicted/measured {form.ratio:.2f}, mean error "
-        f"{100 * form.mean_error:.0f} % (by the table {table}, ends for free {without})"
+        f"{100 * form.mean_error:.0f} % (by the table {table}, by steps alone {without})"
     )
 
 

@@ -102,9 +102,9 @@ class Calibration:
     """Every constant of `DatasheetModel` that no datasheet gives, most of them fitted.
     `constants()` lists them with unit and source."""
 
-    launch_layer_s: float = _fitted(0.257e-3, "s per layer", _STEPS)
+    launch_layer_s: float = _fitted(0.246e-3, "s per layer", _STEPS)
     """Host time to launch one layer of a decode step; the floor of small batches."""
-    per_sequence_s: float = _fitted(0.29e-3, "s per sequence", _STEPS)
+    per_sequence_s: float = _fitted(0.289e-3, "s per sequence", _STEPS)
     """Sampling and bookkeeping, per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
     """Of the memory bandwidth that decoding reaches."""
@@ -114,16 +114,16 @@ class Calibration:
         400 / 989, "share of the datasheet's FLOP/s", "assumed, not fitted: 0.4 PFLOP/s on an H800"
     )
     train_utilization: float = _fitted(
-        0.148, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
+        0.139, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
     )
     """Model FLOP utilisation of training and of the log-prob passes before it."""
     train_fixed_scale_s: float = _fitted(
-        0.44257, "s at 1e9 parameters", "12.3, 26.4 and 122.6 s at 7B, 14B and 32B"
+        0.32607, "s at 1e9 parameters", "11.0, 22.8 and 122.6 s at 7B, 14B and 32B"
     )
-    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 10 % too low at 7B, 20 %
-    too high at 14B, 8 % too low at 32B."""
+    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 12 % too low at 7B, 28 %
+    too high at 14B, 10 % too low at 32B."""
     train_fixed_exponent: float = _fitted(
-        1.58757, "power of the parameters", "12.3, 26.4 and 122.6 s at 7B, 14B and 32B"
+        1.66772, "power of the parameters", "11.0, 22.8 and 122.6 s at 7B, 14B and 32B"
     )
     """Exponent b of the same."""
     sync_scale_s: float = _fitted(

@@ -213,9 +213,7 @@ def plan_base(scenario: Scenario) -> Base:
                 slot="speculation",
                 changes={"rollout.speculation.kinds": kinds},
             ),
-            Idea(
-                name="no speculation", slot="speculation", changes={"rollout.speculation": None}
-            ),
+            Idea(name="no speculation", slot="speculation", changes={"rollout.speculation": None}),
         ]
     oracle = [
         Idea(name="oracle", slot="oracle", changes={name: {**to_plain(value), **switches[name]}})
@@ -260,9 +258,7 @@ def _stream_ideas(config: Scenario | RunConfig, *, max_share: float) -> list[Ide
     enabling = {} if stream.enabled else {f"{section}.enabled": True}
     ideas = []
     if not stream.enabled:
-        ideas.append(
-            Idea(name="gradients before the round's end", slot="stream", changes=enabling)
-        )
+        ideas.append(Idea(name="gradients before the round's end", slot="stream", changes=enabling))
     if not (stream.enabled and stream.reward_wait):
         ideas.append(
             Idea(
@@ -344,9 +340,7 @@ def factor_grid(samples_per_prompt: int, *, fine: bool) -> list[Idea]:
     first = (1.1875, 1.25, 1.5) if fine else (1.25, 1.5)
     second = (1.125, 1.25, 1.5) if fine else (1.25,)
     ideas = [factors_idea((p, s)) for p in single for s in samples]
-    ideas += [
-        factors_idea((p, s), (q, t)) for p in first for s in few for q in second for t in few
-    ]
+    ideas += [factors_idea((p, s), (q, t)) for p in first for s in few for q in second for t in few]
     return ideas
 
 

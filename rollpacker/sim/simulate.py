@@ -16,7 +16,7 @@ from rollpacker.sim.scenario import RewardStage, Scenario
 from rollpacker.sim.simulation import Machine, Simulation
 from rollpacker.sim.workload import Workload
 
-SYNCHRONOUS_JUDGE_SHARE = 3.7 / 5.9
+SYNCHRONOUS_JUDGE_SHARE = 0.61
 """Of its rate, what a judge reaches when a step's calls come as one batch after the rollout. Fitted
 to the rewards' time of verl in Fig. 4b and its mean step times (Fig. 9) of the RollPacker paper."""
 

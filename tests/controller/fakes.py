@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
@@ -32,8 +34,9 @@ from rollpacker.trainer.base import ModelConfig, TrainConfig, TrainSample
 class FakeEngine:
     """Responses of known lengths; one token per step, all at once, like the real one."""
 
-    def __init__(self, silent: bool = False) -> None:
+    def __init__(self, silent: bool = False, step_s: float = 0.0) -> None:
         self.silent = silent
+        self.step_s = step_s
         self.version = 0
         self.steps = 0
         self._live: dict[SampleId, list[Any]] = {}
@@ -80,6 +83,7 @@ class FakeEngine:
         if outputs:
             return outputs
         self.steps += 1
+        time.sleep(self.step_s)
         for sample, entry in list(self._live.items()):
             entry[1] += 1
             if entry[1] == entry[2]:
@@ -243,6 +247,7 @@ def make(
     engine: FakeEngine | None = None,
     trainer: FakeTrainer | None = None,
     reward: FakeReward | None = None,
+    rewards: RewardScheduleConfig | None = None,
 ) -> tuple[Controller, Recorder]:
     recorder = Recorder()
     prompts = FakePrompts()
@@ -254,6 +259,7 @@ def make(
             max_response_tokens=config.rollout.max_response_tokens,
             tail_batching=config.tail_batching,
             stream=config.stream_trainer,
+            rewards=rewards or RewardScheduleConfig(),
         )
     )
     parts = Parts(

@@ -5,21 +5,41 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.exactly_once import check
+from rollpacker.config.schema import RunConfig
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.replay import replay
-from rollpacker.core.commands import Launch, RoundKind
-from rollpacker.core.events import Committed, Trained
-from rollpacker.core.records import Note, Record
+from rollpacker.core.commands import Launch, Release, RoundKind, Score, StartGradients, TrainOn
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.events import Committed, SampleScored, Trained
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job import Phase
+from rollpacker.core.records import LogError, Note, Record, decode, encode
+from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.report.log import EventLog
+from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.base import Failed, RewardInput, Scored
+from rollpacker.rollout.base import EngineStatus
 from rollpacker.trainer.base import NonFiniteError
-from tests.controller.fakes import FakeEngine, FakeReward, FakeTrainer, drive, make, run_config
+from tests.controller.fakes import (
+    FakeEngine,
+    FakeReward,
+    FakeTrainer,
+    Recorder,
+    drive,
+    make,
+    run_config,
+)
+
+_SAMPLE = SampleId(PromptId("train", 0, 5), 1, 0)
 
 
 def test_a_run_trains_logs_and_replays(tmp_path: Path) -> None:
@@ -91,8 +111,6 @@ def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 def _without_eval(parts):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
     return replace(parts, eval_prompts=None)
 
 
@@ -172,6 +190,199 @@ def test_a_wish_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) ->
     ]
     assert commits[-1].checkpointed and commits[-1].step >= 3
     assert newest_checkpoint(tmp_path / "checkpoints").step == commits[-1].step
+
+
+# -- gradients before a round is over --------------------------------------------------
+
+
+def streaming(steps: int) -> RunConfig:
+    stream = StreamConfig(enabled=True, reward_wait=True)
+    return replace(run_config(steps=steps), stream_trainer=stream)
+
+
+def slow_for_long_responses() -> FakeReward:
+    """Groups of short responses have their verdicts while others wait for theirs."""
+    return FakeReward(delay=lambda sample: 0.15 if len(sample.completion_tokens) > 5 else 0.0)
+
+
+def recorded(recorder: Recorder, kind: type) -> list[Any]:
+    records = [entry for entry in recorder.entries if isinstance(entry, Record)]
+    return [c for record in records for c in record.commands if isinstance(c, kind)]
+
+
+def test_gradients_begin_while_verdicts_are_awaited(tmp_path: Path) -> None:
+    trainer = FakeTrainer(accumulate_s=0.3)
+    controller, recorder = make(
+        tmp_path,
+        streaming(steps=3),
+        engine=FakeEngine(step_s=0.005),
+        trainer=trainer,
+        reward=slow_for_long_responses(),
+    )
+    drive(controller)
+    early = recorded(recorder, StartGradients)
+    assert early and "rescale" in trainer.calls
+    # Every sample is in its step's gradient once, with the same weight, streamed or not.
+    steps = recorded(recorder, TrainOn)
+    for step, weights in zip(steps, trainer.weights, strict=True):
+        samples = [sample for group in step.groups for sample in group]
+        assert sorted(weights) == sorted(samples)
+        assert list(weights.values()) == pytest.approx([1 / len(samples)] * len(samples))
+    # Verdicts were taken in while the trainer worked.
+    notes = [e for e in recorder.entries if isinstance(e, Note) and e.name == "gradients"]
+    scored = [
+        e for e in recorder.entries if isinstance(e, Record) and isinstance(e.event, SampleScored)
+    ]
+    assert notes and all(note.seconds >= 0.3 for note in notes)
+    assert any(n.time_s - n.seconds < s.time_s < n.time_s for n in notes for s in scored)
+    # What was asked for when the step was due already was trained on with the rest.
+    assert sum(n.metrics["groups"] for n in notes) <= sum(len(c.groups) for c in early)
+    assert check(tmp_path / "events.jsonl")["problems"] == []
+    log = list(EventLog(tmp_path / "events.jsonl"))
+    replayed = replay(log)
+    assert replayed.difference is None and replayed.num_steps == len(steps)
+    summary = summarize_entries(log)
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"], abs=1e-6)
+    assert summary["seconds"]["training"] >= sum(note.seconds for note in notes) - 0.01
+
+
+def test_without_streaming_a_step_is_one_gradient(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    controller, recorder = make(
+        tmp_path,
+        run_config(steps=3),
+        engine=FakeEngine(step_s=0.005),
+        trainer=trainer,
+        reward=slow_for_long_responses(),
+    )
+    drive(controller)
+    assert not recorded(recorder, StartGradients)
+    assert trainer.calls == ["accumulate", "apply"] * trainer.version
+
+
+def test_gradients_while_the_engine_works_are_refused(tmp_path: Path) -> None:
+    class Busy(FakeEngine):
+        def status(self) -> EngineStatus:
+            return replace(super().status(), num_waiting=1)
+
+    controller, _ = make(
+        tmp_path,
+        streaming(steps=3),
+        engine=Busy(step_s=0.005),
+        reward=slow_for_long_responses(),
+    )
+    with pytest.raises(AssertionError, match=r"while \d+ samples are generated"):
+        drive(controller)
+
+
+def test_no_number_in_early_gradients_names_the_step(tmp_path: Path) -> None:
+    class Broken(FakeTrainer):
+        async def accumulate(self, samples: Any) -> None:
+            if controller.parts.job.phase is Phase.ROLLING:
+                raise NonFiniteError("the loss is nan")
+            await super().accumulate(samples)
+
+    controller, _ = make(
+        tmp_path,
+        streaming(steps=20),
+        engine=FakeEngine(step_s=0.005),
+        trainer=Broken(),
+        reward=slow_for_long_responses(),
+    )
+    with pytest.raises(NonFiniteError, match=r"step \d: the loss is nan; no update was applied"):
+        drive(controller)
+
+
+def test_one_device_cannot_be_released(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, run_config())
+    with pytest.raises(AssertionError, match="cannot be released"):
+        controller._obey(Release(devices=(0,)))
+
+
+# -- loss weights, deadlines of checks -------------------------------------------------
+
+
+def test_loss_weights_reach_the_trainer_and_the_samples_file(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    trainer = FakeTrainer()
+    controller, _ = make(tmp_path, run_config(steps=2), trainer=trainer)
+    job = controller.parts.job
+    original = job.handle
+
+    def handle(event: Any) -> list[Any]:
+        commands = original(event)
+        for index, command in enumerate(commands):
+            if isinstance(command, TrainOn) and command.step == 1:
+                weights = tuple(tuple(0.5 + s.index for s in group) for group in command.groups)
+                commands[index] = replace(command, weights=weights)
+        return commands
+
+    job.handle = handle  # type: ignore[method-assign]
+    drive(controller)
+    first, second = trainer.weights[:2]
+    assert all(
+        weight == pytest.approx((0.5 + sample.index) / len(first))
+        for sample, weight in first.items()
+    )
+    assert set(second.values()) == {1 / len(second)}
+    rows = [
+        row
+        for path in sorted((tmp_path / "samples").glob("*.parquet"))
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+    of_first = {row["sample_id"]: row["loss_weight"] for row in rows if row["step"] == 1}
+    assert of_first == {str(sample): 0.5 + sample.index for sample in first}
+    assert {row["loss_weight"] for row in rows if row["step"] == 2} == {1.0}
+
+
+def test_a_check_that_outlives_its_deadline_is_given_up(tmp_path: Path) -> None:
+    deadline = AdaptiveDeadlineConfig(min_s=0.05, max_s=0.1, adaptive=False)
+    rewards = RewardScheduleConfig(kinds={"train": RewardKindConfig(deadline=deadline)})
+
+    def hangs(sample: RewardInput) -> bool:
+        return len(sample.completion_tokens) == 3
+
+    controller, recorder = make(
+        tmp_path,
+        run_config(steps=2),
+        reward=FakeReward(delay=lambda sample: 30.0 if hangs(sample) else 0.0),
+        rewards=rewards,
+    )
+    controller.parts = _without_eval(controller.parts)
+    drive(controller)
+    assert {command.timeout_s for command in recorded(recorder, Score)} == {0.1}
+    verdicts = [
+        entry.event
+        for entry in recorder.entries
+        if isinstance(entry, Record) and isinstance(entry.event, SampleScored)
+    ]
+    late = [verdict for verdict in verdicts if verdict.value is None]
+    assert late and len(late) < len(verdicts)
+    for verdict in late:
+        assert verdict.reason == "deadline of 0.1 s" and verdict.seconds == 0.1
+    assert all(v.seconds is not None and v.seconds < 0.1 for v in verdicts if v.value is not None)
+    assert check(tmp_path / "events.jsonl")["problems"] == []
+    assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        TrainOn(step=3, groups=((_SAMPLE,),), weights=((0.1 + 0.2,),)),
+        TrainOn(step=3, groups=((_SAMPLE,),)),
+        StartGradients(step=3, groups=((_SAMPLE,), (_SAMPLE,))),
+        Release(devices=(2, 3)),
+        Score(sample=_SAMPLE, timeout_s=2.5),
+        Launch(round=1, kind=RoundKind.CASCADE, samples=(_SAMPLE,), version=0, tensor_parallel=2),
+    ],
+)
+def test_commands_survive_the_log(command: Any) -> None:
+    event = SampleScored(time_s=1.5, sample=_SAMPLE, value=0.5, seconds=0.25)
+    record = Record(time_s=1.5, event=event, commands=(command,), cost_s=0.0)
+    assert decode(encode(record)) == record
+    with pytest.raises(LogError):
+        decode(encode(record).replace('"groups":', '"troops":').replace('"sample":', '"simple":'))
 
 
 def test_the_controller_does_not_import_torch() -> None:

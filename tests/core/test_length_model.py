@@ -97,7 +97,8 @@ def pool(prompts: Sequence[PromptLengths]) -> tuple[list[int], list[int]]:
     ("rho", "hard_share"), [(0.0, 0.0), (0.2, 0.0), (0.5, 0.0), (0.05, 0.08), (0.4, 0.08)]
 )
 def test_it_finds_the_law_behind_the_race(rho, hard_share):
-    prompts, trained = race(np.random.default_rng(1), rho=rho, hard_share=hard_share)
+    rng = np.random.default_rng(1)
+    prompts, trained = race(rng, rho=rho, hard_share=hard_share, size=64)
     own = own_lengths(rho, hard_share)
     model = fit_length_model(prompts, cap=CAP)
     assert np.mean(trained) < 0.9 * np.mean(own)

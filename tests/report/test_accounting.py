@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.commands import Commit, Launch, RoundKind, SyncWeights, TrainOn
+from rollpacker.core.commands import (
+    Commit,
+    Launch,
+    RoundKind,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
 from rollpacker.core.events import (
     Committed,
     RunStarted,
@@ -21,8 +29,11 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import JobConfig
 from rollpacker.core.records import Note, Record, Session
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.report.accounting import CAUSES, Accounting
+from rollpacker.report.metrics import step_metrics
+from rollpacker.report.spans import read_steps
 from tests.core.world import World
 from tests.report.fake_run import FakeRun
 
@@ -239,3 +250,113 @@ def test_the_queue_is_the_jobs_after_every_step():
     _, summaries = feed(world.log)
     for summary in summaries:
         assert summary.long_queue == len(world.snapshots[summary.step][0]["queue"])
+
+
+def streamed_step():
+    """As `one_step`, but the first group's gradients begin at 6 s and take 0.75 s; the second's are
+    asked for at 6.5 s, and the step is due before they begin."""
+    entries = one_step()
+    first = next(i for i, e in enumerate(entries) if e.time_s == 6.5)
+    aborted = entries[first - 1]
+    start = StartGradients(step=1, groups=(SAMPLES[:1],))
+    entries[first - 1] = record(6.0, aborted.event, start)
+    entries[first + 1] = record(6.5, entries[first + 1].event, StartGradients(step=1, groups=((),)))
+    done = Note(time_s=6.75, name="gradients", seconds=0.75, step=1, metrics={"groups": 1})
+    entries.insert(first + 2, done)
+    return entries
+
+
+def test_gradients_in_the_reward_wait_are_training():
+    accounting, (step,) = feed(streamed_step())
+    # The second group is still under way as far as the log tells, until the step is due at 7 s.
+    assert step.seconds["training"] == pytest.approx(1.0 + 2.0)
+    assert step.seconds["reward_wait"] == pytest.approx(0.0)
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s)
+    assert step.num_samples_streamed == 1
+
+
+def test_after_the_gradients_verdicts_are_waited_for_again():
+    entries = [
+        replace_commands(e) if e.time_s == 6.5 and isinstance(e, Record) else e
+        for e in streamed_step()
+    ]
+    accounting = Accounting()
+    phases = {}
+    for entry in entries:
+        accounting.feed(entry)
+        phases[entry.time_s] = accounting.phase
+    assert (phases[6.0], phases[6.5], phases[6.75], phases[7.0]) == (
+        "training",
+        "training",
+        "reward_wait",
+        "training",
+    )
+    assert accounting.totals["training"] == pytest.approx(0.75 + 2.0)
+    assert accounting.totals["reward_wait"] == pytest.approx(0.25)
+    (spans,) = read_steps(entries)
+    told = [(p.name, p.start_s, p.end_s) for p in spans.phases if p.end_s > 6.0][:3]
+    assert told == [("training", 6.0, 6.75), ("reward_wait", 6.75, 7.0), ("training", 7.0, 9.0)]
+    assert not any(phase.name == "gradients" for phase in spans.phases)
+
+
+def replace_commands(entry):
+    return record(entry.time_s, entry.event)
+
+
+def test_rollout_that_goes_on_stays_rollout():
+    """With more than one device, gradients begin while others still generate."""
+    entries = one_step()
+    at_three = next(i for i, e in enumerate(entries) if e.time_s == 3.0)
+    start = StartGradients(step=1, groups=(SAMPLES[:1],))
+    entries[at_three] = record(3.0, entries[at_three].event, start)
+    _, (plain,) = feed(one_step())
+    _, (step,) = feed(entries)
+    assert step.seconds["decode"] == pytest.approx(plain.seconds["decode"])
+    assert step.seconds["tail_idle"] == pytest.approx(plain.seconds["tail_idle"])
+    assert step.seconds["training"] == pytest.approx(2.0 + 1.0)
+
+
+def test_loss_weights_show_in_the_lengths():
+    def weighted(entry):
+        if not isinstance(entry, Record):
+            return entry
+        commands = tuple(
+            dataclasses.replace(c, weights=((0.5, 2.0),)) if isinstance(c, TrainOn) else c
+            for c in entry.commands
+        )
+        return dataclasses.replace(entry, commands=commands)
+
+    _, (plain,) = feed(one_step())
+    _, (step,) = feed([weighted(entry) for entry in one_step()])
+    assert plain.lengths == {"length/trained_mean": 10.0}
+    assert step.lengths["length/weighted_mean"] == pytest.approx((0.5 * 5 + 2.0 * 15) / 2.5)
+    assert step.lengths["debias/effective_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
+    assert (step.lengths["debias/max_weight"], step.lengths["debias/mean_weight"]) == (2.0, 1.25)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    verdict_delay=st.sampled_from([0.0, 5.0, 30.0]),
+    tiers=st.sampled_from([(), (Tier(prompt_factor=1.5, sample_factor=1.5),)]),
+    late_finish_rate=st.sampled_from([0.0, 0.5]),
+)
+@settings(max_examples=30, deadline=None)
+def test_logs_with_streams_and_cascades_add_up(seed, tiers, **unkindness):
+    config = JobConfig(
+        prompts_per_step=3,
+        samples_per_prompt=2,
+        max_steps=12,
+        tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, tiers=tiers),
+        stream=StreamConfig(enabled=True, reward_wait=True),
+    )
+    world = World(config, num_rows=40, epochs=3, seed=seed, **unkindness).run()
+    accounting, summaries = feed(world.log)
+    assert accounting.last_step == world.job.step
+    assert accounting.long_queue == world.job.num_queued
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    assert min(accounting.seconds().values()) >= 0
+    kinds = {summary.kind for summary in summaries}
+    assert RoundKind.CASCADE not in kinds or tiers
+    for summary in summaries:
+        assert step_metrics(summary)["round/kind"] == summary.kind
+        assert summary.num_samples_streamed <= summary.num_samples_trained

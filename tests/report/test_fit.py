@@ -39,8 +39,9 @@ def concave(n: int, cached: int) -> float:
 )
 def test_constants_of_a_step_come_back(options):
     fitted = fit_run(CostedRun(bent, **options).run(40))
-    step = fitted.step
+    step = fitted.step_with_ends
     assert fitted.num_rounds == 40
+    assert step.per_ended_s == pytest.approx(0, abs=1e-5)
     assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
     assert step.bytes_s == pytest.approx(BYTES_S, rel=0.02)
     assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
@@ -56,7 +57,17 @@ def test_the_cost_of_an_end_comes_back():
     assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
     assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
     assert step.per_sequence_s == pytest.approx(SEQUENCE_S, rel=0.02)
-    assert fitted.step.per_ended_s == 0
+    assert (fitted.step.per_ended_s, fitted.step.admission_s) == (0, 0)
+
+
+def test_steps_and_prefill_per_sample_alone_come_back():
+    fitted = fit_run(CostedRun(bent, admission_s=0, slots=24, race=True).run(40))
+    step = fitted.step
+    assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
+    assert step.bytes_s == pytest.approx(BYTES_S, rel=0.02)
+    assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
+    assert step.per_sequence_s == pytest.approx(SEQUENCE_S, rel=0.02)
+    assert step.per_admitted_s == pytest.approx(2e-4, rel=0.02)
 
 
 def test_a_straight_line_stays_one():
