@@ -220,14 +220,10 @@ def simulate_all(
     try:
         if jobs > 1:
             return _in_processes(scenarios, jobs, bar)
-        results: dict[str, SystemResult] = {}
-        before = 0
-        for name, scenario in scenarios.items():
-            results[name] = _one(
-                scenario, lambda steps, before=before: bar.show(before + steps), log
-            )
-            before += scenario.steps
-        return results
+        return {
+            name: _one(scenario, lambda _: bar.show(bar.done + 1), log)
+            for name, scenario in scenarios.items()
+        }
     finally:
         bar.close()
 
@@ -318,12 +314,14 @@ class _Bar:
     """A progress bar on stderr that appears once it has become worthwhile."""
 
     def __init__(self, total: int) -> None:
+        self.done = 0
         self._total = total
         self._began_s = time.monotonic()
         self._wanted = sys.stderr.isatty()
         self._shown: Any = None
 
     def show(self, done: int) -> None:
+        self.done = done
         if self._shown is None and self._wanted:
             if time.monotonic() - self._began_s < BAR_AFTER_S:
                 return

@@ -190,6 +190,8 @@ class Job:
         self._round_tier = 0
         """Where prompts that the round defers go: a tier's queue, or beyond the last the long
         one."""
+        self._streams = False
+        """Something of this round may be streamed."""
         self._to_stream: list[tuple[SampleId, ...]] = []
         """Groups of the round that the trainer might start on."""
         self._now = 0.0
@@ -197,6 +199,7 @@ class Job:
         self._since = 0.0
         """When the phase began that a planner learns the duration of."""
         self._rollout_s = 0.0
+        """How long the engine was busy with the round; 0 while it is."""
         self._num_empty_steps = 0
         self._stop_reason: str | None = None
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
@@ -380,9 +383,11 @@ class Job:
         self._round = Round(plan, self.rewards, self.num_late)
         self._round_tier = tier
         self.phase = Phase.ROLLING
-        self._since = self._now
+        self._since, self._rollout_s = self._now, 0.0
         commands = self._round.launch()
-        if config.stream.enabled:
+        stream = config.stream
+        self._streams = stream.enabled and (stream.reward_wait or kind in stream.kinds)
+        if self._streams:
             self._to_stream = []
             self.stream.begin(
                 kind,
@@ -400,13 +405,14 @@ class Job:
     # -- the round at hand -------------------------------------------------------------
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
-        round_ = self._the_round("generation", event)
+        round_ = self._round
+        if round_ is None:
+            raise _no_round("generation", event)
         commands = round_.on_generated(event)
-        if self.config.stream.enabled:
+        if self._streams:
             devices = self.stream.on_finished(event.num_tokens)
             if devices:
                 commands.append(Release(devices=devices))
-        self._generation_ended(round_)
         return self._after(round_, commands)
 
     def _on_scored(self, event: SampleScored) -> list[Command]:
@@ -427,45 +433,45 @@ class Job:
         return self._after(round_, commands)
 
     def _on_aborted(self, event: SampleAborted) -> list[Command]:
-        round_ = self._the_round("abort", event)
+        round_ = self._round
+        if round_ is None:
+            raise _no_round("abort", event)
         commands = round_.on_aborted(event)
-        if self.config.stream.enabled:
+        if self._streams:
             self.stream.on_stopped(event.num_tokens)
-        self._generation_ended(round_)
         return self._after(round_, commands)
 
     def _on_failed(self, event: SampleFailed) -> list[Command]:
-        round_ = self._the_round("failure", event)
+        round_ = self._round
+        if round_ is None:
+            raise _no_round("failure", event)
         launched = round_.num_launched
         commands = round_.on_failed(event)
-        if self.config.stream.enabled:
+        if self._streams:
             self.stream.on_stopped(0)
             self.stream.on_added(round_.num_launched - launched)
-        self._generation_ended(round_)
         return self._after(round_, commands)
-
-    def _the_round(self, what: str, event: SampleGenerated | SampleAborted | SampleFailed) -> Round:
-        if self._round is None:
-            raise StrayEventError(f"{what} of {event.sample} while no round is under way")
-        return self._round
-
-    def _generation_ended(self, round_: Round) -> None:
-        if self.planner is not None and not round_.generating:
-            self._rollout_s = self._now - self._since
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
-        if round_.closed:
-            return commands + self._close_round(round_)
-        if self.config.stream.enabled:
+        if not round_.generating:
+            if not self._rollout_s:
+                self._rollout_s = self._now - self._since
+            if round_.closed:
+                return commands + self._close_round(round_)
+        if self._streams:
             commands += self._stream(round_)
         return commands
 
     def _stream(self, round_: Round) -> list[Command]:
+        stream = self.stream
+        engine_empty = not round_.generating
+        if not (stream.released or (engine_empty and self.config.stream.reward_wait)):
+            return []
         self._to_stream += round_.take_complete()
         if not self._to_stream:
             return []
-        groups = self.stream.groups_to_stream(self._to_stream, engine_empty=not round_.generating)
+        groups = stream.groups_to_stream(self._to_stream, engine_empty=engine_empty)
         if not groups:
             return []
         self._to_stream = self._to_stream[len(groups) :]
@@ -625,6 +631,10 @@ class Job:
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job
+
+
+def _no_round(what: str, event: SampleGenerated | SampleAborted | SampleFailed) -> StrayEventError:
+    return StrayEventError(f"{what} of {event.sample} while no round is under way")
 
 
 def _queue_to_plain(queue: Iterable[tuple[PromptId, int]]) -> list[list[Any]]:

@@ -8,13 +8,15 @@ came about (they are *missing at random*). Kaplan-Meier on all samples together 
 a sample is stopped because its siblings finished, and siblings are alike.
 
 What makes siblings alike is modelled by a few classes of prompts, each with a length distribution
-of its own over bins; given the class, the samples of a prompt are independent. The fit is the
-closed-form EM of such a mixture.
+of its own over bins; given the class, the samples of a prompt are independent. A class may have a
+twin of *hard* prompts: the same lengths, but now and then a response goes astray and gets another
+length, as a rule the cap. (A few free classes alone would have to choose: those that tell slow from
+fast prompts cannot also tell hard from easy ones, and the mean comes out up to 30 % too large.) The
+fit is the closed-form EM of such a mixture.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,20 +33,28 @@ IntArray = NDArray[np.int64]
 BINS_PER_OCTAVE = 8
 """A bin is 9 % wide, and never narrower than one token."""
 PRIOR_SHARE = 0.005
-"""The prior is worth so many samples per sample seen: enough to keep the tail of a class that was
-seldom launched again from running wild, too little to matter elsewhere."""
+"""The prior of the classes' distributions is worth so many samples per sample seen: enough to keep
+the tail of a class that is seldom launched again from running wild, too little to matter
+elsewhere."""
+PRIOR_PROMPTS = 1.0
+"""Prompts that every class is given, and samples that stray ones are: what died out under one
+policy can come back under the next."""
+
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
-START_NODES = 8
-START_HARD = 0.05
+START_HARD_SHARE = 0.05
 START_STRAY_RATE = 0.15
-MAX_STRAY_RATE = 0.5
 START_STRAY_TAIL = 0.02
+"""At the start responses go astray within this upper part of all lengths."""
+MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-TINY = 1e-300
+"""From a cold start; then the prior, so far from the biased pooled distribution, is made anew."""
+
+COPULA_NODES = 8
+"""Points of a class at which a copula is averaged."""
 BLOCK = 128
 """Prompts per matrix product: so small a product is done by one thread, so the fit does not depend
 on how many threads there are (nor would more of them make it faster)."""
-"""Points of a class at which the starting distributions are averaged."""
+TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +82,16 @@ def bin_starts(cap: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthModel:
-    """A fitted distribution: M classes of prompts over B bins of length."""
+    """A fitted distribution: C classes of prompts over B bins of length."""
 
     starts: IntArray
     """(B,) first length of every bin, in tokens. The last one is the cap."""
     centres: FloatArray
     """(B,) mean length of the responses in every bin, in tokens."""
     class_weights: FloatArray
-    """(M,) share of the prompts."""
+    """(C,) share of the prompts."""
     class_densities: FloatArray
-    """(M, B) share of a class's responses; rows add up to 1."""
+    """(C, B) share of a class's responses; rows add up to 1."""
     stray_density: FloatArray
     """(B,) lengths of responses that went astray."""
     stray_rate: float
@@ -208,7 +218,7 @@ class LengthModel:
         bins = np.searchsorted(cumulative, shares * cumulative[-1] - 1e-12, side="left")
         bins = np.minimum(bins, self.starts.size - 1)
         rest = shares * cumulative[-1] - (cumulative[bins] - density[bins])
-        place = np.clip(rest / np.maximum(density[bins], 1e-300), 0.0, 1.0)
+        place = np.clip(rest / np.maximum(density[bins], TINY), 0.0, 1.0)
         widths = self._widths()[bins]
         inside = np.minimum(np.floor(place * widths), widths - 1)
         return np.asarray(self.starts[bins] + inside, dtype=np.float64)
@@ -434,7 +444,16 @@ def _explain(data: _Data, parts: _Parts, prior: FloatArray) -> tuple[FloatArray,
     num_in_last = data.num_prompts - (len(shares) - 1) * BLOCK
     shares[-1, :, num_in_last:] = 0.0
     per_prompt = (top + np.log(total)).ravel()[: data.num_prompts]
-    return shares, float(per_prompt.sum() + (_log(parts.bodies) * prior).sum())
+    return shares, float(per_prompt.sum() + _log_prior(parts, prior))
+
+
+def _log_prior(parts: _Parts, prior: FloatArray) -> float:
+    """`prior` (M + 1, B): pseudo-samples of the bodies and of the stray responses."""
+    log_prior = (_log(parts.bodies) * prior[:-1]).sum()
+    log_prior += PRIOR_PROMPTS * _log(parts.weights).sum()
+    if len(parts.weights) > 1:
+        log_prior += (_log(parts.stray) * prior[-1]).sum()
+    return float(log_prior)
 
 
 def _improve(data: _Data, shares: FloatArray, parts: _Parts, prior: FloatArray) -> _Parts:
@@ -447,18 +466,19 @@ def _improve(data: _Data, shares: FloatArray, parts: _Parts, prior: FloatArray) 
     earlier = np.cumsum(per_mass, axis=1) - per_mass
     expected = ended + densities * (earlier + per_mass * data.beyond)
     num_classes = len(parts.bodies)
-    bodies = expected[:num_classes] + prior
+    bodies = expected[:num_classes] + prior[:-1]
     stray, rate = parts.stray, parts.stray_rate
     if len(parts.weights) > 1:
         twins = expected[num_classes:]
         from_stray = twins * (rate * stray / np.maximum(densities[num_classes:], TINY))
         bodies = bodies + twins - from_stray
-        total = max(float(twins.sum()), TINY)
-        rate = min(max(float(from_stray.sum()) / total, TINY), MAX_STRAY_RATE)
-        stray = from_stray.sum(axis=0)
-        stray = stray / max(float(stray.sum()), TINY)
+        rate = float(from_stray.sum()) / max(float(twins.sum()), TINY)
+        rate = min(max(rate, MIN_STRAY_RATE), MAX_STRAY_RATE)
+        stray = from_stray.sum(axis=0) + prior[-1]
+        stray = stray / stray.sum()
+    weights = shares.sum(axis=(0, 2)).reshape(parts.weights.shape) + PRIOR_PROMPTS
     return _Parts(
-        weights=shares.sum(axis=(0, 2)).reshape(parts.weights.shape) / data.num_prompts,
+        weights=weights / weights.sum(),
         bodies=bodies / bodies.sum(axis=1, keepdims=True),
         stray=stray,
         stray_rate=rate,
@@ -480,7 +500,7 @@ def _fit_pooled(data: _Data) -> FloatArray:
     (ended,), (stopped,) = data.totals(everyone)
     total = ended + stopped
     at_risk = np.cumsum(total[::-1])[::-1] - stopped * data.beyond
-    hazard = np.where(ended > 0, ended / np.maximum(at_risk, 1e-300), 0.0)
+    hazard = np.where(ended > 0, ended / np.maximum(at_risk, TINY), 0.0)
     survival = np.concatenate([[1.0], np.cumprod(1.0 - np.clip(hazard, 0.0, 1.0))])
     density = -np.diff(survival)
     longest = int(np.flatnonzero(ended)[-1])
@@ -499,7 +519,7 @@ def _cold_start(data: _Data, num_classes: int, hard_prompts: bool) -> _Parts:
     for correlation in START_CORRELATIONS:
         bodies = _copula_classes(pooled, correlation, weights[0])
         parts = _Parts(weights=weights, bodies=bodies, stray=pooled, stray_rate=0.0)
-        _, objective = _explain(data, parts, np.zeros_like(bodies))
+        _, objective = _explain(data, parts, np.zeros((num_classes + 1, pooled.size)))
         if objective > best_objective:
             best, best_objective = parts, objective
     assert best is not None
@@ -508,7 +528,7 @@ def _cold_start(data: _Data, num_classes: int, hard_prompts: bool) -> _Parts:
     beyond = np.cumsum(pooled) > 1 - START_STRAY_TAIL
     stray = np.where(beyond, pooled, 1e-3 * pooled)
     return _Parts(
-        weights=np.vstack([weights * (1 - START_HARD), weights * START_HARD]),
+        weights=np.vstack([weights * (1 - START_HARD_SHARE), weights * START_HARD_SHARE]),
         bodies=best.bodies,
         stray=stray / stray.sum(),
         stray_rate=START_STRAY_RATE,
@@ -516,8 +536,8 @@ def _cold_start(data: _Data, num_classes: int, hard_prompts: bool) -> _Parts:
 
 
 def _prior(data: _Data, parts: _Parts) -> FloatArray:
-    """(M, B) pseudo-samples of every class: what a Gaussian copula with the same correlation and
-    marginal has in it."""
+    """(M + 1, B) pseudo-samples of every class: what a Gaussian copula with the same correlation
+    and marginal has in it; in the last row those of the stray responses."""
     weights = parts.weights.sum(axis=0)
     weights = weights / weights.sum()
     marginal = weights @ parts.bodies
@@ -526,15 +546,16 @@ def _prior(data: _Data, parts: _Parts) -> FloatArray:
     class_means = parts.bodies @ scores
     correlation = _share_between(weights, class_means, marginal, scores)
     order = np.argsort(class_means, kind="stable")
-    prior = np.empty_like(parts.bodies)
-    prior[order] = _copula_classes(marginal, min(correlation, 0.99), weights[order])
-    return prior * (PRIOR_SHARE * data.num_samples / len(prior))
+    classes = np.empty_like(parts.bodies)
+    classes[order] = _copula_classes(marginal, min(correlation, 0.99), weights[order])
+    classes *= PRIOR_SHARE * data.num_samples / len(classes)
+    return np.vstack([classes, PRIOR_PROMPTS * marginal])
 
 
 def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArray) -> FloatArray:
     """(M, B) lengths with normal scores sqrt(rho) u + sqrt(1 - rho) e, cut into classes by u."""
     lower = np.cumsum(weights) - weights
-    inside = (np.arange(START_NODES) + 0.5) / START_NODES
+    inside = (np.arange(COPULA_NODES) + 0.5) / COPULA_NODES
     places = lower[:, np.newaxis] + weights[:, np.newaxis] * inside
     nodes = _normal_quantiles(np.clip(places.ravel(), 1e-9, 1 - 1e-9))
     edges = _normal_quantiles(np.clip(np.cumsum(marginal)[:-1], 1e-15, 1 - 1e-15))
@@ -542,7 +563,7 @@ def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArra
     below = _normal_cdf(scaled / math.sqrt(1 - correlation))
     ends = np.ones((nodes.size, 1))
     at_nodes = np.diff(np.hstack([0 * ends, below, ends]), axis=1)
-    classes = at_nodes.reshape(weights.size, START_NODES, -1).mean(axis=1)
+    classes = at_nodes.reshape(weights.size, COPULA_NODES, -1).mean(axis=1)
     classes = np.maximum(classes, 1e-9 * marginal)
     classes *= marginal / (weights @ classes)  # a few nodes do not add up to it exactly
     return np.asarray(classes / classes.sum(axis=1, keepdims=True), dtype=np.float64)
@@ -568,5 +589,5 @@ def _normal_quantiles(shares: Iterable[float]) -> FloatArray:
 
 
 def _normal_cdf(values: FloatArray) -> FloatArray:
-    erf = functools.partial(np.vectorize(math.erf, otypes=[np.float64]))
+    erf = np.vectorize(math.erf, otypes=[np.float64])
     return np.asarray(0.5 * (1.0 + erf(values / math.sqrt(2.0))), dtype=np.float64)

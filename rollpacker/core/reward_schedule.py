@@ -91,9 +91,10 @@ class RewardSchedule:
 
     def ask(self, sample: SampleId) -> list[Command]:
         """The sample needs a verdict: start the check, or let it wait for a worker."""
-        source = sample.prompt.source
+        source = sample[0][0]
         kind = self._kinds.get(source) or self._add_kind(source)
-        if kind.num_free is None or kind.num_free > 0:
+        num_free = kind.num_free
+        if num_free is None or num_free > 0:
             return [self._start(kind, sample)]
         if self._closest:
             kind.by_prompt.setdefault(sample.prompt, deque()).append(sample)
@@ -122,6 +123,8 @@ class RewardSchedule:
         many verdicts a prompt still lacks."""
         kind = self._kinds[source]
         commands: list[Command] = []
+        if not (kind.queue or kind.by_prompt):
+            return commands
         while kind.num_free:
             sample = self._next_closest(kind, missing) if self._closest else self._next(kind)
             if sample is None:

@@ -164,6 +164,11 @@ class _Quota:
 
 _IN_ENGINE = -1
 
+LAUNCHED, GENERATED = SampleState.LAUNCHED, SampleState.GENERATED
+# The two transitions that every sample makes are looked up in the table once.
+_GENERATED_NOW = check(LAUNCHED, GENERATED)
+_SCORED_NOW = check(GENERATED, SampleState.SCORED)
+
 
 class _Group:
     """The samples of one prompt in this round. Lists are by sample index."""
@@ -222,6 +227,9 @@ class Round:
         self._num_open_quotas = self._share_out()
         self._num_in_engine = 0
         """Launched, and neither generated, failed nor let go of by the engine."""
+        self._version = plan.version
+        self._needed = plan.samples_needed
+        self._scored_race = plan.race == "scored"
         self._num_awaited = 0
         """Verdicts that still matter."""
         self._unasked: list[tuple[_Group, int]] = []
@@ -276,6 +284,7 @@ class Round:
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
         for group in self._groups.values():
+            group.quota.groups = []  # no cycles: a round is freed as soon as it is over
             if group.deferred:
                 continue
             kept = self._kept(group)
@@ -286,7 +295,7 @@ class Round:
                 reason = TOO_FEW_VERDICTS if enough else TOO_FEW_RESPONSES
                 drops.append(Drop(prompt=group.prompt, reason=reason))
                 kept = []
-            self._settle(group, set(kept))
+            self._settle(group, kept)
         return tuple(groups), drops
 
     def deferred(self) -> list[tuple[PromptId, int]]:
@@ -349,52 +358,55 @@ class Round:
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        group, index = self._leave_engine(event.sample, event.num_tokens)
+        sample = event.sample
+        group, index = self._leave_engine(sample, event.num_tokens)
         group.whole[index] = True
         self.preemptions += event.preemptions
-        if group.states[index] is not SampleState.LAUNCHED:
+        if group.states[index] is not LAUNCHED:
             self._late["SampleGenerated"] += 1
             return self._after_engine()
-        if event.version != self.plan.version:
+        if event.version != self._version:
             raise StrayEventError(
-                f"{event.sample} was sampled from version {event.version} in a round "
-                f"of version {self.plan.version}"
+                f"{sample} was sampled from version {event.version} in a round "
+                f"of version {self._version}"
             )
         group.num_generating -= 1
-        group.states[index] = check(SampleState.LAUNCHED, SampleState.GENERATED)
+        group.states[index] = _GENERATED_NOW
         group.num_unscored += 1
         self._num_awaited += 1
         commands: list[Command] = []
         if self._overlap:
-            commands = self._rewards.ask(event.sample)
+            commands = self._rewards.ask(sample)
         else:
             self._unasked.append((group, index))
-        if self.plan.race == "generated":
-            group.finished.append(index)
-            commands += self._after_progress(group)
+        if not self._scored_race:
+            finished = group.finished
+            finished.append(index)
+            if len(finished) == self._needed or not group.num_generating:
+                commands += self._finish_group(group)
         if not self._num_in_engine:
             commands += self._after_engine()
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
         """A verdict on a sample of this round (see `knows`)."""
-        sample = event.sample
-        group, index = self._groups[sample.prompt], sample.index
-        if group.states[index] is not SampleState.GENERATED:
+        prompt, index, _ = event.sample
+        group = self._groups[prompt]
+        if group.states[index] is not GENERATED:
             self._late["SampleScored"] += 1
             return []
-        group.states[index] = check(SampleState.GENERATED, SampleState.SCORED)
+        group.states[index] = _SCORED_NOW
         group.values[index] = event.value
         group.num_unscored -= 1
         self._num_awaited -= 1
-        commands: list[Command] = []
-        if self.plan.race == "scored" and not group.done:
+        if group.done:
+            if not group.num_unscored:
+                self._complete.append(group)
+        elif self._scored_race:
             if event.value is not None:
                 group.finished.append(index)
-            commands = self._after_progress(group)
-        elif group.done and not group.num_unscored:
-            self._complete.append(group)
-        return commands
+            return self._after_progress(group)
+        return []
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
         group, index = self._group_of(event.sample)
@@ -416,7 +428,7 @@ class Round:
         group.num_generating -= 1
         self._move(group, index, SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
-        if self.plan.race == "scored":
+        if self._scored_race:
             hopeful += group.num_unscored
         if hopeful < self.plan.samples_needed and group.num_retries < self.plan.max_retries:
             group.num_retries += 1
@@ -431,9 +443,8 @@ class Round:
 
     def _after_progress(self, group: _Group) -> list[Command]:
         """A sample of an unfinished group ended: is the group done, is the race over?"""
-        complete = len(group.finished) == self.plan.samples_needed
-        if not complete and (
-            group.num_generating or (self.plan.race == "scored" and group.num_unscored)
+        if len(group.finished) != self._needed and (
+            group.num_generating or (self._scored_race and group.num_unscored)
         ):
             return []
         assert not group.done and not group.deferred
@@ -528,7 +539,10 @@ class Round:
 
     def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[_Group, int]:
         """The engine is done with the sample."""
-        group, index = self._group_of(sample)
+        prompt, index, attempt = sample
+        group = self._groups.get(prompt)
+        if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
+            raise self._stray(sample)
         if group.lengths[index] != _IN_ENGINE:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
@@ -541,8 +555,11 @@ class Round:
         prompt, index, attempt = sample
         group = self._groups.get(prompt)
         if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
-            raise StrayEventError(f"{sample} was not launched in round {self.plan.number}")
+            raise self._stray(sample)
         return group, index
+
+    def _stray(self, sample: SampleId) -> StrayEventError:
+        return StrayEventError(f"{sample} was not launched in round {self.plan.number}")
 
     def _with(self, applies: Callable[[_Group, int], bool]) -> list[SampleId]:
         return [
@@ -562,12 +579,14 @@ class Round:
     def _move(group: _Group, index: int, state: SampleState) -> None:
         group.states[index] = check(group.states[index], state)
 
-    def _settle(self, group: _Group, kept: set[int]) -> None:
-        for index, state in enumerate(group.states):
+    @staticmethod
+    def _settle(group: _Group, kept: list[int]) -> None:
+        states = group.states
+        for index, state in enumerate(states):
             if index in kept:
-                self._move(group, index, SampleState.TRAINED)
-            elif state in (SampleState.SCORED, SampleState.GENERATED):
-                self._move(group, index, SampleState.DROPPED)
+                states[index] = check(state, SampleState.TRAINED)
+            elif state is SampleState.SCORED or state is GENERATED:
+                states[index] = check(state, SampleState.DROPPED)
 
 
 def _listed(samples: Iterable[SampleId], noun: str) -> str:

@@ -19,9 +19,11 @@ HUBER_SCALES = 2.0
 ITERATIONS = 25
 NUM_BENDS = 16
 """Cache sizes that are tried as the place where bytes begin to cost more than the launch."""
-MIN_VARIATION = 0.05
 BEND_ROUNDS = 2
+"""Times that the place is looked for: outliers are others once it is known."""
 GOLDEN_SECTIONS = 12
+MIN_VARIATION = 0.05
+"""Relative spread of the numbers admitted at once that tells an admission from its samples."""
 BEND_GAIN = 0.02
 """A bend must lower the loss by this share, else the straight line stays."""
 

@@ -4,8 +4,9 @@ Searched is what the core has, all of it on-policy: ideas (`Idea`: a few config 
 that can be switched on one by one, and the factors of the races. The search knows a system only by
 `Evaluate`, so that a scenario and a recorded run are planned by the same code:
 
-    ideas one by one, the best first  ->  factors, few steps each  ->  the better third, more steps
-        ->  finalists, fresh seeds    ->  leave one out, step by step: what each was worth
+    each idea alone  ->  with all that may help: factors, few steps each  ->  the better ones, more
+        steps, and their neighbours  ->  ideas that nobody misses left out  ->  finalists, on fresh
+        seeds  ->  step by step and leave one out: what each idea is worth
 
 Two settings are always compared on the same seeds, so that they differ by their decisions alone and
 the uncertainty is that of the paired difference. What is compared is the *long-run* step time: the
@@ -42,8 +43,10 @@ Config = TypeVar("Config")
 Progress = Callable[[str, int, int], None]
 """Called with the stage's name, and how many of its simulations are done of how many."""
 
-MIN_GAIN = 0.003
-"""An idea is taken up if it shortens the step by more than this share."""
+MIN_GAIN = 0.005
+"""An idea must shorten the step by more than this share, or the setting does without it."""
+MAX_LOSS = 0.01
+"""An idea that lengthens the step by less, tried alone, may still help together with others."""
 NOISE_ERRORS = 3.0
 """A gain counts as one if it is more than so many standard errors."""
 SCREEN_SLACK = 0.02
@@ -51,6 +54,10 @@ SCREEN_SLACK = 0.02
 FULLER_SHARE = 0.95
 """A step's share of samples that fuller streaming hides under the rollout: all but what finishes
 last."""
+FINAL_SEED = 1000
+"""Finalists are compared on seeds that the search has not seen."""
+FACTORS = "factors"
+"""The slot of the races' factors."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -118,8 +125,10 @@ class Base:
     """Switches worth a try, factors and tiers left out."""
     oracle: Candidate | None = None
     """A bound that knows all lengths; for comparison only."""
+    oracle_period: int = 1
+    """The oracle is simulated for whole multiples of so many steps."""
     seed: int = 0
-    """Simulations use this seed and those after it."""
+    """Simulations use this seed and later ones."""
 
     def tail_of(self, candidate: Candidate) -> TailBatchingConfig:
         """`tail_batching` with the candidate's changes."""
@@ -215,18 +224,21 @@ def plan_base(scenario: Scenario) -> Base:
             ),
             Idea(name="no speculation", slot="speculation", changes={"rollout.speculation": None}),
         ]
-    oracle = [
-        Idea(name="oracle", slot="oracle", changes={name: {**to_plain(value), **switches[name]}})
-        for switches in [SYSTEMS["oracle"]]
-        for name in switches
-        for value in [getattr(scenario, name)]
-    ]
+    oracle = Idea(
+        name="oracle",
+        slot="oracle",
+        changes={
+            name: {**to_plain(getattr(scenario, name)), **switch}
+            for name, switch in SYSTEMS["oracle"].items()
+        },
+    )
     return Base(
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
         tail_batching=scenario.tail_batching,
         ideas=tuple(idea for idea in ideas if _is_possible(scenario, idea)),
-        oracle=Candidate(ideas=tuple(oracle)),
+        oracle=Candidate(ideas=(oracle,)),
+        oracle_period=SYSTEMS["oracle"]["oracle"]["reorder_window"],
         seed=scenario.seed,
     )
 
@@ -319,7 +331,7 @@ def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> I
     """Tail batching at (prompt_factor, sample_factor), with further races at theirs."""
     return Idea(
         name=" then ".join(f"factors ({p:g}, {s:g})" for p, s in (factors, *tiers)),
-        slot="factors",
+        slot=FACTORS,
         changes={
             "tail_batching.enabled": True,
             "tail_batching.prompt_factor": factors[0],
@@ -333,20 +345,23 @@ def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> I
 
 def factor_grid(samples_per_prompt: int, *, fine: bool) -> list[Idea]:
     """Factors of one and of two races. Sample factors are whole samples."""
-    extra = (0, 1, 2, 4) if fine else (1, 2)
-    samples = sorted({(samples_per_prompt + more) / samples_per_prompt for more in extra})
-    few = samples[:3]
-    single = (1.125, 1.1875, 1.25, 1.375, 1.5) if fine else (1.125, 1.25, 1.5)
-    first = (1.1875, 1.25, 1.5) if fine else (1.25, 1.5)
+    samples = [(samples_per_prompt + more) / samples_per_prompt for more in (0, 1, 2, 4)]
+    few = samples[:3] if fine else samples[1:3]
+    single = (1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5) if fine else (1.125, 1.25, 1.5)
     second = (1.125, 1.25, 1.5) if fine else (1.25,)
-    ideas = [factors_idea((p, s)) for p in single for s in samples]
-    ideas += [factors_idea((p, s), (q, t)) for p in first for s in few for q in second for t in few]
-    return ideas
+    ideas = [factors_idea((p, s)) for p in single for s in samples[: 4 if fine else 3]]
+    ideas += [
+        factors_idea((p, s), (q, t)) for p in (1.25, 1.5) for s in few for q in second for t in few
+    ]
+    off = {"tail_batching.enabled": False, "tail_batching.tiers": []}
+    return [*ideas, Idea(name="no tail batching", slot=FACTORS, changes=off)]
 
 
 def _neighbours(idea: Idea, samples_per_prompt: int) -> list[Idea]:
     """Factors a little off these, in one number each."""
     changes = idea.changes
+    if not changes["tail_batching.enabled"]:
+        return []
     races = [(changes["tail_batching.prompt_factor"], changes["tail_batching.sample_factor"])]
     races += [
         (tier["prompt_factor"], tier["sample_factor"]) for tier in changes["tail_batching.tiers"]
@@ -447,11 +462,9 @@ class Reason:
 
     idea: Idea
     added_s: float
-    """Seconds a step it saved when it was added to those listed before."""
-    alone_s: float
-    """... when it is the only change to the current settings."""
+    """Seconds a step that it saves when it is added to those listed before it."""
     left_out_s: float
-    """... seconds a step that are lost if the best setting goes without it."""
+    """Seconds a step that are lost if the best setting goes without it."""
     left_out_error_s: float
     """Standard error of `left_out_s`."""
     left_out_shift: float
@@ -472,7 +485,7 @@ class Plan:
     reasons: tuple[Reason, ...]
     """The best setting's ideas, in the order in which they were added."""
     rejected: tuple[tuple[Idea, float], ...]
-    """Switches that were left out, with the seconds a step that each saved by itself."""
+    """Switches that were left out, with the share of a step's time that each saved by itself."""
     oracle: Finding | None
     max_shift: float | None
     """Trained responses may be shorter by this share; None: any (debias undoes it)."""
@@ -485,6 +498,11 @@ class Plan:
     @property
     def stays(self) -> bool:
         return self.best.candidate == self.current.candidate
+
+    @property
+    def current_keeps(self) -> bool:
+        """The current settings keep the bound themselves."""
+        return self.max_shift is None or self.current.shift >= -self.max_shift
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker plan --json` prints it."""
@@ -500,14 +518,15 @@ class Plan:
                     "name": reason.idea.name,
                     "changes": dict(reason.idea.changes),
                     "added_s": reason.added_s,
-                    "alone_s": reason.alone_s,
                     "left_out_s": reason.left_out_s,
                     "left_out_error_s": _finite(reason.left_out_error_s),
                     "left_out_shift": reason.left_out_shift,
                 }
                 for reason in self.reasons
             ],
-            "rejected": [{"name": idea.name, "alone_s": saved} for idea, saved in self.rejected],
+            "rejected": [
+                {"name": idea.name, "saved_share_alone": saved} for idea, saved in self.rejected
+            ],
             "max_shift": self.max_shift,
             "seeds": self.num_seeds,
             "steps": self.num_steps,
@@ -552,17 +571,17 @@ class Budget:
 
 BUDGETS = {
     "quick": Budget(
-        fine=False, screen_steps=15, kept=6, second_steps=30, finalists=3, seeds=3, steps=30
+        fine=False, screen_steps=15, kept=4, second_steps=25, finalists=2, seeds=3, steps=20
     ),
     "normal": Budget(
-        fine=True, screen_steps=20, kept=14, second_steps=50, finalists=5, seeds=4, steps=50
+        fine=True, screen_steps=20, kept=12, second_steps=40, finalists=4, seeds=4, steps=40
     ),
     "thorough": Budget(
         fine=True, screen_steps=40, kept=24, second_steps=100, finalists=8, seeds=8, steps=100
     ),
 }
-RARE_STEPS = 4
-"""No simulation is so long that a kind of round comes more often than this just for being rare."""
+MAX_STRETCH = 4
+"""To see one round of the rarest kind, a simulation may be so many times longer than asked for."""
 
 
 def plan(
@@ -608,138 +627,119 @@ class _Search:
         self._num_simulated = 0
 
     def run(self) -> Plan:
-        budget = self._budget
-        with_switches, alone = self._choose_switches()
-        finalists = self._choose_factors(with_switches)
-        final_seeds = range(1000, 1000 + budget.seeds)
-        current = Candidate()
-        tried = _distinct([*finalists, with_switches])
-        oracle = self._base.oracle
-        extra = [] if oracle is None else [oracle]
-        found = self._compare([current, *tried, *extra], final_seeds, budget.steps, "finalists")
-        now, oracle_found = found[0], found[-1] if extra else None
+        budget, base = self._budget, self._base
+        alone = self._try_alone()
+        finalists = self._choose_factors(_together(alone))
+        if finalists:
+            needed = {idea.slot for idea in self._simplify(finalists[0]).ideas}
+            finalists = [
+                Candidate(ideas=tuple(idea for idea in c.ideas if idea.slot in needed | {FACTORS}))
+                for c in finalists
+            ]
+        seeds = range(FINAL_SEED, FINAL_SEED + budget.seeds)
+        now, *found = self._compare([Candidate(), *finalists], seeds, budget.steps, "finalists")
         self._set_bound(now.shift)
-        ranked = sorted(
-            (f for f in found[1 : 1 + len(tried)] if self._keeps(f)), key=lambda f: f.step_s
-        )
-        beyond = [f for f in found[1 : 1 + len(tried)] if not self._keeps(f)]
+        found.sort(key=lambda f: f.step_s)
+        kept = [f for f in found if self._keeps(f)]
         best, reasons = now, tuple[Reason, ...]()
-        if ranked:
-            best, reasons = self._explain(ranked[0], final_seeds)
-            if not any(f.candidate == best.candidate for f in ranked):
-                ranked = [best, *ranked]
-        if not best.is_clear:
-            best, reasons = now, ()
-        taken = {idea.name for idea in best.candidate.ideas}
+        if kept and (kept[0].is_clear or not self._keeps(now)):
+            best = kept[0]
+            reasons = self._explain(best, seeds)
+        oracle = None
+        if base.oracle is not None:
+            steps = math.ceil(budget.steps / base.oracle_period) * base.oracle_period
+            oracle = self._compare([Candidate(), base.oracle], seeds, steps, "oracle")[1]
+        taken = {idea.slot: idea.name for idea in best.candidate.ideas}
         return Plan(
             current=now,
             best=best,
-            ranked=tuple(ranked),
-            too_short=tuple(sorted(beyond, key=lambda f: f.step_s)),
+            ranked=tuple(kept),
+            too_short=tuple(f for f in found if not self._keeps(f)),
             reasons=reasons,
-            rejected=tuple((i, saved) for i, saved in alone if i.name not in taken),
-            oracle=oracle_found,
+            rejected=tuple((i, s) for i, s in alone if i.name != taken.get(i.slot)),
+            oracle=oracle,
             max_shift=None if math.isinf(self._bound) else -self._bound,
             num_seeds=budget.seeds,
             num_steps=budget.steps,
             num_simulated=self._num_simulated,
         )
 
-    def _choose_switches(self) -> tuple[Candidate, list[tuple[Idea, float]]]:
-        """Take up the idea that helps most, again and again, until none helps; and what each saves
-        by itself, in seconds a step."""
-        steps = self._budget.screen_steps
-        chosen, alone = Candidate(), list[tuple[Idea, float]]()
-        while True:
-            taken = {idea.slot for idea in chosen.ideas}
-            ideas = [idea for idea in self._base.ideas if idea.slot not in taken]
-            found = self._compare(
-                [chosen, *(chosen.with_idea(idea) for idea in ideas)], range(1), steps, "switches"
-            )
-            if not chosen.ideas:
-                self._set_bound(found[0].shift)
-                alone = [(i, f.saved_s) for i, f in zip(ideas, found[1:], strict=True)]
-            fit = [f for f in found[1:] if self._keeps(f, SCREEN_SLACK)]
-            best = min(fit, key=lambda f: f.step_s, default=found[0])
-            if best.step_s >= (1 - MIN_GAIN) * found[0].step_s:
-                return chosen, alone
-            chosen = best.candidate
+    def _try_alone(self) -> list[tuple[Idea, float]]:
+        """The share of a step's time that each idea saves by itself, most first."""
+        ideas = self._base.ideas
+        candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
+        found = self._compare(candidates, range(1), self._budget.screen_steps, "ideas alone")
+        saved = [(f.candidate.ideas[0], f.saved_s / found[0].step_s) for f in found[1:]]
+        return sorted(saved, key=lambda item: -item[1])
 
     def _choose_factors(self, chosen: Candidate) -> list[Candidate]:
         """The few fastest factors with these switches, by successive halving."""
-        budget = self._budget
-        seeds = range(1)
-        grid = factor_grid(self._base.samples_per_prompt, fine=budget.fine)
+        budget, num_samples = self._budget, self._base.samples_per_prompt
+        grid = factor_grid(num_samples, fine=budget.fine)
         tried = [chosen, *(chosen.with_idea(idea) for idea in grid)]
-        kept = self._fastest(tried, seeds, budget.screen_steps, budget.kept, "factors")
-        for stage, count in (("closer factors", budget.kept // 2), ("best factors", 0)):
+        kept = self._fastest(tried, budget.screen_steps, budget.kept, "factors")
+        for stage, count in (("closer", budget.kept // 2), ("closest", budget.finalists)):
             around = [
                 chosen.with_idea(near)
                 for candidate in kept[: 2 if budget.fine else 1]
                 for idea in candidate.ideas
-                if idea.slot == "factors"
-                for near in _neighbours(idea, self._base.samples_per_prompt)
+                if idea.slot == FACTORS
+                for near in _neighbours(idea, num_samples)
             ]
-            kept = self._fastest(
-                _distinct([*kept, *around]),
-                range(1),
-                budget.second_steps,
-                count or budget.finalists,
-                stage,
-                slack=SCREEN_SLACK / 4,
-            )
+            kept = self._fastest(_distinct([*kept, *around]), budget.second_steps, count, stage)
         return kept
 
     def _fastest(
-        self,
-        tried: list[Candidate],
-        seeds: Iterable[int],
-        steps: int,
-        count: int,
-        stage: str,
-        slack: float = SCREEN_SLACK,
+        self, tried: list[Candidate], steps: int, count: int, stage: str
     ) -> list[Candidate]:
-        found = self._compare([Candidate(), *tried], seeds, steps, stage)
+        """So many of them that about keep the bound, the fastest first."""
+        seen = [c for c in tried if self._sees_all(c, steps)]
+        found = self._compare([Candidate(), *seen], range(1), steps, stage)
         self._set_bound(found[0].shift)
+        slack = SCREEN_SLACK * self._budget.screen_steps / steps
         fit = [f for f in found[1:] if self._keeps(f, slack)]
         return [f.candidate for f in sorted(fit, key=lambda f: f.step_s)[:count]]
 
-    def _explain(self, best: Finding, seeds: Sequence[int]) -> tuple[Finding, tuple[Reason, ...]]:
-        """The best without what turns out not to help, and what the rest is worth."""
-        steps = self._budget.steps
+    def _simplify(self, candidate: Candidate) -> Candidate:
+        """Without the ideas that nobody misses, one after the other, the last of the list first."""
+        order = [*self._base.ideas]
         while True:
-            ideas = best.candidate.ideas
-            left_out = self._compare(
-                [best.candidate, *(best.candidate.without(idea) for idea in ideas)],
-                seeds,
-                steps,
-                "leave one out",
+            ideas = [idea for idea in candidate.ideas if idea in order]
+            without = [candidate.without(idea) for idea in ideas]
+            steps = self._budget.second_steps
+            found = self._compare(
+                [Candidate(), candidate, *without], range(1), steps, "leave one out"
             )
+            self._set_bound(found[0].shift)
+            most_s = (1 + MIN_GAIN) * found[1].step_s
             needless = [
-                f
-                for f in left_out[1:]
-                if self._keeps(f) and f.step_s <= (1 + MIN_GAIN / 3) * best.step_s
+                idea
+                for idea, finding in zip(ideas, found[2:], strict=True)
+                if finding.step_s <= most_s and (self._keeps(finding) or not self._keeps(found[1]))
             ]
             if not needless:
-                break
-            simpler = min(needless, key=lambda f: f.step_s)
-            best = self._compare([Candidate(), simpler.candidate], seeds, steps, "leave one out")[1]
-        partial = [Candidate(ideas=ideas[:size]) for size in range(len(ideas) + 1)]
-        alone = [Candidate(ideas=(idea,)) for idea in ideas]
-        found = self._compare([*partial, *alone], seeds, steps, "step by step")
-        path, singles = found[: len(partial)], found[len(partial) :]
-        reasons = tuple(
+                return candidate
+            candidate = candidate.without(max(needless, key=order.index))
+
+    def _explain(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
+        """What every idea of the best setting is worth."""
+        steps, ideas = self._budget.steps, best.candidate.ideas
+        path = [Candidate(ideas=ideas[:size]) for size in range(len(ideas) + 1)]
+        without = [best.candidate.without(idea) for idea in ideas]
+        found = self._compare([best.candidate, *path, *without], seeds, steps, "reasons")
+        path_s = [f.step_s for f in found[1 : 1 + len(path)]]
+        return tuple(
             Reason(
                 idea=idea,
-                added_s=path[index].step_s - path[index + 1].step_s,
-                alone_s=singles[index].saved_s,
-                left_out_s=-left_out[index + 1].saved_s,
-                left_out_error_s=left_out[index + 1].saved_error_s,
-                left_out_shift=left_out[index + 1].shift,
+                added_s=path_s[index] - path_s[index + 1],
+                left_out_s=-left_out.saved_s,
+                left_out_error_s=left_out.saved_error_s,
+                left_out_shift=left_out.shift,
             )
-            for index, idea in enumerate(ideas)
+            for index, (idea, left_out) in enumerate(
+                zip(ideas, found[1 + len(path) :], strict=True)
+            )
         )
-        return best, reasons
 
     def _set_bound(self, current_shift: float) -> None:
         """The bound on the seeds at hand: the current settings' own shift is measured on them."""
@@ -768,8 +768,7 @@ class _Search:
         missing = {key: c for key, c in wanted.items() if key not in self._known}
         self._progress(stage, 0, len(missing))
         for done, (key, result) in enumerate(self._simulate(missing), start=1):
-            shares = round_shares(self._base.tail_of(missing[key]), self._base.prompts_per_step)
-            self._known[key] = measure(result, shares)
+            self._known[key] = measure(result, self._shares(missing[key]))
             self._num_simulated += key[2]
             self._progress(stage, done, len(missing))
         rows = [
@@ -779,10 +778,18 @@ class _Search:
         return [_finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """Enough to see the rarest kind of round, if it is not too rare."""
-        shares = round_shares(self._base.tail_of(candidate), self._base.prompts_per_step)
-        rarest = min((shares or {"": 1.0}).values())
-        return min(max(steps, math.ceil(1.5 / rarest)), RARE_STEPS * steps)
+        """So many, or as many as it takes to see a round of every kind."""
+        return max(steps, self._least_steps(candidate))
+
+    def _sees_all(self, candidate: Candidate, steps: int) -> bool:
+        """No kind of round of this candidate is so rare that it would take too many steps."""
+        return self._least_steps(candidate) <= MAX_STRETCH * steps
+
+    def _least_steps(self, candidate: Candidate) -> int:
+        return math.ceil(1 / min((self._shares(candidate) or {"": 1.0}).values())) + 2
+
+    def _shares(self, candidate: Candidate) -> dict[str, float] | None:
+        return round_shares(self._base.tail_of(candidate), self._base.prompts_per_step)
 
     def _simulate(
         self, missing: Mapping[tuple[str, int, int], Candidate]
@@ -801,6 +808,15 @@ class _Search:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _together(alone: Iterable[tuple[Idea, float]]) -> Candidate:
+    """Every idea that may help, the best of each slot, in this order."""
+    chosen = Candidate()
+    for idea, saved in alone:
+        if saved > -MAX_LOSS and all(idea.slot != other.slot for other in chosen.ideas):
+            chosen = chosen.with_idea(idea)
+    return chosen
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -135,10 +135,12 @@ class Simulation:
         """`observe` is given every event with the core's answer, as a real run logs it."""
         self.job = Job(config)
         self.now = 0.0
+        self._handle = self.job.handle
         self._config = config
         self._machine = machine
         self._workload = workload
         self._observe = observe
+        self._slowdown = {s: f for s, f in machine.check_slowdown.items() if f != 1.0}
         self._cap = config.max_response_tokens or math.inf
         self._heap: list[tuple[float, int, int, Any]] = []
         """(time, counter, index of an engine, the engine) or (time, counter, -1, event)"""
@@ -182,17 +184,19 @@ class Simulation:
                 raise RuntimeError(
                     f"the run ended after {len(self._steps)} of {steps} steps: {self._finished}"
                 )
-            self.now, _, index, thing = heapq.heappop(heap)
-            if index < 0:
+            self.now, _, index, thing = heap[0]
+            if index >= 0 and thing.next_finish == self.now:
+                self._finish_one(index, thing)
+                continue
+            heapq.heappop(heap)
+            if index < 0:  # else the engine was touched since
                 self._take(thing)
-            elif thing.next_finish == self.now:  # else the engine was touched since
-                self._finish_one(index)
         return self._result()
 
     # -- decide, obey ------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
-        commands = self.job.handle(event)
+        commands = self._handle(event)
         if self._observe is not None:
             event = replace(event, time_s=self.now)
             self._observe(
@@ -315,12 +319,19 @@ class Simulation:
             self._counter += 1
             heapq.heappush(self._heap, (when, self._counter, index, engine))
 
-    def _finish_one(self, index: int) -> None:
-        key, length, preemptions = self._engines[index].pop()
+    def _finish_one(self, index: int, engine: TokenClockEngine) -> None:
+        """The engine at the top of the heap finishes a response."""
+        key, length, preemptions = engine.pop()
         self._last_busy[index] = self.now
-        self._expect(index)
-        self._step.tokens_generated += length
-        self._step.preemptions += preemptions
+        when = engine.next_finish
+        if when != math.inf:
+            self._counter += 1
+            heapq.heapreplace(self._heap, (when, self._counter, index, engine))
+        else:
+            heapq.heappop(self._heap)
+        step = self._step
+        step.tokens_generated += length
+        step.preemptions += preemptions
         self._num_generating -= 1
         if not self._num_generating:
             self._rollout_ends()
@@ -403,14 +414,16 @@ class Simulation:
 
     def _score(self, command: Score) -> None:
         sample = command.sample
-        seconds = self._workload.score_seconds(sample)
+        seconds, correct = self._workload.verdict(sample)
+        value = 1.0 if correct else 0.0
         if not seconds:
-            self._at_once.append(SampleScored(time_s=self.now, sample=sample, value=1.0))
+            self._at_once.append(SampleScored(time_s=self.now, sample=sample, value=value))
             return
-        seconds *= self._machine.check_slowdown.get(sample.prompt.source, 1.0)
-        value = float(self._workload.correct(sample))
-        if command.timeout_s is not None and seconds >= command.timeout_s:
-            seconds, value = command.timeout_s, 0.0
+        if self._slowdown:
+            seconds *= self._slowdown.get(sample.prompt.source, 1.0)
+        timeout_s = command.timeout_s
+        if timeout_s is not None and seconds >= timeout_s:
+            seconds, value = timeout_s, 0.0
         self._counter += 1
         when = self.now + seconds
         event = SampleScored(time_s=when, sample=sample, value=value, seconds=seconds)

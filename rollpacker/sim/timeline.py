@@ -93,23 +93,19 @@ def _figure(num_systems: int) -> tuple[Figure, list[Axes]]:
 
 def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -> None:
     """Each system's steps in sequence on one line, with the kind of round above each."""
-    ends = []
-    for row, result in enumerate(results.values()):
-        steps = [result.steps[place] for place in shown]
-        ends.append(sum(step.total_s for step in steps))
-    room = max(ends)
+    room = max(sum(result.steps[place].total_s for place in shown) for result in results.values())
     for row, result in enumerate(results.values()):
         left = 0.0
         for place in shown:
             step = result.steps[place]
             _stack(axes, row, left, {s: getattr(step, f) for s, f in STAGES.items()}, height=0.52)
-            axes.plot([left] * 2, [row - 0.26, row + 0.26], color="white", linewidth=1.6)
+            if left:
+                axes.plot([left] * 2, [row - 0.26, row + 0.26], color="white", linewidth=1.6)
             if step.kind != RoundKind.PLAIN and step.total_s > 0.045 * room:
                 colour = _LONG_COLOUR if step.kind in _LONG else _FAINT
-                text = {"fontsize": 7.5, "color": colour, "va": "bottom", "ha": "left"}
-                axes.text(left + 0.003 * room, row - 0.28, step.kind, **text)
+                _text(axes, left + 0.003 * room, row - 0.28, step.kind, 7.5, colour, va="bottom")
             left += step.total_s
-        axes.text(left, row, f"  {left:,.0f} s" if left >= 10 else f"  {left:.2f} s", **_TOTAL)
+        _text(axes, left, row, f"  {_seconds(left)} s", 9)
     axes.set_xlim(0, room * 1.1)
     _label_rows(axes, results)
 
@@ -124,12 +120,9 @@ def _draw_means(axes: Axes, results: Mapping[str, SystemResult]) -> None:
         told = f"  {_seconds(totals[name])} s"
         if len(results) > 1:
             told += f"  {first / totals[name]:.2f}x"
-        axes.text(totals[name], row, told, **_TOTAL)
+        _text(axes, totals[name], row, told, 9)
     axes.set_xlim(0, room * 1.16)
     _label_rows(axes, results)
-
-
-_TOTAL = {"va": "center", "ha": "left", "fontsize": 9, "color": _INK}
 
 
 def _stack(
@@ -145,17 +138,23 @@ def _stack(
     for stage, duration in seconds.items():
         axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
         if duration >= label_from:
-            dark = stage in ("rollout", "training")
-            axes.text(
-                left + duration / 2,
-                row,
-                _seconds(duration),
-                va="center",
-                ha="center",
-                fontsize=8,
-                color="white" if dark else _INK,
-            )
+            colour = "white" if stage in ("rollout", "training") else _INK
+            _text(axes, left + duration / 2, row, _seconds(duration), 8, colour, ha="center")
         left += duration
+
+
+def _text(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    colour: str = _INK,
+    *,
+    ha: str = "left",
+    va: str = "center",
+) -> None:
+    axes.text(x, y, text, fontsize=size, color=colour, ha=ha, va=va)
 
 
 def _seconds(value: float) -> str:

@@ -13,6 +13,7 @@ import pytest
 from rollpacker.core.debias import (
     MAX_PROMPTS_PER_STEP,
     MIN_EFFECTIVE,
+    WARM_ITERATIONS,
     Debias,
     density_weights,
     effective_sample_size,
@@ -343,6 +344,26 @@ def test_what_comes_late_of_a_forgotten_prompt_is_ignored():
     debias.step([60])
     assert debias.model is not None
     assert debias.model.mean() == pytest.approx(4, abs=0.2)
+
+
+def test_ids_of_forgotten_prompts_are_forgotten_after_another_window():
+    debias = Debias("none", cap=64, window_steps=2)
+    for step in range(8):
+        for i in range(40):
+            debias.observe(PromptId("train", step, i), [3, 4, 5], [])
+        debias.step([3])
+    for i in range(40):
+        debias.observe(PromptId("train", 0, i), [60, 61, 62], [])
+    debias.step([60])
+    assert debias.model is not None
+    assert debias.model.mean() == pytest.approx((4 + 61) / 2, rel=0.05)
+
+
+def test_refits_go_on_from_the_last_fit():
+    debias = Debias("none", cap=CAP)
+    feed(debias, run(1, 30))
+    assert debias.model is not None
+    assert 1 <= debias.model.num_iterations <= WARM_ITERATIONS
 
 
 def test_of_a_large_step_a_part_is_watched():

@@ -143,6 +143,12 @@ def test_a_sample_stopped_before_its_first_token_says_nothing():
     assert with_empty == without
 
 
+def test_a_sample_stopped_at_the_cap_is_as_long_as_the_cap():
+    rows = [PromptLengths(finished=(10, 11, 12), stopped=(CAP,)) for _ in range(100)]
+    model = fit_length_model(rows, cap=CAP)
+    assert model.density[-1] == pytest.approx(0.25, abs=0.01)
+
+
 def test_without_a_race_it_is_what_was_seen():
     rng = np.random.default_rng(5)
     prompts = [PromptLengths(finished=tuple(respond(rng, p, 0.3, 8))) for p in draw(rng, 500, 0.3)]

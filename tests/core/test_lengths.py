@@ -1,4 +1,4 @@
-"""The product-limit mean against hand-made cases, and the window against the plain function."""
+"""The product-limit mean against hand-made cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.core.lengths import LengthWindow, kaplan_meier_mean
+from rollpacker.core.lengths import kaplan_meier_mean
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
@@ -60,15 +60,3 @@ def test_random_stops_are_seen_through():
     censored = [stop for n, stop in zip(lengths, stops, strict=True) if n > stop]
     assert kaplan_meier_mean(finished, censored) == pytest.approx(50.5, rel=0.02)
     assert sum(finished) / len(finished) < 45
-
-
-@given(st.lists(st.tuples(LENGTHS, LENGTHS, LENGTHS), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_window_is_the_same_estimate_over_the_last_steps(steps, num_steps):
-    window = LengthWindow(num_steps)
-    for step in steps:
-        window.add(*step)
-    for means, part in ((window.means(), steps[-num_steps:]), (window.run_means(), steps)):
-        trained, finished, censored = ([n for step in part for n in step[i]] for i in range(3))
-        assert means[0] == (pytest.approx(sum(trained) / len(trained)) if trained else None)
-        own = kaplan_meier_mean(finished, censored) if finished else None
-        assert means[1] == (None if own is None else pytest.approx(own))

@@ -9,11 +9,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollpacker.core.commands import (
-    Release,
-    StartGradients,
     Abort,
     Command,
     Commit,
@@ -22,7 +20,9 @@ from rollpacker.core.commands import (
     FetchPrompts,
     Finish,
     Launch,
+    Release,
     Score,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -56,6 +56,8 @@ class World:
     verdict_delay: float = 0.0
     late_finish_rate: float = 0.0
     """Share of aborts that cross a finish on its way."""
+    sources: tuple[str, ...] = ("train",)
+    """Prompts take turns among them."""
     stop_at_step: int | None = None
     log: list[Record] = field(default_factory=list)
 
@@ -69,6 +71,8 @@ class World:
         self.version = 0
         self.finished: str | None = None
         self.longest_queue = 0
+        self.streamed: list[tuple[SampleId, ...]] = []
+        """Groups whose gradients were begun, of this step."""
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
 
     def rng(self, *key: object) -> random.Random:
@@ -96,12 +100,13 @@ class World:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
             self.now, _, event = heapq.heappop(self.heap)
+            event = replace(event, time_s=self.now)
             if isinstance(event, SampleGenerated | SampleFailed):
                 if event.sample not in self.running:
                     continue
                 del self.running[event.sample]
             commands = self.job.handle(event)
-            self.longest_queue = max(self.longest_queue, len(self.job.queue))
+            self.longest_queue = max(self.longest_queue, self.job.num_queued)
             self.log.append(
                 Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
             )
@@ -121,15 +126,27 @@ class World:
             case Abort(samples=samples):
                 for sample in samples:
                     self.abort(sample)
-            case Score(sample=sample):
+            case Score(sample=sample, timeout_s=timeout_s):
                 rng = self.rng("verdict", sample)
                 value = None if rng.random() < self.no_verdict_rate else float(rng.random() < 0.5)
+                seconds = rng.random() * self.verdict_delay
+                if timeout_s is not None and seconds > timeout_s:
+                    seconds, value = timeout_s, 0.0
                 self.push(
-                    rng.random() * self.verdict_delay,
-                    SampleScored(time_s=0.0, sample=sample, value=value),
+                    seconds, SampleScored(time_s=0.0, sample=sample, value=value, seconds=seconds)
                 )
-            case TrainOn(step=step):
+            case StartGradients(step=step, groups=groups):
+                assert step == self.job.step + 1
+                assert not self.running, "one device: gradients only once the engine is empty"
+                self.streamed += groups
+            case TrainOn(step=step, groups=groups, weights=weights):
                 assert not self.running, "trained while the engine was at work"
+                assert len(set(self.streamed)) == len(self.streamed), "begun twice"
+                assert set(self.streamed) <= set(groups), "begun, but not trained on"
+                self.streamed = []
+                if weights is not None:
+                    assert [len(w) for w in weights] == [len(g) for g in groups]
+                    assert all(w > 0 for group in weights for w in group)
                 self.push(1.0, Trained(time_s=0.0, step=step, version=self.version + 1))
             case SyncWeights(version=version):
                 self.version = version
@@ -144,7 +161,9 @@ class World:
                 )
             case Finish(reason=reason):
                 self.finished = reason
-            case Defer() | Drop() | Release() | StartGradients():
+            case Release():
+                raise AssertionError("there is one device")
+            case Defer() | Drop():
                 pass
 
     def fetch(self, count: int) -> None:
@@ -156,7 +175,9 @@ class World:
             0.0,
             PromptsFetched(
                 time_s=0.0,
-                prompts=tuple(PromptId("train", epoch, row) for row in rows),
+                prompts=tuple(
+                    PromptId(self.sources[row % len(self.sources)], epoch, row) for row in rows
+                ),
                 epoch_ended=ended,
                 data_ended=ended and epoch + 1 == self.epochs,
             ),
@@ -205,6 +226,7 @@ _SETTINGS = (
     "no_verdict_rate",
     "verdict_delay",
     "late_finish_rate",
+    "sources",
 )
 
 

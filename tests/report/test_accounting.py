@@ -340,7 +340,7 @@ def test_loss_weights_show_in_the_lengths():
     tiers=st.sampled_from([(), (Tier(prompt_factor=1.5, sample_factor=1.5),)]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_logs_with_streams_and_cascades_add_up(seed, tiers, **unkindness):
     config = JobConfig(
         prompts_per_step=3,
