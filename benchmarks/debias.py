@@ -261,7 +261,7 @@ def misses(row: dict[str, Any], method: str) -> list[str]:
 
 
 def measure_cost(seed: int = 0) -> dict[str, float]:
-    """Seconds of the fit and of a step, with 160 prompts started per short round."""
+    """Processor seconds of the fit and of a step, with 160 prompts started per short round."""
     queue = Queue(World(correlation=0.05, hard_share=0.08), (1.25, 1.25), seed)
     debias = Debias("moments", cap=CAP)
     by_prompt: dict[int, PromptLengths] = {}
@@ -275,18 +275,18 @@ def measure_cost(seed: int = 0) -> dict[str, float]:
                     finished=(*before.finished, *launch.finished),
                     stopped=(*before.stopped, *launch.stopped),
                 )
-        began = time.perf_counter()
+        began = time.process_time()
         for launch in shown:
             debias.observe(PromptId("code", 0, launch.prompt), launch.finished, launch.stopped)
         debias.step(trained)
-        step_s.append(time.perf_counter() - began)
+        step_s.append(time.process_time() - began)
     prompts = list(by_prompt.values())
-    began = time.perf_counter()
+    began = time.process_time()
     model = fit_length_model(prompts, cap=CAP)
-    cold_s = time.perf_counter() - began
-    began = time.perf_counter()
+    cold_s = time.process_time() - began
+    began = time.process_time()
     fit_length_model(prompts, cap=CAP, start=model, max_iterations=8)
-    warm_s = time.perf_counter() - began
+    warm_s = time.process_time() - began
     return {
         "prompts": len(prompts),
         "cold_fit_s": cold_s,

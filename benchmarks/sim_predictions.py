@@ -17,6 +17,7 @@ the simulated one; everything else is committed without having been compared wit
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,23 +183,29 @@ def told(results: Sequence[SystemResult]) -> dict[str, float]:
 # -- the four parts ----------------------------------------------------------------------
 
 
+def arms(world: str) -> Mapping[str, tuple[str, ...]]:
+    """Systems by name: all of them in the world of the shipped scenarios, else the whole ones."""
+    systems = {**ADDED, **LEFT_OUT, **OTHERS}
+    chosen = systems if world == "A" else ("verl", "rlhfuse", "rollpacker", "oracle")
+    return {name: (*systems[name], *WORLDS[world]) for name in chosen}
+
+
 def ablation_jobs() -> list[Job]:
     return [
         job
         for set_up in SET_UPS
-        for world in WORLDS.values()
-        for system in (*ADDED.values(), *LEFT_OUT.values(), *OTHERS.values())
-        for job in seeded(set_up, (*system, *world))
+        for world in WORLDS
+        for overrides in arms(world).values()
+        for job in seeded(set_up, overrides)
     ]
 
 
 def ablation(runs: Runs) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for world, changes in WORLDS.items():
+    for world in WORLDS:
         for set_up in SET_UPS:
             rows = {
-                name: told(of(runs, set_up, (*system, *changes)))
-                for name, system in {**ADDED, **LEFT_OUT, **OTHERS}.items()
+                name: told(of(runs, set_up, overrides)) for name, overrides in arms(world).items()
             }
             for row in rows.values():
                 row["speedup_over_verl"] = round(rows["verl"]["step_s"] / row["step_s"], 3)
@@ -282,21 +289,21 @@ def scaling(runs: Runs) -> dict[str, list[dict[str, Any]]]:
 
 # -- single facts ------------------------------------------------------------------------
 
-TAIL_ONLY_32B = (*VERL, *TAIL_BATCHING, *GENERATED)
-TAIL_SCORED_32B = (*VERL, *TAIL_BATCHING, *SCORED, *SCHEDULER)
+TAIL_ONLY = (*VERL, *TAIL_BATCHING, *GENERATED)
+TAIL_SCORED = (*VERL, *TAIL_BATCHING, *SCORED, *SCHEDULER)
 TIMEOUT_ON = (*CODE_ONLY, "system=rollpacker", "stream_trainer.enabled=false")
 TIMEOUT_OFF = (*TIMEOUT_ON, "reward_scheduler.adaptive_timeout=false")
 SMALL_BATCH = ("rollout.prompts_per_step=44",)
 """What the published configuration of Fig. 13 has."""
 VERL_CODE = (*CODE_ONLY, *VERL)
-TAIL_CODE = (*CODE_ONLY, *TAIL_ONLY_32B)
+TAIL_CODE = (*CODE_ONLY, *TAIL_ONLY)
 STREAM_MATH = (*MATH_ONLY, "system=rollpacker")
 NO_STREAM_MATH = (*STREAM_MATH, "stream_trainer.enabled=false")
 
 
 def check_jobs() -> list[Job]:
     jobs = []
-    for overrides in (VERL, TAIL_ONLY_32B, TAIL_SCORED_32B, ROLLPACKER):
+    for overrides in (VERL, TAIL_ONLY, TAIL_SCORED, ROLLPACKER):
         jobs += seeded("32b-32k", overrides)
     for overrides in (TIMEOUT_ON, TIMEOUT_OFF):
         jobs += seeded("7b-8k", overrides) + seeded("7b-8k", (*overrides, *SMALL_BATCH))
@@ -340,7 +347,7 @@ def _add_shape(add: Add, rollpacker: Sequence[SystemResult]) -> None:
     """Counts, which must be exact."""
     kinds = [step.kind for step in rollpacker[0].steps]
     longs = [place for place, kind in enumerate(kinds) if kind == "long"]
-    periods = {after - before for before, after in zip(longs, longs[1:], strict=False)}
+    periods = {after - before for before, after in itertools.pairwise(longs)}
     assert len(periods) == 1, "long rounds do not come at a fixed period"
     add("steps from one long round to the next", 5, periods.pop(), "section 3, Fig. 9")
     add("share of long rounds", 0.2, len(longs) / len(kinds), "section 3")
@@ -350,7 +357,12 @@ def _add_shape(add: Add, rollpacker: Sequence[SystemResult]) -> None:
         rollout.samples_per_prompt
     )
     add("samples launched in a short round", 1600, launched, "section 3")
-    add("samples trained in a short round", 1024, mean(rollpacker, _num_trained, "short"), "same")
+    add(
+        "samples trained in a short round",
+        1024,
+        mean(rollpacker, _num_trained, "short"),
+        "section 3",
+    )
 
 
 def _num_trained(step: StepResult) -> float:
@@ -362,9 +374,7 @@ def _longest(step: StepResult) -> float:
 
 
 def _add_rollout_32b(add: Add, runs: Runs) -> None:
-    verl, generated, scored = (
-        of(runs, "32b-32k", arm) for arm in (VERL, TAIL_ONLY_32B, TAIL_SCORED_32B)
-    )
+    verl, generated, scored = (of(runs, "32b-32k", arm) for arm in (VERL, TAIL_ONLY, TAIL_SCORED))
     add("32B rollout, verl, s", 567.4, mean(verl, rollout_s), "Fig. 10b")
     for name, results in (("rewards synchronous", generated), ("race on scored", scored)):
         what = f"32B rollout, tail batching, {name}"
@@ -409,7 +419,9 @@ def _add_code_split(add: Add, runs: Runs) -> None:
     add("14B code, verl: rollout, s", 225, mean(verl, rollout_s), "Fig. 4b")
     add("14B code, verl: reward, s", 45, mean(verl, reward_s), "Fig. 4b")
     add("14B code, verl: training, s", 70, mean(verl, train_s), "Fig. 4b")
-    add("14B code, tail batching: short rollout, s", 87.7, mean(tail, rollout_s, "short"), "4b")
+    add(
+        "14B code, tail batching: short rollout, s", 87.7, mean(tail, rollout_s, "short"), "Fig. 4b"
+    )
     add("14B code, tail batching: long rollout, s", 255, mean(tail, rollout_s, "long"), "Fig. 4b")
     add("14B code, tail batching: reward, s", 51, mean(tail, reward_s), "Fig. 4b")
     add("14B code, tail batching: training, s", 57, mean(tail, train_s), "Fig. 4b")

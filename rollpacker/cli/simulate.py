@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 BAR_AFTER_S = 2.0
 """What takes no longer shows no progress bar."""
 _POLL_S = 0.2
+SIMULATED = "simulated"
+"""What a what-if calls the run at its own settings."""
 VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
 """When a simulated run begins. Not the time of day: the same run has the same log."""
 
@@ -92,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(own, results)
     else:
-        from rollpacker.sim.table import explain
+        from rollpacker.sim.table import explain, render
 
         print(f"{own.name}: {_machine_text(own)}, {own.steps} steps\n")
-        _print_tables(results, explain(results))
+        print(render(results))
+        _print_meaning(explain(results))
     _draw(results, picture, own.name, told=not args.json)
     return 0
 
@@ -300,9 +303,10 @@ def _begin_worker(steps_done: Any, stop: Any) -> None:
 
 def _in_worker(scenario: Scenario) -> SystemResult:
     steps_done, stop = _worker
+    parent = os.getppid()
 
     def progress(steps: int) -> None:
-        if stop.is_set():
+        if stop.is_set() or os.getppid() != parent:  # it was killed
             raise _StoppedError
         with steps_done.get_lock():
             steps_done.value += 1
@@ -348,22 +352,24 @@ class _Bar:
 
 def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
     from rollpacker.report.log import events_path
-    from rollpacker.sim.table import explain_what_if
+    from rollpacker.sim.table import explain_what_if, render
     from rollpacker.sim.whatif import what_if
 
     events_path(args.from_run)  # raises if there is none
-    found = what_if(Path(args.from_run), args.overrides)
+    found = what_if(args.from_run, args.overrides)
     results = {
         "measured": found.measured,
-        "simulated": found.predicted_same,
+        SIMULATED: found.predicted_same,
         "what-if": found.predicted,
     }
     if args.json:
         _print_json(found.scenario, results)
     else:
         print(f"{found.fit_text}\n")
-        _print_tables(results, explain_what_if(results))
-    _draw(results, picture, _run_name(args.from_run), told=not args.json)
+        # Idle time is left out: of a real run empty slots are known, here empty engines.
+        print(render(results, reference=SIMULATED, idle=False))
+        _print_meaning(explain_what_if(results))
+    _draw(results, picture, _run_name(args.from_run), reference=SIMULATED, told=not args.json)
     return 0
 
 
@@ -382,24 +388,27 @@ def _machine_text(scenario: Scenario) -> str:
     return f"{model} on {scenario.cluster.gpus} x {gpu if isinstance(gpu, str) else 'GPU'}"
 
 
-def _print_tables(results: Mapping[str, SystemResult], meaning: str) -> None:
+def _print_meaning(text: str) -> None:
     import textwrap
 
-    from rollpacker.sim.table import MAX_WIDTH, render
+    from rollpacker.sim.table import MAX_WIDTH
 
-    print(render(results))
-    print()
-    print(textwrap.fill(meaning, MAX_WIDTH))
+    print(f"\n{textwrap.fill(text, MAX_WIDTH)}")
 
 
 def _draw(
-    results: Mapping[str, SystemResult], picture: Path | None, title: str, *, told: bool
+    results: Mapping[str, SystemResult],
+    picture: Path | None,
+    title: str,
+    *,
+    told: bool,
+    reference: str | None = None,
 ) -> None:
     if picture is None:
         return
     from rollpacker.sim.timeline import draw
 
-    draw(results, picture, title=title)
+    draw(results, picture, title=title, reference=reference)
     if told:
         print(f"\nThe timeline is in {picture}.")
 

@@ -16,9 +16,10 @@
     reward tasks         reward functions                      their verdicts or their time limit
     main task            the next command of the slow kind     `_take`, or a deadline
 
-The core's answer to a finished sample is obeyed inside the engine's call, so an abort takes effect
-at the same decode step in every run. No decision is made here: what to do is the core's business,
-this file only does it.
+The main task does one thing at a time, in order; while it trains on groups ahead of their step
+(`StartGradients`), verdicts still come in. The core's answer to a finished sample is obeyed inside
+the engine's call, so an abort takes effect at the same decode step in every run. No decision is
+made here: what to do is the core's business, this file only does it.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class Controller:
     def _take(self, event: Event, began: float | None = None) -> None:
         with self._lock:
             began = time.perf_counter() if began is None else began
-            now = began - self._origin
+            now = round(began - self._origin, 6)  # as the log has it: the core may learn from it
             event = replace(event, time_s=now)
             try:
                 commands = self.parts.job.handle(event)

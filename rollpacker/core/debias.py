@@ -45,7 +45,7 @@ one: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
 """The model is fitted again when so many launches were seen, per prompt in the window."""
 WARM_ITERATIONS = 8
-COLD_ITERATIONS = 150
+COLD_ITERATIONS = 100
 COLD_GROWTH = 3
 """A fit starts afresh when the window has grown by this factor since one last did."""
 
@@ -179,9 +179,10 @@ class Debias:
 
     Refits go on from the last fit and take place when the launches seen since then are a tenth of
     the prompts in the window: with 160 prompts started per short round and a window of 50 steps
-    every five steps, some 30 ms each. The fit starts afresh when the window has tripled since it
-    last did. The weights are made anew in every step, because one long round changes how much of
-    the tail was trained on.
+    every five steps or so, some 30 ms each. The fit starts afresh, in some 0.3 s, when the window
+    has tripled since it last did, and once per window: after a sudden change of the policy a fit
+    that goes on from the last one can end in a poor optimum. The weights are made anew in every
+    step, because one long round changes how much of the tail was trained on.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class Debias:
         """Launches of watched prompts since the last fit."""
         self._num_at_cold_fit = 0
         """Prompts in the window when a fit last started afresh."""
+        self._steps_since_cold_fit = 0
         self._model: LengthModel | None = None
         self._table: FloatArray | None = None
         """(B,) weight of a sample, by bin of length."""
@@ -249,6 +251,7 @@ class Debias:
         """
         self._make_room(min(trained_lengths, default=0), max(trained_lengths, default=0))
         self._close_step(trained_lengths)
+        self._steps_since_cold_fit += 1
         if self._num_seen and self._num_seen >= REFIT_SHARE * len(self._known):
             self._refit()
         self._table = self._make_table()
@@ -321,6 +324,7 @@ class Debias:
             "current_cap": self._cap,
             "num_seen": self._num_seen,
             "num_at_cold_fit": self._num_at_cold_fit,
+            "steps_since_cold_fit": self._steps_since_cold_fit,
             "model": None if self._model is None else self._model.to_plain(),
             "table": None if self._table is None else self._table.tolist(),
         }
@@ -356,6 +360,7 @@ class Debias:
         self._is_ignored.update(prompt for step in self._steps for prompt in step.ignored)
         self._num_seen = state["num_seen"]
         self._num_at_cold_fit = state["num_at_cold_fit"]
+        self._steps_since_cold_fit = state["steps_since_cold_fit"]
         self._model = None if state["model"] is None else LengthModel.from_plain(state["model"])
         table = state["table"] if state["method"] == self.method else None
         self._table = None if table is None else np.array(table, dtype=np.float64)
@@ -427,12 +432,17 @@ class Debias:
     def _refit(self) -> None:
         prompts = [seen for step in self._steps for seen in step.prompts.values()]
         self._num_seen = 0
-        cold = not self._trusted() or len(prompts) >= COLD_GROWTH * self._num_at_cold_fit
+        cold = (
+            not self._trusted()
+            or len(prompts) >= COLD_GROWTH * self._num_at_cold_fit
+            or self._steps_since_cold_fit >= self.window_steps
+        )
         if cold:
             if _tail_is_dark(prompts):
                 self._model = None
                 return
             self._num_at_cold_fit = len(prompts)
+            self._steps_since_cold_fit = 0
         self._model = fit_length_model(
             prompts,
             cap=self._cap,

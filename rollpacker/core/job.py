@@ -424,12 +424,8 @@ class Job:
         if round_ is None:
             self.num_late["SampleScored"] += 1
             return []
-        commands: list[Command] = []
-        if round_.knows(event.sample):
-            commands = round_.on_scored(event)
-        else:
-            self.num_late["SampleScored"] += 1
-        commands += self.rewards.start_waiting(event.sample.prompt.source, round_.missing)
+        commands = round_.on_scored(event)
+        commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
         return self._after(round_, commands)
 
     def _on_aborted(self, event: SampleAborted) -> list[Command]:

@@ -36,6 +36,8 @@ PRIOR_SHARE = 0.005
 """The prior of the classes' distributions is worth so many samples per sample seen: enough to keep
 the tail of a class that is seldom launched again from running wild, too little to matter
 elsewhere."""
+PRIOR_EVEN = 0.01
+"""This part of it lies evenly on all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
 """Prompts that every class is given, and samples that stray ones are: what died out under one
 policy can come back under the next."""
@@ -548,6 +550,7 @@ def _prior(data: _Data, parts: _Parts) -> FloatArray:
     order = np.argsort(class_means, kind="stable")
     classes = np.empty_like(parts.bodies)
     classes[order] = _copula_classes(marginal, min(correlation, 0.99), weights[order])
+    classes = (1 - PRIOR_EVEN) * classes + PRIOR_EVEN / marginal.size
     classes *= PRIOR_SHARE * data.num_samples / len(classes)
     return np.vstack([classes, PRIOR_PROMPTS * marginal])
 

@@ -75,6 +75,7 @@ class _Kind:
 
 
 _UNBOUND = RewardKindConfig()
+_NOT_RUNNING = True
 
 
 class RewardSchedule:
@@ -82,7 +83,7 @@ class RewardSchedule:
 
     def __init__(self, config: RewardScheduleConfig) -> None:
         self.config = config
-        self.running: dict[SampleId, None] = {}
+        self.running: dict[SampleId, bool | None] = {}
         """Handed over, verdict awaited, in order."""
         self.num_timeouts = 0
         """Verdicts that said that their check ran out of time."""
@@ -106,10 +107,9 @@ class RewardSchedule:
         """A verdict came: its worker is free, and the deadline learns. False if the sample was
         never handed over."""
         sample = event.sample
-        if sample not in self.running:
+        if self.running.pop(sample, _NOT_RUNNING):
             return False
-        del self.running[sample]
-        kind = self._kinds[sample.prompt.source]
+        kind = self._kinds[sample[0][0]]
         if kind.num_free is not None:
             kind.num_free += 1
         if kind.deadline is not None and event.seconds is not None:

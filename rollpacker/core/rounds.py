@@ -302,15 +302,6 @@ class Round:
         """Deferred prompts, in launch order, with the attempt that comes next."""
         return [(g.prompt, g.attempt + 1) for g in self._groups.values() if g.deferred]
 
-    def knows(self, sample: SampleId) -> bool:
-        """Whether the sample was launched in this round."""
-        group = self._groups.get(sample.prompt)
-        return (
-            group is not None
-            and sample.attempt == group.attempt
-            and sample.index < len(group.samples)
-        )
-
     def take_complete(self) -> list[tuple[SampleId, ...]]:
         """Groups certain to be trained on whose verdicts are all there, not asked for before."""
         groups = []
@@ -389,10 +380,15 @@ class Round:
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """A verdict on a sample of this round (see `knows`)."""
-        prompt, index, _ = event.sample
-        group = self._groups[prompt]
-        if group.states[index] is not GENERATED:
+        """A verdict; one on a sample of an earlier round is late like any other."""
+        prompt, index, attempt = event.sample
+        group = self._groups.get(prompt)
+        if (
+            group is None
+            or attempt != group.attempt
+            or index >= len(group.states)
+            or group.states[index] is not GENERATED
+        ):
             self._late["SampleScored"] += 1
             return []
         group.states[index] = _SCORED_NOW

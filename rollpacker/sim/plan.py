@@ -16,6 +16,7 @@ or too few long rounds by chance; the weights are known exactly.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -51,6 +52,8 @@ NOISE_ERRORS = 3.0
 """A gain counts as one if it is more than so many standard errors."""
 SCREEN_SLACK = 0.02
 """While few steps are simulated, a length shift may miss the bound by so much; not at the end."""
+FINAL_MARGIN = 0.002
+"""A finalist's length shift keeps the bound by this much, so that fresh seeds seldom refuse it."""
 FULLER_SHARE = 0.95
 """A step's share of samples that fuller streaming hides under the rollout: all but what finishes
 last."""
@@ -150,7 +153,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         at = tree
         for section in sections:
             at = at[section]
-        at[name] = value
+        at[name] = copy.deepcopy(value)
     checker = Checker({})
     made = checker.build(type(config), tree, ())
     if checker.problems:
@@ -330,7 +333,7 @@ def _is_possible(config: Scenario | RunConfig, idea: Idea) -> bool:
 def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> Idea:
     """Tail batching at (prompt_factor, sample_factor), with further races at theirs."""
     return Idea(
-        name=" then ".join(f"factors ({p:g}, {s:g})" for p, s in (factors, *tiers)),
+        name="factors " + " then ".join(f"({p:g}, {s:g})" for p, s in (factors, *tiers)),
         slot=FACTORS,
         changes={
             "tail_batching.enabled": True,
@@ -448,7 +451,11 @@ class Finding:
     saved_error_s: float
     """Standard error of that over the seeds; nan with one seed."""
     shift: float
+    """Length shift."""
+    shift_error: float
+    """Standard error of its difference to that of the current settings; 0 with one seed."""
     kinds_s: Mapping[str, float]
+    """Mean step time by kind of round."""
 
     @property
     def is_clear(self) -> bool:
@@ -605,6 +612,23 @@ def plan(
         return _Search(base, evaluate, budget, max_shift, workers, progress).run()
 
 
+def compare(
+    base: Base,
+    evaluate: Evaluate,
+    candidates: Sequence[Candidate],
+    *,
+    seeds: Sequence[int],
+    steps: int,
+    jobs: int = 1,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[Finding]:
+    """These candidates on the same seeds (counted from the base's own); savings are against the
+    first. More steps are simulated where they are needed to see every kind of round."""
+    with _workers(evaluate, jobs) as workers:
+        search = _Search(base, evaluate, BUDGETS["quick"], None, workers, progress)
+        return search.compare(candidates, seeds, steps, "comparison")
+
+
 class _Search:
     def __init__(
         self,
@@ -629,7 +653,7 @@ class _Search:
     def run(self) -> Plan:
         budget, base = self._budget, self._base
         alone = self._try_alone()
-        finalists = self._choose_factors(_together(alone))
+        finalists = self._choose_factors(_together(alone, base.ideas))
         if finalists:
             needed = {idea.slot for idea in self._simplify(finalists[0]).ideas}
             finalists = [
@@ -637,9 +661,7 @@ class _Search:
                 for c in finalists
             ]
         seeds = range(FINAL_SEED, FINAL_SEED + budget.seeds)
-        now, *found = self._compare([Candidate(), *finalists], seeds, budget.steps, "finalists")
-        self._set_bound(now.shift)
-        found.sort(key=lambda f: f.step_s)
+        now, found = self._finals(finalists, seeds)
         kept = [f for f in found if self._keeps(f)]
         best, reasons = now, tuple[Reason, ...]()
         if kept and (kept[0].is_clear or not self._keeps(now)):
@@ -648,7 +670,7 @@ class _Search:
         oracle = None
         if base.oracle is not None:
             steps = math.ceil(budget.steps / base.oracle_period) * base.oracle_period
-            oracle = self._compare([Candidate(), base.oracle], seeds, steps, "oracle")[1]
+            oracle = self.compare([Candidate(), base.oracle], seeds, steps, "oracle")[1]
         taken = {idea.slot: idea.name for idea in best.candidate.ideas}
         return Plan(
             current=now,
@@ -664,11 +686,26 @@ class _Search:
             num_simulated=self._num_simulated,
         )
 
+    def _finals(
+        self, finalists: Sequence[Candidate], seeds: Sequence[int]
+    ) -> tuple[Finding, list[Finding]]:
+        """The current settings and so many finalists on fresh seeds, the fastest first; further
+        ones as long as none keeps the bound."""
+        budget, found = self._budget, list[Finding]()
+        for start in range(0, max(len(finalists), 1), budget.finalists):
+            some = finalists[start : start + budget.finalists]
+            now, *more = self.compare([Candidate(), *some], seeds, budget.steps, "finalists")
+            self._set_bound(now.shift)
+            found += more
+            if any(self._keeps(f) for f in more):
+                break
+        return now, sorted(found, key=lambda f: f.step_s)
+
     def _try_alone(self) -> list[tuple[Idea, float]]:
         """The share of a step's time that each idea saves by itself, most first."""
         ideas = self._base.ideas
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
-        found = self._compare(candidates, range(1), self._budget.screen_steps, "ideas alone")
+        found = self.compare(candidates, range(1), self._budget.screen_steps, "ideas alone")
         saved = [(f.candidate.ideas[0], f.saved_s / found[0].step_s) for f in found[1:]]
         return sorted(saved, key=lambda item: -item[1])
 
@@ -678,7 +715,7 @@ class _Search:
         grid = factor_grid(num_samples, fine=budget.fine)
         tried = [chosen, *(chosen.with_idea(idea) for idea in grid)]
         kept = self._fastest(tried, budget.screen_steps, budget.kept, "factors")
-        for stage, count in (("closer", budget.kept // 2), ("closest", budget.finalists)):
+        for stage, slack in (("closer", SCREEN_SLACK / 4), ("closest", -FINAL_MARGIN)):
             around = [
                 chosen.with_idea(near)
                 for candidate in kept[: 2 if budget.fine else 1]
@@ -686,17 +723,22 @@ class _Search:
                 if idea.slot == FACTORS
                 for near in _neighbours(idea, num_samples)
             ]
-            kept = self._fastest(_distinct([*kept, *around]), budget.second_steps, count, stage)
+            tried = _distinct([*kept, *around])
+            kept = self._fastest(tried, budget.second_steps, budget.kept, stage, slack) or kept
         return kept
 
     def _fastest(
-        self, tried: list[Candidate], steps: int, count: int, stage: str
+        self,
+        tried: list[Candidate],
+        steps: int,
+        count: int,
+        stage: str,
+        slack: float = SCREEN_SLACK,
     ) -> list[Candidate]:
-        """So many of them that about keep the bound, the fastest first."""
+        """So many of them that keep the bound within `slack`, the fastest first."""
         seen = [c for c in tried if self._sees_all(c, steps)]
-        found = self._compare([Candidate(), *seen], range(1), steps, stage)
+        found = self.compare([Candidate(), *seen], range(1), steps, stage)
         self._set_bound(found[0].shift)
-        slack = SCREEN_SLACK * self._budget.screen_steps / steps
         fit = [f for f in found[1:] if self._keeps(f, slack)]
         return [f.candidate for f in sorted(fit, key=lambda f: f.step_s)[:count]]
 
@@ -707,7 +749,7 @@ class _Search:
             ideas = [idea for idea in candidate.ideas if idea in order]
             without = [candidate.without(idea) for idea in ideas]
             steps = self._budget.second_steps
-            found = self._compare(
+            found = self.compare(
                 [Candidate(), candidate, *without], range(1), steps, "leave one out"
             )
             self._set_bound(found[0].shift)
@@ -726,7 +768,7 @@ class _Search:
         steps, ideas = self._budget.steps, best.candidate.ideas
         path = [Candidate(ideas=ideas[:size]) for size in range(len(ideas) + 1)]
         without = [best.candidate.without(idea) for idea in ideas]
-        found = self._compare([best.candidate, *path, *without], seeds, steps, "reasons")
+        found = self.compare([best.candidate, *path, *without], seeds, steps, "reasons")
         path_s = [f.step_s for f in found[1 : 1 + len(path)]]
         return tuple(
             Reason(
@@ -751,11 +793,12 @@ class _Search:
             self._bound = -self._wanted_shift
 
     def _keeps(self, finding: Finding, slack: float = 0.0) -> bool:
-        return finding.shift >= self._bound - slack
+        """Not by luck alone: the seeds' noise counts against it."""
+        return finding.shift - finding.shift_error >= self._bound - slack
 
     # -- simulations -------------------------------------------------------------------
 
-    def _compare(
+    def compare(
         self, candidates: Sequence[Candidate], seeds: Iterable[int], steps: int, stage: str
     ) -> list[Finding]:
         """All of them on the same seeds; savings are against the first."""
@@ -810,13 +853,14 @@ class _Search:
                 task.cancel()
 
 
-def _together(alone: Iterable[tuple[Idea, float]]) -> Candidate:
-    """Every idea that may help, the best of each slot, in this order."""
-    chosen = Candidate()
+def _together(alone: Iterable[tuple[Idea, float]], order: Sequence[Idea]) -> Candidate:
+    """Every idea that may help, the best of each slot, in this order. `alone` has the best ideas
+    first."""
+    best: dict[str, Idea] = {}
     for idea, saved in alone:
-        if saved > -MAX_LOSS and all(idea.slot != other.slot for other in chosen.ideas):
-            chosen = chosen.with_idea(idea)
-    return chosen
+        if saved > -MAX_LOSS:
+            best.setdefault(idea.slot, idea)
+    return Candidate(ideas=tuple(idea for idea in order if best.get(idea.slot) is idea))
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -827,20 +871,25 @@ def _finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
     saved = [other.step_s - own.step_s for own, other in zip(measures, against, strict=True)]
-    count = len(saved)
-    error = statistics.stdev(saved) / math.sqrt(count) if count > 1 else math.nan
+    shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
+    is_known = len(saved) > 1
     kinds = {kind for m in measures for kind in m.kinds_s}
     return Finding(
         candidate=candidate,
         step_s=statistics.fmean(m.step_s for m in measures),
         saved_s=statistics.fmean(saved),
-        saved_error_s=error,
+        saved_error_s=_standard_error(saved) if is_known else math.nan,
         shift=statistics.fmean(m.shift for m in measures),
+        shift_error=_standard_error(shifted) if is_known else 0.0,
         kinds_s={
             kind: statistics.fmean(m.kinds_s[kind] for m in measures if kind in m.kinds_s)
             for kind in sorted(kinds)
         },
     )
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 # -- processes ---------------------------------------------------------------------

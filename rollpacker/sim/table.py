@@ -27,19 +27,25 @@ _NOTABLE_SHIFT = 0.03
 as much to chance."""
 
 
-def render(results: Results) -> str:
-    """Four tables with a row per system: seconds, rounds, lengths, idle time."""
-    tables = (_seconds_table, _rounds_table, _lengths_table, _idle_table)
-    return "\n\n".join(_aligned(table(results)) for table in tables)
+def render(results: Results, *, reference: str | None = None, idle: bool = True) -> str:
+    """A row per system in each table: seconds, rounds, lengths and, unless it would mislead,
+    idle time. `reference` is the system of speed 1 (None: the first)."""
+    tables = [
+        _seconds_table(results, reference or next(iter(results))),
+        _rounds_table(results),
+        _lengths_table(results),
+        *([_idle_table(results)] if idle else []),
+    ]
+    return "\n\n".join(map(_aligned, tables))
 
 
-def _seconds_table(results: Results) -> list[list[str]]:
+def _seconds_table(results: Results, reference: str) -> list[list[str]]:
     rows = [["seconds of a step, mean", "step", "speed", *STAGES]]
-    first = next(iter(results.values())).mean["total_s"]
+    base = results[reference].mean["total_s"]
     digits = _digits(results)
     for name, result in results.items():
         mean = result.mean
-        speed = f"{_number(_over(first, mean['total_s']), 2)}x"
+        speed = f"{_number(_over(base, mean['total_s']), 2)}x"
         stages = (_number(mean[field], digits) for field in STAGES.values())
         rows.append([name, _number(mean["total_s"], digits), speed, *stages])
     return rows
@@ -84,7 +90,7 @@ def _lengths_table(results: Results) -> list[list[str]]:
 
 def _idle_table(results: Results) -> list[list[str]]:
     names = [cause.replace("_", " ") for cause in BUBBLE_CAUSES]
-    rows = [["idle, of all GPU time", *names, "sum"]]
+    rows = [["idle, of all device time", *names, "sum"]]
     for name, result in results.items():
         idle = [result.bubble.get(cause, 0.0) for cause in BUBBLE_CAUSES]
         shares = [_over(seconds, result.device_seconds) for seconds in (*idle, sum(idle))]
@@ -123,16 +129,16 @@ def explain(results: Results) -> str:
 def explain_what_if(results: Results) -> str:
     """The same for a run as it was measured, the run simulated, and the run simulated with other
     settings, in this order."""
-    (_, measured), (_, same), (name, changed) = results.items()
+    measured, same, changed = results.values()
     before, after = same.mean["total_s"], changed.mean["total_s"]
     real, digits = measured.mean["total_s"], _digits(results)
     told = (
-        f"With the changes a step takes {_number(after, digits)} s and without them "
-        f"{_number(before, digits)} s, both simulated: it is {_compared(after, before)} now. "
-        f"The simulated step of the run as it was is {_compared(before, real)} the measured one "
-        f"({_number(real, digits)} s); trust no smaller difference than that."
+        f"With the changes a step would take {_number(after, digits)} s instead of "
+        f"{_number(before, digits)} s, which is {_compared(after, before)} before; both are "
+        f"simulated. Simulated as it was, the run's step is {_compared(before, real)} measured "
+        f"({_number(real, digits)} s): trust no smaller difference than that."
     )
-    return " ".join(filter(None, (told, _what_is_trained(name, changed))))
+    return " ".join(filter(None, (told, _what_is_trained("With the changes the run", changed))))
 
 
 def _where_it_goes(name: str, results: Results) -> str:

@@ -31,16 +31,23 @@ _MIN_STEPS, _MAX_STEPS = 5, 12
 """Steps in the picture."""
 
 
-def draw(results: Mapping[str, SystemResult], out: str | Path, *, title: str) -> range:
+def draw(
+    results: Mapping[str, SystemResult],
+    out: str | Path,
+    *,
+    title: str,
+    reference: str | None = None,
+) -> range:
     """Draw the systems one below the other; returns the places of the steps shown, from 0.
 
     The format follows the name's ending, one of `FORMATS`. Above, the same steps of every system in
     sequence, a whole cycle of short rounds and their long one if there is one. Below, the mean of
-    all steps. Raises `OSError` as writing does."""
+    all steps, with the speed against `reference` (None: the first). Raises `OSError` as writing
+    does."""
     shown = choose_steps(results)
     figure, (above, below) = _figure(len(results))
     _draw_steps(above, results, shown)
-    _draw_means(below, results)
+    _draw_means(below, results, reference or next(iter(results)))
     numbers = f"steps {shown[0] + 1} to {shown[-1] + 1}" if len(shown) > 1 else "one step"
     _title(above, f"{title}: {numbers}")
     _title(below, f"Mean step of {max(len(result.steps) for result in results.values())}")
@@ -110,16 +117,16 @@ def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -
     _label_rows(axes, results)
 
 
-def _draw_means(axes: Axes, results: Mapping[str, SystemResult]) -> None:
+def _draw_means(axes: Axes, results: Mapping[str, SystemResult], reference: str) -> None:
     totals = {name: result.mean["total_s"] for name, result in results.items()}
-    room, first = max(totals.values()), next(iter(totals.values()))
+    room = max(totals.values())
     for row, (name, result) in enumerate(results.items()):
         mean = result.mean
         stages = {stage: mean[field] for stage, field in STAGES.items()}
         _stack(axes, row, 0.0, stages, height=0.62, label_from=0.06 * room)
         told = f"  {_seconds(totals[name])} s"
         if len(results) > 1:
-            told += f"  {first / totals[name]:.2f}x"
+            told += f"  {totals[reference] / totals[name]:.2f}x"
         _text(axes, totals[name], row, told, 9)
     axes.set_xlim(0, room * 1.16)
     _label_rows(axes, results)

@@ -23,6 +23,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Phase
 from rollpacker.core.records import LogError, Note, Record, decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
@@ -393,3 +394,23 @@ def test_the_controller_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_core_sees_the_times_that_the_log_has(tmp_path: Path) -> None:
+    """Factors that are chosen for measured seconds must be chosen again in a replay."""
+    controller, recorder = make(tmp_path, run_config(steps=2))
+    drive(controller)
+    log = [entry for entry in EventLog(tmp_path / "events.jsonl") if isinstance(entry, Record)]
+    live = [entry for entry in recorder.entries if isinstance(entry, Record)]
+    assert [entry.event for entry in log] == [entry.event for entry in live]
+
+
+def test_factors_chosen_for_measured_times_replay(tmp_path: Path) -> None:
+    tail = TailBatchingConfig(prompt_factor="auto", sample_factor="auto")
+    config = replace(run_config(steps=40), tail_batching=tail)
+    controller, _ = make(tmp_path, config, engine=FakeEngine(step_s=0.0005))
+    controller.parts = _without_eval(controller.parts)
+    drive(controller)
+    planner = controller.parts.job.planner
+    assert planner is not None and planner.current is not None, "no factors were ever chosen"
+    assert replay(EventLog(tmp_path / "events.jsonl")).difference is None

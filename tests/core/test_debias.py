@@ -301,10 +301,10 @@ def test_only_the_window_counts():
             debias.observe(launch.prompt._replace(epoch=9), *short)
         debias.step([n // 10 for n in kept])
     before = debias.metrics()
-    feed(debias, run(8, 10))
+    feed(debias, run(8, 20))
     after = debias.metrics()
     fresh = Debias("none", cap=CAP, window_steps=10)
-    feed(fresh, run(8, 10))
+    feed(fresh, run(8, 20))
     assert before["length/trained_mean"] < 0.2 * after["length/trained_mean"]
     assert after["length/trained_mean"] == fresh.metrics()["length/trained_mean"]
     assert after["length/policy_mean"] == pytest.approx(

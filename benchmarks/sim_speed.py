@@ -1,0 +1,92 @@
+"""How fast the simulator is: 1,000 steps of 128 GPUs through the real core, on one core.
+
+Every response is an event of its own: 6,400 samples launched in a short round, each finish, abort
+and verdict handled by the same `Job.handle` as in a real run. Reported are processor seconds (other
+processes on the machine then count less) and wall seconds, events per second, and the peak of
+memory at the first tenth of the steps and at the end. Exit code 1 above 20 s.
+
+    python benchmarks/sim_speed.py [--steps 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+
+from machine import ROOT, write_result
+
+from rollpacker.core.job import Job
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+BOUND_S = 20.0
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(steps: int, overrides: list[str]) -> dict[str, float]:
+    scenario = load_scenario(
+        ROOT / "configs/scenarios/128-gpus.yaml", [f"steps={steps}", *overrides]
+    )
+    early = [0.0]
+
+    def progress(done: int) -> None:
+        if done == max(steps // 10, 1):
+            early[0] = peak_mib()
+
+    num_events = 0
+    handle = Job.handle
+
+    def counted(job: Job, event: object) -> list:
+        nonlocal num_events
+        num_events += 1
+        return handle(job, event)  # type: ignore[arg-type]
+
+    Job.handle = counted  # type: ignore[method-assign, assignment]
+    simulate(load_scenario(ROOT / "configs/scenarios/128-gpus.yaml", ["steps=5", *overrides]))
+    events_per_step = num_events / 5
+    Job.handle = handle  # type: ignore[method-assign]
+    began_cpu, began = time.process_time(), time.perf_counter()
+    result = simulate(scenario, progress=progress)
+    return {
+        "steps": steps,
+        "cpu_s": time.process_time() - began_cpu,
+        "wall_s": time.perf_counter() - began,
+        "events_per_step": events_per_step,
+        "peak_mib_at_a_tenth": early[0],
+        "peak_mib": peak_mib(),
+        "simulated_hours": sum(step.total_s for step in result.steps) / 3600,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+    found = {
+        "with rewards": measure(args.steps, []),
+        "without a reward stage": measure(
+            args.steps, ["rewards=[]", "lengths={preset: rollpacker-code}"]
+        ),
+    }
+    for name, one in found.items():
+        rate = one["events_per_step"] * args.steps / one["cpu_s"]
+        print(
+            f"{name}: {one['cpu_s']:.1f} s of processor time ({one['wall_s']:.1f} s wall) for "
+            f"{args.steps} steps, {one['simulated_hours']:.0f} simulated hours; about "
+            f"{rate:,.0f} events/s; peak memory {one['peak_mib_at_a_tenth']:.0f} MiB after a "
+            f"tenth of the steps, {one['peak_mib']:.0f} MiB at the end"
+        )
+    write_result("sim_speed", found)
+    slow = [n for n, one in found.items() if one["cpu_s"] * 1000 / args.steps > BOUND_S]
+    for name in slow:
+        print(f"missed: {name} takes more than {BOUND_S:.0f} s for 1,000 steps")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""`rollpacker plan SCENARIO|RUN`: the best setting, what it gains, and why."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollpacker.sim.plan import Finding, Plan
+
+_EXAMPLES = """\
+examples:
+  rollpacker plan configs/scenarios/14b-16k.yaml
+  rollpacker plan configs/scenarios/14b-16k.yaml --max-shift 0.2 --write faster.yaml
+  rollpacker plan runs/quickstart --budget quick      for the machine that this run was made on
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="search for the fastest settings, by simulation",
+        description="Searches factors, tiers and switches for the shortest mean step time, under a "
+        "bound on how much shorter the trained responses are than the policy's own. Everything "
+        "that is tried is on-policy and part of this package. Nothing of the target is changed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="a scenario's YAML file or a run's folder")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="changes to the current settings"
+    )
+    parser.add_argument(
+        "--max-shift",
+        metavar="SHARE",
+        type=float,
+        help="trained responses may be shorter by this share on average, such as 0.2 (default: as "
+        "much as at the current settings; with tail_batching.debias the bound is on the shift "
+        "after the correction, which leaves none)",
+    )
+    parser.add_argument(
+        "--budget",
+        choices=("quick", "normal", "thorough"),
+        default="normal",
+        help="how much is simulated (default %(default)s)",
+    )
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, help="processes (default: one for each core)"
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the best setting as a config")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+    import os
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from rollpacker.cli.errors import naming
+    from rollpacker.config.load import save_config
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.sim import plan as planning
+    from rollpacker.sim.scenario import Scenario, load_scenario
+    from rollpacker.sim.whatif import load_run
+
+    out = _checked_out(args.write)
+    config: Scenario | RunConfig
+    evaluate: planning.Evaluate
+    if Path(args.target).suffix in (".yaml", ".yml"):
+        config = load_scenario(args.target, args.overrides)
+        base, evaluate = planning.plan_base(config), planning.ScenarioEvaluate(scenario=config)
+    else:
+        model = load_run(args.target)
+        config = model.with_overrides(args.overrides)
+        base = planning.plan_base_of_run(config)
+        evaluate = planning.RunEvaluate(model=model, config=config)
+    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("starting", total=None)
+        found = planning.plan(
+            base,
+            evaluate,
+            budget=planning.BUDGETS[args.budget],
+            max_shift=args.max_shift,
+            jobs=(os.cpu_count() or 1) if args.jobs is None else args.jobs,
+            progress=lambda stage, done, total: bars.update(
+                bar, description=stage, completed=done, total=max(total, 1)
+            ),
+        )
+    best = planning.changed(config, found.best.candidate.changes)
+    if out is not None:
+        with naming(out.parent):
+            save_config(best, out)
+    if args.json:
+        print(json.dumps({"target": str(args.target), **found.to_plain()}, allow_nan=False))
+        return 0
+    console = Console()
+    corrected = config.tail_batching.debias != "none"
+    console.print(_table(found))
+    for line in explain(found, corrected=corrected):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if out is not None:
+        console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _checked_out(name: str | None) -> Path | None:
+    """Where to write. Raises `ValueError` before anything is simulated for it."""
+    if name is None:
+        return None
+    out = Path(name)
+    if out.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--write {name}: a config's name ends in .yaml")
+    if out.exists():
+        raise ValueError(f"--write {name}: there is such a file already; choose another name")
+    if not out.parent.is_dir():
+        raise ValueError(f"--write {name}: there is no folder {out.parent}")
+    return out
+
+
+# -- what was found, for people ----------------------------------------------------
+
+
+def _table(plan: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("setting", overflow="fold")
+    for name in ("step s", "saved s", "short/cascade/long s", "shift", "oracle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [("current", plan.current)]
+    rows += [(_label(finding), finding) for finding in plan.ranked[:5]]
+    rows += [(f"{_label(finding)} (too short)", finding) for finding in plan.too_short[:2]]
+    if plan.oracle is not None:
+        rows.append(("oracle", plan.oracle))
+    for name, finding in rows:
+        table.add_row(name, *_cells(finding, plan), style="bold" if finding is plan.best else None)
+    return table
+
+
+def _label(finding: Finding) -> str:
+    """The factors; the switches of all finalists are the same."""
+    names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
+    return names[0].removeprefix("factors ") if names else "current factors"
+
+
+def _cells(finding: Finding, plan: Plan) -> list[str]:
+    saved = (
+        "" if finding is plan.current else f"{finding.saved_s:.1f} ± {finding.saved_error_s:.1f}"
+    )
+    kinds = (finding.kinds_s.get(kind) for kind in ("short", "cascade", "long"))
+    rounds = "/".join("-" if seconds is None else f"{seconds:.1f}" for seconds in kinds)
+    oracle = plan.oracle
+    gap = "" if oracle is None else f"{finding.step_s / oracle.step_s - 1:+.0%}"
+    return [
+        f"{finding.step_s:.1f}",
+        saved,
+        rounds,
+        f"{finding.shift:+.1%}",
+        gap,
+    ]
+
+
+def explain(plan: Plan, *, corrected: bool) -> list[str]:
+    """What to do and why, one line each. `corrected`: tail_batching.debias is on."""
+    return [
+        "",
+        *_verdict(plan),
+        *_reasons(plan),
+        *_rejected(plan),
+        "",
+        *_small_print(plan, corrected),
+    ]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    best, now = plan.best, plan.current
+    if plan.stays:
+        if not plan.current_keeps:
+            return [
+                f"Nothing that was tried keeps the bound of {plan.max_shift:.1%}, the current "
+                "settings do not either: raise --max-shift, or correct the shift with "
+                "tail_batching.debias=moments."
+            ]
+        return [
+            "Stay with the current settings: nothing within the bound is faster by more than "
+            "the noise."
+        ]
+    error = f" ± {best.saved_error_s / now.step_s:.1%}" if best.saved_error_s >= 0 else ""
+    lines = [f"Best: {best.candidate.name}"]
+    if best.saved_s < 0:
+        lines.append(
+            f"The step takes {-best.saved_s / now.step_s:.1%}{error} longer, which is the price of "
+            f"the bound: the current settings shorten by {-now.shift:.1%}."
+        )
+    else:
+        lines.append(
+            f"The step takes {best.saved_s / now.step_s:.1%}{error} less: {best.step_s:.1f} s "
+            f"instead of {now.step_s:.1f} s."
+        )
+    lines += ["", "Changes:"]
+    lines += [f"  {key}={_shown(value)}" for key, value in sorted(best.candidate.changes.items())]
+    return lines
+
+
+def _shown(value: object) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _reasons(plan: Plan) -> list[str]:
+    if not plan.reasons:
+        return []
+    lines = ["", "Why, one after the other (and what is lost if only this one is left out):"]
+    for reason in plan.reasons:
+        lines.append(
+            f"  {reason.added_s:+7.1f} s  {reason.idea.name} "
+            f"({reason.left_out_s:.1f} ± {reason.left_out_error_s:.1f} s)"
+        )
+    return [*lines, "  (+ is saved)"]
+
+
+def _rejected(plan: Plan) -> list[str]:
+    if not plan.rejected:
+        return []
+    lines = ["", "Tried and not needed, with what each saves alone:"]
+    return lines + [f"  {saved:+7.1%}    {idea.name}" for idea, saved in plan.rejected]
+
+
+def _small_print(plan: Plan, corrected: bool) -> list[str]:
+    if corrected:
+        bound = (
+            "tail_batching.debias is on: its weights undo the shift, so the bound, which is on the "
+            "shift after the correction, holds for every factor. The table has the shift before."
+        )
+    else:
+        bound = (
+            f"Bound: trained responses on average at most {plan.max_shift or 0:.1%} shorter than "
+            "the policy's own."
+        )
+    return [
+        bound,
+        f"Simulated: {plan.num_simulated} steps; these results: {plan.num_seeds} seeds of "
+        f"{plan.num_steps} steps or more, kinds of round weighted as in the long run; ± is the "
+        "standard error over the seeds.",
+    ]

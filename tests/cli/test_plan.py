@@ -1,0 +1,156 @@
+"""`rollpacker plan`: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rollpacker.cli.main import main
+from rollpacker.cli.plan import explain
+from rollpacker.sim import plan as planning
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+SCENARIO = """\
+name: small
+model: qwen2.5-7b
+cluster: {gpu: h800, gpus: 8}
+rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_response_tokens: 4096}
+lengths: {quantiles: {0.1: 100, 0.5: 500, 0.95: 2000, 0.99: 4096}}
+rewards:
+  - {kind: judge, share: 1.0, calls_per_s: 1.0}
+system: rollpacker
+steps: 12
+"""
+SMALL = planning.Budget(
+    fine=False, screen_steps=6, kept=2, second_steps=8, finalists=1, seeds=2, steps=8
+)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(planning.BUDGETS, "quick", SMALL)
+    path = tmp_path / "small.yaml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_what_it_writes_loads_and_simulates_to_the_same(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = scenario.with_name("best.yaml")
+    code = main(
+        ["plan", str(scenario), "--budget", "quick", "--jobs", "1", "--json", "--write", str(out)]
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)  # nothing but JSON on stdout
+    assert not found["stays"]
+    best, current = found["best"], found["current"]
+    assert best["step_s"] < current["step_s"]
+    assert best["length_shift"] >= current["length_shift"]
+    planned = planning.changed(load_scenario(scenario), best["changes"])
+    written = load_scenario(out)
+    assert written == planned
+    assert simulate(written) == simulate(planned)
+    assert simulate(written).mean["total_s"] < simulate(load_scenario(scenario)).mean["total_s"]
+
+
+def test_the_table_and_the_reasons(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(scenario), "--budget", "quick", "--jobs", "1"]) == 0
+    text = capsys.readouterr().out
+    for part in ("current", "oracle", "Best: ", "Changes:", "Why, one after the other", "Bound: "):
+        assert part in text
+    assert all(len(line) <= 80 for line in text.split("Best: ")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-shift", "35"], "--max-shift must be at least 0 and less than 1"),
+        (["--jobs", "0"], "--jobs must be at least 1"),
+        (["--write", "best.json"], "--write best.json: a config's name ends in .yaml"),
+        (["--write", "no/best.yaml"], "there is no folder no"),
+        (["rollout.prompts=3"], "rollout.prompts"),
+    ],
+)
+def test_refuses_before_it_simulates(
+    scenario: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert main(["plan", str(scenario), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_overwrites_nothing(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(scenario), "--write", str(scenario)]) == 2
+    assert "there is such a file already" in capsys.readouterr().err
+    assert scenario.read_text() == SCENARIO
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+# -- the words ---------------------------------------------------------------------
+
+
+def finding(step_s: float, shift: float, *ideas: planning.Idea) -> planning.Finding:
+    return planning.Finding(
+        candidate=planning.Candidate(ideas=ideas),
+        step_s=step_s,
+        saved_s=100.0 - step_s,
+        saved_error_s=0.5,
+        shift=shift,
+        shift_error=0.0,
+        kinds_s={"short": step_s},
+    )
+
+
+def made_plan(best: planning.Finding, max_shift: float) -> planning.Plan:
+    now = finding(100.0, -0.3)
+    return planning.Plan(
+        current=now,
+        best=now if best.candidate == now.candidate else best,
+        ranked=(),
+        too_short=(),
+        reasons=(),
+        rejected=(),
+        oracle=None,
+        max_shift=max_shift,
+        num_seeds=3,
+        num_steps=20,
+        num_simulated=100,
+    )
+
+
+def test_words_for_every_outcome() -> None:
+    gentle = planning.factors_idea((1.125, 1.0))
+    said = {
+        name: "\n".join(explain(plan, corrected=False))
+        for name, plan in {
+            "gain": made_plan(finding(80.0, -0.2, gentle), 0.3),
+            "price": made_plan(finding(120.0, -0.1, gentle), 0.1),
+            "stay": made_plan(finding(100.0, -0.3), 0.3),
+            "none": made_plan(finding(100.0, -0.3), 0.1),
+        }.items()
+    }
+    assert "takes 20.0% ± 0.5% less: 80.0 s instead of 100.0 s" in said["gain"]
+    assert "tail_batching.prompt_factor=1.125" in said["gain"]
+    assert "takes 20.0% ± 0.5% longer, which is the price of the bound" in said["price"]
+    assert "Stay with the current settings" in said["stay"]
+    assert "Nothing that was tried keeps the bound of 10.0%" in said["none"]
+
+
+def test_with_debias_it_says_what_the_bound_is_on() -> None:
+    plan = dataclasses.replace(made_plan(finding(100.0, -0.3), 0.3), max_shift=None)
+    text = "\n".join(explain(plan, corrected=True))
+    assert "its weights undo the shift" in text
+    assert not math.isnan(plan.current.shift)
