@@ -302,16 +302,20 @@ NO_STREAM_MATH = (*STREAM_MATH, "stream_trainer.enabled=false")
 
 
 def check_jobs() -> list[Job]:
-    jobs = []
-    for overrides in (VERL, TAIL_ONLY, TAIL_SCORED, ROLLPACKER):
-        jobs += seeded("32b-32k", overrides)
-    for overrides in (TIMEOUT_ON, TIMEOUT_OFF):
-        jobs += seeded("7b-8k", overrides) + seeded("7b-8k", (*overrides, *SMALL_BATCH))
-    for overrides in (STREAM_MATH, NO_STREAM_MATH):
-        jobs += seeded("7b-8k", overrides)
-    for overrides in (VERL_CODE, TAIL_CODE):
-        jobs += seeded("14b-16k", overrides)
-    return jobs
+    arms_of: Mapping[str, tuple[tuple[str, ...], ...]] = {
+        "32b-32k": (VERL, TAIL_ONLY, TAIL_SCORED, ROLLPACKER),
+        "7b-8k": (
+            *(TIMEOUT_ON, TIMEOUT_OFF, (*TIMEOUT_ON, *SMALL_BATCH), (*TIMEOUT_OFF, *SMALL_BATCH)),
+            *(STREAM_MATH, NO_STREAM_MATH),
+        ),
+        "14b-16k": (VERL_CODE, TAIL_CODE),
+    }
+    return [
+        job
+        for set_up, systems in arms_of.items()
+        for overrides in systems
+        for job in seeded(set_up, overrides)
+    ]
 
 
 def checks(runs: Runs) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -274,7 +274,8 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     steps_done, stop = context.Value("l", 0), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
-        futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
+        with _interrupts_held():  # the workers take that over: the main process stops them
+            futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
         waiting = set(futures.values())
         try:
             while waiting:
@@ -288,6 +289,16 @@ def _in_processes(
     return {name: future.result() for name, future in futures.items()}
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C takes effect afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _StoppedError(Exception):
     """The main process needs no result any more."""
 
@@ -297,7 +308,6 @@ _worker: list[Any] = []
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     _worker[:] = [steps_done, stop]
 
 

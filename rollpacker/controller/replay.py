@@ -49,7 +49,7 @@ def replay(entries: Iterable[Entry]) -> Replay:
                     num_steps=job.step,
                     difference=_refused(num_events, entry, error),
                 )
-            if not _same(commands, entry.commands):
+            if not equal_commands(commands, entry.commands):
                 return Replay(
                     num_events=num_events,
                     num_steps=job.step,
@@ -60,28 +60,24 @@ def replay(entries: Iterable[Entry]) -> Replay:
     return Replay(num_events=num_events, num_steps=job.step, difference=None)
 
 
-def _same(commands: Sequence[Command], recorded: Sequence[Command]) -> bool:
+def equal_commands(commands: Sequence[Command], recorded: Sequence[Command]) -> bool:
+    """The same, but for the last digits of loss weights."""
     return len(commands) == len(recorded) and all(map(_equal, commands, recorded))
 
 
 def _equal(command: Command, recorded: Command) -> bool:
-    """Equal, but for the last digits of loss weights."""
     if command == recorded:
         return True
     if not isinstance(command, TrainOn) or not isinstance(recorded, TrainOn):
         return False
     if command.weights is None or recorded.weights is None:
         return False
-    one, other = (
-        list(chain.from_iterable(weights)) for weights in (command.weights, recorded.weights)
-    )
-    return (
-        replace(command, weights=None) == replace(recorded, weights=None)
-        and len(one) == len(other)
-        and all(
-            math.isclose(a, b, rel_tol=WEIGHT_TOLERANCE) for a, b in zip(one, other, strict=True)
-        )
-    )
+    if replace(command, weights=None) != replace(recorded, weights=None):
+        return False
+    if list(map(len, command.weights)) != list(map(len, recorded.weights)):
+        return False
+    pairs = zip(chain(*command.weights), chain(*recorded.weights), strict=True)
+    return all(math.isclose(one, other, rel_tol=WEIGHT_TOLERANCE) for one, other in pairs)
 
 
 def _refused(number: int, record: Record, error: AssertionError) -> str:

@@ -267,11 +267,11 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     if lengths["shift"] is not None:
         table.add_row("length shift of what is trained on", f"{100 * lengths['shift']:+.0f} %")
         share = f"{100 * lengths['tail_trained_share']:.0f} %"
-        table.add_row("of the policy's longest 5 %, trained on", share)
+        table.add_row("trained on, of its longest 5 %", share)
     if lengths["weighted_mean"] is not None:
         table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
         size = f"{100 * lengths['effective_sample_size']:.0f} %"
-        table.add_row("samples that the weights leave, effectively", size)
+        table.add_row("effective sample size of the weights", size)
     table.add_row("prompts trained on", f"{prompts['trained']:,}")
     table.add_row("prompts deferred to a long round", f"{prompts['deferred']:,}")
     if prompts["long_queue"]:

@@ -360,15 +360,11 @@ def factor_grid(samples_per_prompt: int, *, fine: bool) -> list[Idea]:
     return [*ideas, Idea(name="no tail batching", slot=FACTORS, changes=off)]
 
 
-def _neighbours(idea: Idea, samples_per_prompt: int) -> list[Idea]:
+def _neighbours(tail: TailBatchingConfig, samples_per_prompt: int) -> list[Idea]:
     """Factors a little off these, in one number each."""
-    changes = idea.changes
-    if not changes["tail_batching.enabled"]:
+    if not tail.enabled or tail.chooses:
         return []
-    races = [(changes["tail_batching.prompt_factor"], changes["tail_batching.sample_factor"])]
-    races += [
-        (tier["prompt_factor"], tier["sample_factor"]) for tier in changes["tail_batching.tiers"]
-    ]
+    races = [tail.factors, *((tier.prompt_factor, tier.sample_factor) for tier in tail.tiers)]
     found = []
     for index, (prompts, samples) in enumerate(races):
         for moved in (
@@ -719,9 +715,7 @@ class _Search:
             around = [
                 chosen.with_idea(near)
                 for candidate in kept[: 2 if budget.fine else 1]
-                for idea in candidate.ideas
-                if idea.slot == FACTORS
-                for near in _neighbours(idea, num_samples)
+                for near in _neighbours(self._base.tail_of(candidate), num_samples)
             ]
             tried = _distinct([*kept, *around])
             kept = self._fastest(tried, budget.second_steps, budget.kept, stage, slack) or kept

@@ -71,6 +71,13 @@ SYSTEMS: dict[str, Mapping[str, Mapping[str, Any]]] = {
     "oracle": {
         **_RLHFUSE,
         "reward_scheduler": {"overlap": True, "adaptive_timeout": True, "colocated_judge": True},
+        "stream_trainer": {
+            "enabled": True,
+            "kinds": ["plain"],
+            "window": RELEASE_WINDOW,
+            "max_share": 1.0,
+            "reward_wait": True,
+        },
         "oracle": {"reorder_window": 20},
     },
 }
@@ -80,7 +87,7 @@ _SYSTEM_TEXTS = {
     "verl": "stages one after the other; rewards after the rollout, judge calls in one batch",
     "rlhfuse": "rewards beside the rollout, gradients before its end; every response is awaited",
     "rollpacker": "tail batching as published: factors 1.25, race on scored responses",
-    "oracle": "rlhfuse that knows all lengths and sorts the prompts of 20 steps by them: a bound",
+    "oracle": "knows all lengths and sorts the prompts of 20 steps by them, and streams all it can: a bound",
 }
 
 # -- response lengths --------------------------------------------------------------

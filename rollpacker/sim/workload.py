@@ -128,7 +128,7 @@ class Workload:
         if not self._window:
             return tuple(self._fetched(count)), False, False
         while len(self._ready) < count:
-            self._ready.extend(sorted(self._fetched(self._window), key=self._longest))
+            self._ready.extend(self._sorted(self._fetched(self._window)))
         return tuple(self._ready.popleft() for _ in range(count)), False, False
 
     def _fetched(self, count: int) -> list[PromptId]:
@@ -140,6 +140,14 @@ class Workload:
         rows = self._rows
         turns = (divmod(place, len(rows)) for place in places)
         return [PromptId(sources[0], epoch, rows[place]) for epoch, place in turns]
+
+    def _sorted(self, prompts: list[PromptId]) -> list[PromptId]:
+        """Each source's prompts by their longest response, in the places of that source: a step
+        keeps its mix, or it would wait for the one pool that all its checks need."""
+        by_source: dict[str, deque[PromptId]] = {}
+        for prompt in sorted(prompts, key=self._longest):
+            by_source.setdefault(prompt.source, deque()).append(prompt)
+        return [by_source[prompt.source].popleft() for prompt in prompts]
 
     def _longest(self, prompt: PromptId) -> int:
         return max(self.lengths(prompt, 0)[: self._num_samples])

@@ -221,7 +221,7 @@ def test_what_if_as_json(asked, capsys):
         (("small.yaml", "--compare", "verl,"), 'there is no system ""'),
         (("small.yaml", "system=oracl"), 'Did you mean "oracle"?'),
         (("small.yaml", "rollout.tensor_paralel=2"), 'Did you mean "tensor_parallel"?'),
-        (("small.yaml", "steps=0"), "steps must be at least 1, not 0"),
+        (("small.yaml", "steps=0"), "steps (override steps=0) must be at least 1"),
         (("small.yaml", "--jobs", "0"), "--jobs must be at least 1, not 0"),
         (("small.yaml", "--picture", "a.jpg"), "the name must end in .png, .svg, .pdf"),
         (("small.yaml", "--picture", "no/a.png"), "--picture no/a.png: there is no folder no"),

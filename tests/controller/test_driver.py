@@ -15,7 +15,7 @@ from benchmarks.exactly_once import check
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.checkpoint import newest_checkpoint
-from rollpacker.controller.replay import replay
+from rollpacker.controller.replay import equal_commands, replay
 from rollpacker.core.commands import Launch, Release, RoundKind, Score, StartGradients, TrainOn
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import Committed, SampleScored, Trained
@@ -394,6 +394,26 @@ def test_the_controller_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "same"),
+    [
+        (((1.5, 0.5), (1.0,)), True),
+        (((1.5 + 1e-9, 0.5), (1.0,)), True),
+        (((1.501, 0.5), (1.0,)), False),
+        (((1.5,), (0.5, 1.0)), False),
+        (((1.5, 0.5),), False),
+        (None, False),
+    ],
+)
+def test_a_replay_forgives_the_last_digits_of_loss_weights(weights: Any, same: bool) -> None:
+    groups = ((_SAMPLE, _SAMPLE), (_SAMPLE,))
+    recorded = TrainOn(step=1, groups=groups, weights=((1.5, 0.5), (1.0,)))
+    assert equal_commands([replace(recorded, weights=weights)], [recorded]) is same
+    assert not equal_commands([replace(recorded, step=2, weights=weights)], [recorded])
+    assert not equal_commands([], [recorded])
+    assert not equal_commands([Release(devices=())], [recorded])
 
 
 def test_the_core_sees_the_times_that_the_log_has(tmp_path: Path) -> None:

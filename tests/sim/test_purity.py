@@ -101,13 +101,3 @@ def test_the_log_begins_with_the_configuration(path, tmp_path):
     assert isinstance(session, Session)
     config = job_config(made, machine_of(made, Calibration()))
     assert JobConfig.from_plain(session.job) == config
-
-
-def test_processes_find_what_one_process_finds():
-    systems = "rlhfuse", "rollpacker"
-    path = next(path for path in SCENARIOS if path.stem == "7b-8k")
-    scenarios = {name: load_scenario(path, [*SMALLER, "steps=2"], name) for name in systems}
-    found = simulate_all(scenarios, jobs=2)
-    assert list(found) == list(systems)
-    assert found["rollpacker"].steps != found["rlhfuse"].steps
-    assert found == simulate_all(scenarios, jobs=1)

@@ -187,8 +187,10 @@ def test_without_long_rounds_the_first_steps_are_shown():
     assert choose_steps({"verl": system(step(), step()), "other": RACING}) == range(0, 2)
 
 
-@pytest.mark.parametrize("results", [RESULTS, {"rollpacker": RACING}, {"one": system(step())}])
-@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize(
+    ("results", "ending"),
+    list(zip((RESULTS, {"rollpacker": RACING}, {"one": system(step())}), FORMATS, strict=True)),
+)
 def test_pictures_are_written(results, ending, tmp_path):
     path = tmp_path / f"picture{ending}"
     draw(results, path, title="small")

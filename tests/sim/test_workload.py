@@ -107,8 +107,16 @@ def test_the_oracle_sorts_window_by_window() -> None:
     for start in (0, 80):
         window = slice(start, start + 80)
         assert sorted(prompt.row for prompt in prompts[window]) == list(range(start, start + 80))
-        assert longest[window] == sorted(longest[window])
+        for source in SHARES:
+            own = [
+                tokens
+                for prompt, tokens in zip(prompts[window], longest[window], strict=True)
+                if prompt.source == source
+            ]
+            assert own == sorted(own)
     assert longest != sorted(longest)
+    unsorted = Workload(mixed(prompts=16, samples=8)).take(160)[0]
+    assert [prompt.source for prompt in prompts] == [prompt.source for prompt in unsorted]
 
 
 # -- the law -----------------------------------------------------------------------

@@ -1,0 +1,674 @@
+"""Draws docs/simulation-*.png and rewrites the tables in docs/simulation.md.
+
+The pictures are simulated here, in a few minutes; the tables come from the results that the
+benchmarks left in benchmarks/results and from the code's own constants.
+
+    python docs/make_simulation.py             # everything
+    python docs/make_simulation.py --tables    # only the tables, at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from rollpacker.core.commands import Abort, Launch, Release, Score, StartGradients, TrainOn
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.events import (
+    SampleGenerated,
+    SampleScored,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.records import Record
+from rollpacker.sim import engine, latency, presets, simulation, workload
+from rollpacker.sim import simulate as simulating
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.scenario import LengthLaw, load_scenario
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGE = DOCS / "simulation.md"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import sim_calibration  # noqa: E402
+
+SET_UPS = {
+    "7b-8k": "7B, 8k, 16 GPUs",
+    "14b-16k": "14B, 16k, 32 GPUs",
+    "32b-32k": "32B, 32k, 64 GPUs",
+}
+SYSTEMS = ("verl", "rlhfuse", "rollpacker", "oracle")
+STAGES = {"rollout": "rollout_s", "reward": "reward_s", "training": "train_s", "sync": "sync_s"}
+COLOURS = {"rollout": "#0072B2", "reward": "#E69F00", "training": "#009E73", "sync": "#999999"}
+"""Told apart by people who do not see red and green alike."""
+STAGE_NAMES = {
+    "rollout": "rollout",
+    "reward": "waiting for rewards",
+    "training": "training",
+    "sync": "weight sync",
+}
+INK, FAINT = "#222222", "#666666"
+HARD = tuple(f"rewards.{index}.lengths.hard_prompts=0.08" for index in range(3))
+WORLDS = {
+    "A: length is nearly all luck": (),
+    "B: 8 % of the prompts are hard": HARD,
+}
+
+# -- simulating ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    set_up: str
+    overrides: tuple[str, ...]
+    steps: int = 40
+
+
+def run(job: Job) -> SystemResult:
+    path = ROOT / f"configs/scenarios/{job.set_up}.yaml"
+    return simulating.simulate(load_scenario(path, (*job.overrides, f"steps={job.steps}")))
+
+
+def run_all(jobs: Sequence[Job], processes: int) -> dict[Job, SystemResult]:
+    jobs = list(dict.fromkeys(jobs))
+    with ProcessPoolExecutor(processes) as pool:
+        return dict(zip(jobs, pool.map(run, jobs), strict=True))
+
+
+# -- drawing ------------------------------------------------------------------------
+
+
+def figure(width: float, height: float) -> Figure:
+    """Inches; shown 900 pixels wide, 9 points are 12 pixels."""
+    made = Figure(figsize=(width, height), dpi=150)
+    FigureCanvasAgg(made)
+    made.set_layout_engine("constrained")
+    return made
+
+
+def plain(axes: Axes, *sides: str) -> None:
+    """Without a frame but for these sides."""
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side in sides)
+    axes.tick_params(labelsize=9, colors=INK, length=0 if not sides else 3)
+
+
+def save(made: Figure, name: str) -> None:
+    path = DOCS / f"simulation-{name}.png"
+    made.savefig(path, facecolor="white")
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KiB")
+
+
+# -- where the step time goes ---------------------------------------------------------
+
+
+def breakdown_jobs() -> list[Job]:
+    return [Job(set_up, (f"system={system}",)) for set_up in SET_UPS for system in SYSTEMS]
+
+
+def draw_breakdown(runs: Mapping[Job, SystemResult]) -> None:
+    made = figure(9, 5.6)
+    for axes, (set_up, title) in zip(made.subplots(3, 1), SET_UPS.items(), strict=True):
+        means = {system: runs[Job(set_up, (f"system={system}",))].mean for system in SYSTEMS}
+        room = max(mean["total_s"] for mean in means.values())
+        for row, (system, mean) in enumerate(means.items()):
+            left = 0.0
+            for stage, key in STAGES.items():
+                axes.barh(row, mean[key], left=left, height=0.68, color=COLOURS[stage])
+                if mean[key] > 0.05 * room:
+                    centre = left + mean[key] / 2
+                    axes.text(centre, row, f"{mean[key]:.0f}", **_inside(stage))
+                left += mean[key]
+            speedup = means["verl"]["total_s"] / left
+            axes.text(left + 0.012 * room, row, f"{left:.0f} s   {speedup:.2f}x", **_beside())
+            published = sim_calibration.PUBLISHED[set_up].get(system)
+            if published:
+                axes.plot([published] * 2, [row - 0.45, row + 0.45], color="black", linewidth=2)
+        plain(axes, "bottom")
+        axes.set_yticks(range(len(SYSTEMS)), SYSTEMS, fontsize=10)
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(SYSTEMS) - 0.5, -0.5)
+        axes.set_xlim(0, room * 1.17)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_xlabel("mean seconds of a step, 40 steps", fontsize=10)
+    handles: list[Any] = [Patch(color=COLOURS[s], label=STAGE_NAMES[s]) for s in STAGES]
+    handles += axes.plot([], [], color="black", linewidth=2, label="published mean")
+    made.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=10)
+    save(made, "breakdown")
+
+
+def _inside(stage: str) -> dict[str, Any]:
+    colour = INK if stage in ("reward", "sync") else "white"
+    return {"ha": "center", "va": "center", "fontsize": 9, "color": colour}
+
+
+def _beside() -> dict[str, Any]:
+    return {"ha": "left", "va": "center", "fontsize": 9.5, "color": INK}
+
+
+# -- what the factors do --------------------------------------------------------------
+
+GRID = (1.0, 1.125, 1.25, 1.5)
+PAPER = (1.25, 1.25)
+HANDLING: Mapping[str, tuple[str, ...]] = {
+    "published": (),
+    "generated": ("tail_batching.race=generated", "stream_trainer.reward_wait=true"),
+}
+CASCADES = (
+    *((PAPER, PAPER), ((1.25, 1.125), (1.25, 1.125)), ((1.25, 1.0), (1.25, 1.125))),
+    *(((1.25, 1.125), (1.5, 1.0)), ((1.5, 1.0), (1.125, 1.125))),
+)
+FACTOR_STEPS = 45
+"""Whole periods at each of the factors."""
+
+
+def factor_job(factors: tuple[float, float], handling: str, world: str) -> Job:
+    own = (
+        f"tail_batching.prompt_factor={factors[0]}",
+        f"tail_batching.sample_factor={factors[1]}",
+    )
+    return Job("14b-16k", (*own, *HANDLING[handling], *WORLDS[world]), FACTOR_STEPS)
+
+
+def cascade_job(tiers: tuple[tuple[float, float], tuple[float, float]], world: str) -> Job:
+    (first_p, first_s), (then_p, then_s) = tiers
+    own = (
+        f"tail_batching.prompt_factor={first_p}",
+        f"tail_batching.sample_factor={first_s}",
+        f"tail_batching.tiers=[{{prompt_factor: {then_p}, sample_factor: {then_s}}}]",
+    )
+    # Long rounds are rare: more steps until their share is right.
+    return Job("14b-16k", (*own, *HANDLING["generated"], *WORLDS[world]), 3 * FACTOR_STEPS)
+
+
+def bound_job(system: str, world: str) -> Job:
+    return Job("14b-16k", (f"system={system}", *WORLDS[world]), FACTOR_STEPS)
+
+
+def factor_jobs() -> list[Job]:
+    pairs = [(p, s) for p in GRID for s in GRID]
+    jobs = [factor_job(pair, h, w) for pair in pairs for h in HANDLING for w in WORLDS]
+    jobs += [cascade_job(tiers, world) for tiers in CASCADES for world in WORLDS]
+    return jobs + [bound_job(s, world) for s in ("rlhfuse", "oracle") for world in WORLDS]
+
+
+def draw_factors(runs: Mapping[Job, SystemResult]) -> None:
+    """Step time and length shift over both factors."""
+    made = figure(9, 4.5)
+    panels = made.subplots(1, 2)
+    seconds = {
+        world: [
+            [runs[factor_job((p, s), "published", world)].mean["total_s"] for s in GRID]
+            for p in GRID
+        ]
+        for world in WORLDS
+    }
+    low = min(min(map(min, rows)) for rows in seconds.values())
+    high = max(max(map(max, rows)) for rows in seconds.values())
+    for axes, world in zip(panels, WORLDS, strict=True):
+        image = axes.imshow(seconds[world], cmap="cividis_r", vmin=low, vmax=high, origin="lower")
+        for y, p in enumerate(GRID):
+            for x, s in enumerate(GRID):
+                result = runs[factor_job((p, s), "published", world)]
+                value = seconds[world][y][x]
+                colour = "white" if value > (low + high) / 2 else INK
+                axes.text(
+                    *(x, y + 0.11, f"{value:.0f} s"),
+                    **{"ha": "center", "va": "center", "fontsize": 11, "color": colour},
+                )
+                axes.text(
+                    *(x, y - 0.22, f"{result.length_shift:+.0%}"),
+                    **{"ha": "center", "va": "center", "fontsize": 9, "color": colour},
+                )
+        at = GRID.index(PAPER[0]) - 0.47
+        axes.add_patch(
+            Rectangle((at, at), 0.94, 0.94, fill=False, edgecolor="#D55E00", linewidth=2.5)
+        )
+        axes.set_xticks(range(len(GRID)), [f"{value:g}" for value in GRID])
+        axes.set_yticks(range(len(GRID)), [f"{value:g}" for value in GRID])
+        plain(axes)
+        axes.set_xlabel("sample factor (samples launched / kept)", fontsize=10)
+        axes.set_title(f"World {world}", fontsize=11, loc="left", fontweight="bold")
+    panels[0].set_ylabel("prompt factor (prompts launched / kept)", fontsize=10)
+    bar = made.colorbar(image, ax=list(panels), shrink=0.85, pad=0.02)
+    bar.set_label("mean seconds of a step", fontsize=10)
+    bar.ax.tick_params(labelsize=9)
+    bar.outline.set_visible(False)
+    save(made, "factors")
+
+
+MARKS: Mapping[str, tuple[str, str, str]] = {
+    "published": ("o", "#0072B2", "factors, rewards as published"),
+    "generated": ("^", "#E69F00", "factors, race on generated, training in the reward wait"),
+    "cascade": ("s", "#009E73", "the same with a second race"),
+}
+
+
+def draw_shift(runs: Mapping[Job, SystemResult]) -> None:
+    """Step time against length shift."""
+    made = figure(9, 5.0)
+    panels = made.subplots(1, 2, sharey=True)
+    pairs = [(p, s) for p in GRID for s in GRID]
+    for axes, world in zip(panels, WORLDS, strict=True):
+        found = {name: [runs[factor_job(pair, name, world)] for pair in pairs] for name in HANDLING}
+        found["cascade"] = [runs[cascade_job(tiers, world)] for tiers in CASCADES]
+        for name, results in found.items():
+            marker, colour, label = MARKS[name]
+            shifts = [-100 * r.length_shift for r in results]
+            times = [r.mean["total_s"] for r in results]
+            axes.scatter(
+                *(shifts, times, 46),
+                marker=marker, color=colour, label=label, alpha=0.85, linewidths=0,
+            )  # fmt: skip
+        _special(axes, runs[factor_job(PAPER, "published", world)], "*", 240, "the paper's setting")
+        _special(axes, runs[bound_job("oracle", world)], "D", 70, "oracle: all lengths known")
+        _special(axes, runs[bound_job("rlhfuse", world)], "P", 80, "rlhfuse: waits for all")
+        axes.set_title(f"World {world}", fontsize=11, loc="left", fontweight="bold")
+        axes.set_xlabel("trained responses are shorter than the policy's by, %", fontsize=10)
+        axes.grid(color="#dddddd", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.set_ylim(bottom=0)
+        plain(axes, "left", "bottom")
+    panels[0].set_ylabel("mean seconds of a step, 14B at 16k", fontsize=10)
+    handles, labels = panels[0].get_legend_handles_labels()
+    made.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=10)
+    save(made, "shift")
+
+
+def _special(axes: Axes, result: SystemResult, marker: str, size: float, label: str) -> None:
+    axes.scatter(
+        *([-100 * result.length_shift], [result.mean["total_s"]], size),
+        marker=marker, color="white", edgecolors="black", linewidths=1.5, label=label, zorder=5,
+    )  # fmt: skip
+
+
+# -- one short and one long round -------------------------------------------------------
+
+
+@dataclass
+class Round:
+    """What happened between two commits; times from the round's launch."""
+
+    kind: str
+    began: float
+    running: list[tuple[float, int]]
+    """Responses being generated, from this time on."""
+    checking: list[tuple[float, int]]
+    """Answers handed over for a check and without a verdict, from this time on."""
+    gpus: int
+    released: tuple[float, int] | None = None
+    streaming_from: float | None = None
+    train_on: float = 0.0
+    trained: float = 0.0
+    synced: float = 0.0
+
+    @property
+    def generated(self) -> float:
+        return next(when for when, count in self.running if count == 0)
+
+
+def record_rounds(steps: int) -> list[Round]:
+    scenario = load_scenario(ROOT / "configs/scenarios/14b-16k.yaml", (f"steps={steps}",))
+    rounds: list[Round] = []
+    counts = {"running": 0, "checking": 0}
+
+    def change(what: str, now: float, by: int) -> None:
+        counts[what] += by
+        getattr(rounds[-1], what).append((now - rounds[-1].began, counts[what]))
+
+    def observe(record: Record) -> None:
+        now, event = record.time_s, record.event
+        if isinstance(event, SampleGenerated):
+            change("running", now, -1)
+        elif isinstance(event, SampleScored):
+            change("checking", now, -1)
+        elif isinstance(event, Trained):
+            rounds[-1].trained = now - rounds[-1].began
+        elif isinstance(event, WeightsSynced) and rounds:
+            rounds[-1].synced = now - rounds[-1].began
+        for command in record.commands:
+            if isinstance(command, Launch):
+                rounds.append(Round(str(command.kind), now, [], [], scenario.cluster.gpus))
+                counts.update(running=0, checking=0)
+                change("running", now, len(command.samples))
+            elif isinstance(command, Abort):
+                change("running", now, -len(command.samples))
+            elif isinstance(command, Score):
+                change("checking", now, 1)
+            elif isinstance(command, Release):
+                rounds[-1].released = (now - rounds[-1].began, len(command.devices))
+            elif isinstance(command, StartGradients) and rounds[-1].streaming_from is None:
+                rounds[-1].streaming_from = now - rounds[-1].began
+            elif isinstance(command, TrainOn):
+                rounds[-1].train_on = now - rounds[-1].began
+
+    simulating.simulate(scenario, observe=observe)
+    return [made for made in rounds if made.synced]
+
+
+def draw_timeline() -> None:
+    rounds = record_rounds(12)
+    long = next(made for made in rounds if made.kind == "long" and made.released is not None)
+    short = rounds[rounds.index(long) - 1]
+    made = figure(9, 6.2)
+    grid = made.subplots(4, 1, sharex=True, height_ratios=[3, 1.1, 3, 1.1])
+    for (counts, strip), shown in zip((grid[:2], grid[2:]), (short, long), strict=True):
+        _draw_counts(counts, shown)
+        _draw_gpus(strip, shown)
+    grid[3].set_xlabel("seconds since the launch, 14B at 16k", fontsize=10)
+    grid[3].set_xlim(0, long.synced * 1.02)
+    handles: list[Any] = grid[0].get_legend_handles_labels()[0]
+    handles += [Patch(color=COLOURS[s], label=f"GPUs: {STAGE_NAMES[s]}") for s in STAGES]
+    made.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=10)
+    save(made, "rounds")
+
+
+def _draw_counts(axes: Axes, shown: Round) -> None:
+    for series, colour, label in (
+        (shown.running, COLOURS["rollout"], "responses being generated"),
+        (shown.checking, "#D55E00", "answers without a verdict"),
+    ):
+        times, counts = zip(*series, strict=True)
+        values = [max(count, 0.5) for count in counts]
+        axes.step(
+            *((*times, shown.train_on), (*values, values[-1])),
+            where="post", color=colour, linewidth=1.8, label=label,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(0.7, 2500)
+    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    axes.minorticks_off()
+    axes.grid(color="#dddddd", linewidth=0.7)
+    plain(axes, "left", "bottom")
+    axes.set_ylabel("number (log)", fontsize=10)
+    told = f"{shown.kind.capitalize()} round: {shown.synced:.0f} s"
+    axes.set_title(told, loc="left", fontsize=11, fontweight="bold")
+
+
+def _draw_gpus(axes: Axes, shown: Round) -> None:
+    def block(start: float, end: float, low: int, high: int, stage: str) -> None:
+        axes.add_patch(Rectangle((start, low), end - start, high - low, color=COLOURS[stage], lw=0))
+
+    end, gpus = shown.generated, shown.gpus
+    block(0, end, 0, gpus, "rollout")
+    if shown.released is not None:
+        when, count = shown.released
+        block(when, end, 0, count, "training")
+        axes.text(
+            (when + end) / 2, count / 2, "gradients of finished groups", **_inside("training")
+        )
+    block(end, shown.train_on, 0, gpus, "reward")
+    block(shown.train_on, shown.trained, 0, gpus, "training")
+    block(shown.trained, shown.synced, 0, gpus, "sync")
+    axes.set_ylim(0, gpus)
+    axes.set_yticks([0, gpus])
+    axes.set_ylabel("GPUs", fontsize=10)
+    plain(axes, "bottom")
+
+
+# -- tables -----------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Markdown; the first column is text, the others are told to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def result(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return loaded
+
+
+def fitted_table() -> str:
+    """The constants that were fitted."""
+    values = sim_calibration.shipped()
+    rows = [
+        [f"`{name}`", f"{values[name]:.4g}", unit, source]
+        for name, (unit, source) in sim_calibration.SOURCES.items()
+    ]
+    longer = presets._LONGER_SHARE
+    rows.append(
+        [
+            "share of the responses at the 16k cap that run past 32k",
+            *(f"{longer:g}", "share", "Fig. 10a and b, long rounds of 32B"),
+        ]
+    )
+    return text_table(("constant", "value", "unit", "fitted to"), rows)
+
+
+def calibration_table() -> str:
+    """The other constants of the datasheet model: `Calibration`."""
+    rows = [
+        [f"`{name}`", f"{value:.4g}", unit, source]
+        for name, (value, unit, source) in latency.Calibration().constants().items()
+        if name not in sim_calibration.SOURCES
+    ]
+    return text_table(("constant", "value", "unit", "source"), rows)
+
+
+def assumed_table() -> str:
+    """What is neither fitted nor on a datasheet."""
+    machine = latency.DatasheetModel
+    law, deadline = LengthLaw(preset="rollpacker-math"), AdaptiveDeadlineConfig()
+    planner = ParallelismConfig()
+    code, math_kind = presets.REWARD_KINDS["code"], presets.REWARD_KINDS["math"]
+    paper = "the paper"
+    rows: list[list[object]] = [
+        ["training work", f"{latency.TRAIN_FLOPS_PER_PARAM:g}", "FLOP per token and parameter",
+         "6 for forward and backward, 2 each for two log-prob passes"],
+        ["prompt tokens found in the cache", _default(machine, "shared_prefill_share"), "share",
+         "assumed: samples of one prompt share its prefill"],
+        ["memory for weights and cache", _default(machine, "kv_memory_share"), "share of a GPU's",
+         "vLLM's default"],
+        ["cache kept free at admission", engine.KV_WATERMARK, "share", "assumed, as vLLM's"],
+        ["release until training can begin", simulation.MIGRATION_S, "s",
+         f"{paper}, section 4.4: at most this"],
+        ["window of the release", " to ".join(f"{v:g}" for v in presets.RELEASE_WINDOW),
+         "share finished", f"{paper} tries from 0.2 on; 0.4 is what its configurations fix"],
+        ["judge on GPUs of its own", simulating.DEDICATED_JUDGE_SHARE, "share of its rate",
+         "assumed, middle of Fig. 13a"],
+        ["within-prompt correlation", law.within_prompt_correlation, "of normal scores",
+         "Fig. 4a, spread of a long round"],
+        ["hard prompts, world B", 0.08, "share of prompts", "assumed"],
+        ["their responses at the cap", law.hard_prompt_cap_probability, "share", "assumed"],
+        ["math check", f"{_only(math_kind.seconds_quantiles):g} s, {math_kind.workers} workers", "",
+         "assumed: never matters"],
+        ["code check", "by quantile", "s", f"{paper}, Fig. 7a"],
+        ["`slowest_correct_s` of code", code.slowest_correct_s, "s",
+         "assumed: what runs past the gap in Fig. 7a is not correct"],
+        ["correct answers", workload.CORRECT_SHARE, "share of those in time",
+         "assumed; it moves nothing but the deadline"],
+        ["deadline: factor, least, most",
+         f"{deadline.factor:g}, {deadline.min_s:g}, {deadline.max_s:g}", "-, s, s",
+         f"{paper}, section 4.3"],
+        ["planner: double at, halve after", f"{planner.rise:g}, {planner.calm_rounds}",
+         "times the preemptions, rounds", f"{paper}, section 4.2"],
+    ]  # fmt: skip
+    return text_table(("constant", "value", "unit", "source"), rows)
+
+
+def _default(owner: Any, name: str) -> object:
+    return owner.__dataclass_fields__[name].default
+
+
+def _only(law: Mapping[float, float] | None) -> float:
+    assert law is not None and len(law) == 1
+    return next(iter(law.values()))
+
+
+def means_table() -> str:
+    ratios = result("sim_calibration")["ratios"]
+    names = {"short": "rollpacker, short rounds", "long": "rollpacker, long rounds"}
+    rows = []
+    for set_up, published in sim_calibration.PUBLISHED.items():
+        for what, seconds in published.items():
+            ratio = ratios[f"{set_up} {what}"]
+            rows.append(
+                [
+                    f"{set_up}, {names.get(what, what)}",
+                    *(f"{seconds:.1f}", f"{seconds * ratio:.1f}", f"{ratio - 1:+.1%}"),
+                ]
+            )
+    return table(("mean step, s", "published", "simulated", "error"), rows)
+
+
+PUBLISHED_SPLITS = {
+    "7b-8k short": (4.9, 74.5, 2.8, 24.4),
+    "7b-8k long": (5.2, 87.4, 3.9, 32.5),
+    "14b-16k short": (14.9, 68.0, 1.5, 49.7),
+    "14b-16k long": (15.2, 225.1, 2.2, 59.4),
+    "32b-32k short": (26.8, 70.1, 1.9, 162.8),
+    "32b-32k long": (27.5, 567.5, 3.1, 172.9),
+}
+"""Seconds of sync, rollout, exposed reward and training: Fig. 10c."""
+
+
+def splits_table() -> str:
+    splits = result("sim_calibration")["splits"]
+    rows = []
+    for name, published in PUBLISHED_SPLITS.items():
+        set_up, kind = name.split()
+        found = splits[f"{set_up} rollpacker"][kind]
+        keys = ("sync_s", "rollout_s", "reward_s", "train_s")
+        pairs = zip(published, keys, strict=True)
+        rows.append([name, *(f"{seconds:.1f} / {found[key]:.1f}" for seconds, key in pairs)])
+    return table(("published / simulated, s", "sync", "rollout", "reward", "training"), rows)
+
+
+def ablation_table() -> str:
+    found = result("sim_predictions")["ablation"]
+    rows = []
+    for name in found["7b-8k A"]:
+        cells = [name]
+        for set_up in SET_UPS:
+            row = found[f"{set_up} A"][name]
+            cells += [f"{row['step_s']:.1f} s, {row['speedup_over_verl']:.2f}x"]
+        rows.append(cells)
+    return table(("mean step, speed-up over verl", *SET_UPS), rows)
+
+
+def overlap_table() -> str:
+    found = result("sim_predictions")["asynchronous_rewards_alone"]
+    rows = [[s, f"{r['published']:.2f}x", f"{r['simulated']:.2f}x"] for s, r in found.items()]
+    return table(("asynchronous rewards alone", "published", "simulated"), rows)
+
+
+def cost_table() -> str:
+    """What stands beside a speed-up."""
+    found = result("sim_predictions")["ablation"]
+    rows = []
+    for world in "AB":
+        for set_up in SET_UPS:
+            for system in SYSTEMS:
+                row = found[f"{set_up} {world}"][system]
+                rows.append(
+                    [
+                        f"{world}, {set_up}, {system}",
+                        *(f"{row['step_s']:.1f}", f"{row['speedup_over_verl']:.2f}x"),
+                        *(f"{row['length_shift']:+.1%}", f"{row['tail_trained_share']:.1%}"),
+                        f"{row['generated_per_trained']:.2f}",
+                    ]
+                )
+    head = ("world, set-up, system", "step, s", "over verl", "length shift")
+    return table((*head, "trained beyond own P95", "generated / trained"), rows)
+
+
+def sensitivity_table() -> str:
+    found = result("sim_predictions")["sensitivity"]
+    columns = [name for name in found[0] if name not in ("prompt_factor", "sample_factor")]
+    columns.sort(key=lambda name: (len(name.split()[0]), name.split()[0], "published" in name))
+    base = found[0]["16k published"]
+    rows = []
+    for row in found:
+        values = [f"{row[name]:.0f}" for name in columns]
+        own, a, b = (row[f"16k {w}"] / found[0][f"16k {w}"] for w in ("published", "A", "B"))
+        assert base
+        factors = f"{row['prompt_factor']:g}, {row['sample_factor']:g}"
+        rows.append([factors, *values, f"{own:.2f} / {a:.2f} / {b:.2f}"])
+    head = ("prompt, sample factor", *columns)
+    return table((*head, "16k over its (1, 1): published / A / B"), rows)
+
+
+def scaling_table() -> str:
+    rows = []
+    for name, found in result("sim_predictions")["scaling"].items():
+        for row in found:
+            seconds = [f"{row[system]:.0f}" for system in SYSTEMS]
+            ratios = [f"{row[key]:.2f}x" for key in ("over_verl", "over_rlhfuse")]
+            told = f"{name}: {row['gpus']} GPUs, {row['prompts_per_step']} prompts"
+            rows.append([told, *seconds, *ratios])
+    head = ("14B, mean step, s", *SYSTEMS, "rollpacker over verl", "over rlhfuse")
+    return table(head, rows)
+
+
+def checks_table() -> str:
+    rows = []
+    for row in result("sim_predictions")["checks"]:
+        published, simulated = row["published"], row["simulated"]
+        error = "exact" if published == simulated else f"{simulated / published - 1:+.0%}"
+        rows.append([row["fact"], row["source"], f"{published:g}", f"{simulated:g}", error])
+    return table(("fact", "source", "published", "simulated", "error"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "fitted": fitted_table,
+    "calibration": calibration_table,
+    "assumed": assumed_table,
+    "means": means_table,
+    "splits": splits_table,
+    "ablation": ablation_table,
+    "overlap": overlap_table,
+    "cost": cost_table,
+    "sensitivity": sensitivity_table,
+    "scaling": scaling_table,
+    "checks": checks_table,
+}
+_PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """The page with every table as it is now."""
+
+    def fill(place: re.Match[str]) -> str:
+        name = place.group(1)
+        return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+
+    return _PLACE.sub(fill, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tables", action="store_true", help="draw nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at the same time")
+    args = parser.parse_args()
+    if not args.tables:
+        runs = run_all([*breakdown_jobs(), *factor_jobs()], args.jobs)
+        draw_breakdown(runs)
+        draw_factors(runs)
+        draw_shift(runs)
+        draw_timeline()
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
