@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from rollpacker.core.commands import Abort, Launch, Release, Score, StartGradients, TrainOn
+from rollpacker.core.commands import Abort, Command, Launch, Release, TrainOn
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import (
     SampleGenerated,
@@ -32,6 +33,7 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.records import Record
 from rollpacker.sim import engine, latency, presets, simulation, workload
@@ -53,7 +55,10 @@ SET_UPS = {
 }
 SYSTEMS = ("verl", "rlhfuse", "rollpacker", "oracle")
 STAGES = {"rollout": "rollout_s", "reward": "reward_s", "training": "train_s", "sync": "sync_s"}
-COLOURS = {"rollout": "#0072B2", "reward": "#E69F00", "training": "#009E73", "sync": "#999999"}
+COLOURS = {
+    **{"rollout": "#0072B2", "reward": "#E69F00", "training": "#009E73"},
+    **{"sync": "#999999", "released": "#8FD3BF"},
+}
 """Told apart by people who do not see red and green alike."""
 STAGE_NAMES = {
     "rollout": "rollout",
@@ -152,7 +157,7 @@ def draw_breakdown(runs: Mapping[Job, SystemResult]) -> None:
 
 
 def _inside(stage: str) -> dict[str, Any]:
-    colour = INK if stage in ("reward", "sync") else "white"
+    colour = INK if stage in ("reward", "sync", "released") else "white"
     return {"ha": "center", "va": "center", "fontsize": 9, "color": colour}
 
 
@@ -308,10 +313,9 @@ class Round:
     running: list[tuple[float, int]]
     """Responses being generated, from this time on."""
     checking: list[tuple[float, int]]
-    """Answers handed over for a check and without a verdict, from this time on."""
+    """Responses whose prompt still needs verdicts and that have none, from this time on."""
     gpus: int
     released: tuple[float, int] | None = None
-    streaming_from: float | None = None
     train_on: float = 0.0
     trained: float = 0.0
     synced: float = 0.0
@@ -321,43 +325,69 @@ class Round:
         return next(when for when, count in self.running if count == 0)
 
 
+class _Recorder:
+    """Makes the rounds out of a simulation's records."""
+
+    def __init__(self, samples_per_prompt: int, gpus: int) -> None:
+        self.rounds: list[Round] = []
+        self._needed, self._gpus = samples_per_prompt, gpus
+        self._num_running = 0
+        self._pending: dict[PromptId, set[SampleId]] = {}
+        """Generated and without a verdict, as long as the prompt needs one."""
+        self._num_scored: Counter[PromptId] = Counter()
+
+    def __call__(self, record: Record) -> None:
+        event, now = record.event, record.time_s
+        if isinstance(event, SampleGenerated):
+            self._run(now, -1)
+            if self._num_scored[event.sample.prompt] < self._needed:
+                self._pending.setdefault(event.sample.prompt, set()).add(event.sample)
+            self._check(now)
+        elif isinstance(event, SampleScored):
+            prompt = event.sample.prompt
+            self._num_scored[prompt] += 1
+            self._pending.get(prompt, set()).discard(event.sample)
+            if self._num_scored[prompt] == self._needed:
+                self._pending.pop(prompt, None)
+            self._check(now)
+        elif isinstance(event, Trained):
+            self.rounds[-1].trained = now - self.rounds[-1].began
+        elif isinstance(event, WeightsSynced) and self.rounds:
+            self.rounds[-1].synced = now - self.rounds[-1].began
+        for command in record.commands:
+            self._obey(now, command)
+
+    def _obey(self, now: float, command: Command) -> None:
+        if isinstance(command, Launch):
+            self.rounds.append(Round(str(command.kind), now, [], [], self._gpus))
+            self._num_running = 0
+            self._pending.clear()
+            self._num_scored.clear()
+            self._run(now, len(command.samples))
+            self._check(now)
+        elif isinstance(command, Abort):
+            self._run(now, -len(command.samples))
+        elif isinstance(command, Release):
+            self.rounds[-1].released = (now - self.rounds[-1].began, len(command.devices))
+        elif isinstance(command, TrainOn):
+            self.rounds[-1].train_on = now - self.rounds[-1].began
+            self._pending.clear()
+            self._check(now)
+
+    def _run(self, now: float, change: int) -> None:
+        self._num_running += change
+        self.rounds[-1].running.append((now - self.rounds[-1].began, self._num_running))
+
+    def _check(self, now: float) -> None:
+        num_pending = sum(map(len, self._pending.values()))
+        self.rounds[-1].checking.append((now - self.rounds[-1].began, num_pending))
+
+
 def record_rounds(steps: int) -> list[Round]:
     scenario = load_scenario(ROOT / "configs/scenarios/14b-16k.yaml", (f"steps={steps}",))
-    rounds: list[Round] = []
-    counts = {"running": 0, "checking": 0}
-
-    def change(what: str, now: float, by: int) -> None:
-        counts[what] += by
-        getattr(rounds[-1], what).append((now - rounds[-1].began, counts[what]))
-
-    def observe(record: Record) -> None:
-        now, event = record.time_s, record.event
-        if isinstance(event, SampleGenerated):
-            change("running", now, -1)
-        elif isinstance(event, SampleScored):
-            change("checking", now, -1)
-        elif isinstance(event, Trained):
-            rounds[-1].trained = now - rounds[-1].began
-        elif isinstance(event, WeightsSynced) and rounds:
-            rounds[-1].synced = now - rounds[-1].began
-        for command in record.commands:
-            if isinstance(command, Launch):
-                rounds.append(Round(str(command.kind), now, [], [], scenario.cluster.gpus))
-                counts.update(running=0, checking=0)
-                change("running", now, len(command.samples))
-            elif isinstance(command, Abort):
-                change("running", now, -len(command.samples))
-            elif isinstance(command, Score):
-                change("checking", now, 1)
-            elif isinstance(command, Release):
-                rounds[-1].released = (now - rounds[-1].began, len(command.devices))
-            elif isinstance(command, StartGradients) and rounds[-1].streaming_from is None:
-                rounds[-1].streaming_from = now - rounds[-1].began
-            elif isinstance(command, TrainOn):
-                rounds[-1].train_on = now - rounds[-1].began
-
-    simulating.simulate(scenario, observe=observe)
-    return [made for made in rounds if made.synced]
+    recorder = _Recorder(scenario.rollout.samples_per_prompt, scenario.cluster.gpus)
+    simulating.simulate(scenario, observe=recorder)
+    return [made for made in recorder.rounds if made.synced]
 
 
 def draw_timeline() -> None:
@@ -380,7 +410,7 @@ def draw_timeline() -> None:
 def _draw_counts(axes: Axes, shown: Round) -> None:
     for series, colour, label in (
         (shown.running, COLOURS["rollout"], "responses being generated"),
-        (shown.checking, "#D55E00", "answers without a verdict"),
+        (shown.checking, "#D55E00", "complete, verdict awaited"),
     ):
         times, counts = zip(*series, strict=True)
         values = [max(count, 0.5) for count in counts]
@@ -407,10 +437,9 @@ def _draw_gpus(axes: Axes, shown: Round) -> None:
     block(0, end, 0, gpus, "rollout")
     if shown.released is not None:
         when, count = shown.released
-        block(when, end, 0, count, "training")
-        axes.text(
-            (when + end) / 2, count / 2, "gradients of finished groups", **_inside("training")
-        )
+        block(when, end, 0, count, "released")
+        told = "released: gradients of finished groups"
+        axes.text((when + end) / 2, count / 2, told, **_inside("released"))
     block(end, shown.train_on, 0, gpus, "reward")
     block(shown.train_on, shown.trained, 0, gpus, "training")
     block(shown.trained, shown.synced, 0, gpus, "sync")
@@ -596,13 +625,11 @@ def cost_table() -> str:
 def sensitivity_table() -> str:
     found = result("sim_predictions")["sensitivity"]
     columns = [name for name in found[0] if name not in ("prompt_factor", "sample_factor")]
-    columns.sort(key=lambda name: (len(name.split()[0]), name.split()[0], "published" in name))
-    base = found[0]["16k published"]
+    columns = [*(c for c in columns if c[:3] != "16k"), *(c for c in columns if c[:3] == "16k")]
     rows = []
     for row in found:
         values = [f"{row[name]:.0f}" for name in columns]
         own, a, b = (row[f"16k {w}"] / found[0][f"16k {w}"] for w in ("published", "A", "B"))
-        assert base
         factors = f"{row['prompt_factor']:g}, {row['sample_factor']:g}"
         rows.append([factors, *values, f"{own:.2f} / {a:.2f} / {b:.2f}"])
     head = ("prompt, sample factor", *columns)
@@ -630,6 +657,90 @@ def checks_table() -> str:
     return table(("fact", "source", "published", "simulated", "error"), rows)
 
 
+def wrong_table() -> str:
+    """Where the model misses most, from the results above."""
+    splits = result("sim_calibration")["splits"]
+    predictions = result("sim_predictions")
+    checks = {row["fact"]: row["simulated"] for row in predictions["checks"]}
+    more_samples = next(
+        row
+        for row in predictions["sensitivity"]
+        if (row["prompt_factor"], row["sample_factor"]) == (1.0, 1.25)
+    )
+
+    def slower(set_up: str) -> str:
+        """Rollout of rlhfuse, which releases devices, over verl's."""
+        alone, released = (splits[f"{set_up} {system}"] for system in ("verl", "rlhfuse"))
+        return f"{released['plain']['rollout_s'] / alone['plain']['rollout_s'] - 1:+.0%}"
+
+    long_math = [
+        checks[f"7B math, long step {w}, s"] for w in ("without stream trainer", "with it")
+    ]
+    rows: list[list[str]] = [
+        [
+            "14B code, short rollout with tail batching alone (Fig. 4b)",
+            *("87.7 s", f"{checks['14B code, tail batching: short rollout, s']:.1f} s"),
+        ],
+        [
+            "14B rollout at factors (1, 1.25), rewards off (Fig. 11)",
+            *("232 s", f"A {more_samples['16k A']:.0f} s, B {more_samples['16k B']:.0f} s"),
+        ],
+        [
+            "decode time that a release costs (section 4.4)",
+            *(
+                "at most +1%",
+                f"7B {slower('7b-8k')}, 14B {slower('14b-16k')}, 32B {slower('32b-32k')}",
+            ),
+        ],
+        [
+            "7B math, long steps with the stream trainer (Table 3)",
+            *("1.08x", f"{long_math[0] / long_math[1]:.2f}x"),
+        ],
+        ["the same step without it", "124.2 s", f"{long_math[0]:.1f} s"],
+        [
+            "7B training in short rounds (Fig. 10c)",
+            *("24.4 s", f"{splits['7b-8k rollpacker']['short']['train_s']:.1f} s"),
+        ],
+        [
+            "7B code, long rounds without adaptive timeout (Fig. 13c)",
+            "79.7 s",
+            f"{checks['7B code, 128 prompts, adaptive timeout off, long, s']:.1f} s",
+        ],
+        [
+            "7B verl, fastest and slowest step (Fig. 9)",
+            "175, 348 s",
+            f"{checks['7B verl, fastest step, s']:.0f}, {checks['7B verl, slowest step, s']:.0f} s",
+        ],
+        ["14B verl, first step (Fig. 9)", "504 s", f"{checks['14B verl, first step, s']:.0f} s"],
+        [
+            "32B, longest response of a short round (Fig. 10a)",
+            "1439 tokens",
+            f"{checks['32B longest in a short round, scored, tokens']:.0f} tokens",
+        ],
+    ]
+    return table(("", "published", "simulated"), rows)
+
+
+def speed_table() -> str:
+    found = result("sim_predictions")
+    speed = found["speed"]
+    rows = [
+        [
+            "1,000 steps of `128-gpus.yaml`, 6,400 samples launched a short round, one core",
+            f"{speed['seconds']:.1f} s ({speed['cpu_seconds']:.1f} s of CPU time)",
+        ],
+        [
+            "peak memory after a tenth of it, and after all",
+            f"{speed['peak_mib_after_a_tenth']:.0f} MiB, {speed['peak_mib']:.0f} MiB",
+        ],
+        [
+            f"{found['simulations']} simulations of 40 or 45 steps: all predictions on this page",
+            f"{found['seconds']:.0f} s",
+        ],
+    ]
+    return table(("simulated", "on the machine named in the result"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "fitted": fitted_table,
     "calibration": calibration_table,
@@ -642,6 +753,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sensitivity": sensitivity_table,
     "scaling": scaling_table,
     "checks": checks_table,
+    "wrong": wrong_table,
+    "speed": speed_table,
 }
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 

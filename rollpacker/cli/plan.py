@@ -150,20 +150,21 @@ def _label(finding: Finding) -> str:
 
 
 def _cells(finding: Finding, plan: Plan) -> list[str]:
-    saved = (
-        "" if finding is plan.current else f"{finding.saved_s:.1f} ± {finding.saved_error_s:.1f}"
-    )
-    kinds = (finding.kinds_s.get(kind) for kind in ("short", "cascade", "long"))
-    rounds = "/".join("-" if seconds is None else f"{seconds:.1f}" for seconds in kinds)
+    saved = ""
+    if finding is not plan.current:
+        saved = f"{_seconds(finding.saved_s, plan)} ± {_seconds(finding.saved_error_s, plan)}"
+    rounds = ""
+    if finding.kinds_s.keys() & {"short", "cascade", "long"}:
+        kinds = (finding.kinds_s.get(kind) for kind in ("short", "cascade", "long"))
+        rounds = "/".join("-" if s is None else _seconds(s, plan) for s in kinds)
     oracle = plan.oracle
     gap = "" if oracle is None else f"{finding.step_s / oracle.step_s - 1:+.0%}"
-    return [
-        f"{finding.step_s:.1f}",
-        saved,
-        rounds,
-        f"{finding.shift:+.1%}",
-        gap,
-    ]
+    return [_seconds(finding.step_s, plan), saved, rounds, f"{finding.shift:+.1%}", gap]
+
+
+def _seconds(value: float, plan: Plan) -> str:
+    """With as many decimals as a step's length asks for."""
+    return f"{value:.{1 if plan.current.step_s >= 10 else 3}f}"
 
 
 def explain(plan: Plan, *, corrected: bool) -> list[str]:
@@ -200,8 +201,8 @@ def _verdict(plan: Plan) -> list[str]:
         )
     else:
         lines.append(
-            f"The step takes {best.saved_s / now.step_s:.1%}{error} less: {best.step_s:.1f} s "
-            f"instead of {now.step_s:.1f} s."
+            f"The step takes {best.saved_s / now.step_s:.1%}{error} less: "
+            f"{_seconds(best.step_s, plan)} s instead of {_seconds(now.step_s, plan)} s."
         )
     lines += ["", "Changes:"]
     lines += [f"  {key}={_shown(value)}" for key, value in sorted(best.candidate.changes.items())]
@@ -219,11 +220,12 @@ def _reasons(plan: Plan) -> list[str]:
         return []
     lines = ["", "Why, one after the other (and what is lost if only this one is left out):"]
     for reason in plan.reasons:
+        added, lost = _seconds(reason.added_s, plan), _seconds(reason.left_out_s, plan)
         lines.append(
-            f"  {reason.added_s:+7.1f} s  {reason.idea.name} "
-            f"({reason.left_out_s:.1f} ± {reason.left_out_error_s:.1f} s)"
+            f"  saves {added:>6} s  ({lost} ± {_seconds(reason.left_out_error_s, plan)} s)  "
+            f"{reason.idea.name}"
         )
-    return [*lines, "  (+ is saved)"]
+    return lines
 
 
 def _rejected(plan: Plan) -> list[str]:

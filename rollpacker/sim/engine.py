@@ -157,7 +157,7 @@ class TokenClockEngine:
         if not requests:
             return
         keys, lengths, done = zip(*requests, strict=True)
-        self._measure(lengths)
+        self._measure(lengths, max(done))
         self._advance(now)
         if not self._running and not self._waiting:
             self._entries.clear()
@@ -264,8 +264,9 @@ class TokenClockEngine:
 
     # -- admission -----------------------------------------------------------------------
 
-    def _measure(self, lengths: Sequence[int]) -> None:
-        """See what new requests can do to the cache at worst."""
+    def _measure(self, lengths: Sequence[int], most_done: int) -> None:
+        """See what new requests, of which none has more tokens than `most_done`, can do to the
+        cache at worst."""
         longest = max(lengths) + self._prompt_tokens
         if longest > self._capacity:
             raise ValueError(
@@ -278,6 +279,14 @@ class TokenClockEngine:
         num = len(lengths) + len(self._running) + len(self._waiting)
         self._peak = peak + num * self._prompt_tokens
         self._simple = self._peak <= self._simple_tokens
+        if not self._simple and most_done <= 1 and num == len(lengths):
+            # They start together, so the short ones are gone when the long ones are long.
+            fixed = self._prompt_tokens + most_done
+            ends = enumerate(sorted(lengths))
+            if max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= (
+                self._simple_tokens
+            ):
+                self._simple = True
 
     def _leave(self, length: int) -> None:
         """A request of so many tokens in all has left, which may make things simple again."""
@@ -286,7 +295,8 @@ class TokenClockEngine:
 
     def _has_room_for(self, num: int) -> bool:
         """So many measured requests can join, and nothing will ever be preempted."""
-        return len(self._running) + num <= self._max_running and self._peak <= self._admission_limit
+        fits = self._simple or self._peak <= self._admission_limit
+        return fits and len(self._running) + num <= self._max_running
 
     def _admit(self, now: float) -> None:
         """Let waiting requests join, in order, as long as there is room."""

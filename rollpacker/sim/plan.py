@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -894,6 +895,7 @@ _evaluate: Evaluate | None = None
 
 def _receive(evaluate: Evaluate) -> None:
     global _evaluate
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     _evaluate = evaluate
 
 

@@ -87,7 +87,7 @@ _SYSTEM_TEXTS = {
     "verl": "stages one after the other; rewards after the rollout, judge calls in one batch",
     "rlhfuse": "rewards beside the rollout, gradients before its end; every response is awaited",
     "rollpacker": "tail batching as published: factors 1.25, race on scored responses",
-    "oracle": "knows all lengths and sorts the prompts of 20 steps by them, and streams all it can: a bound",
+    "oracle": "a bound: knows all lengths, sorts the prompts of 20 steps, streams all it can",
 }
 
 # -- response lengths --------------------------------------------------------------
