@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.job import JobConfig
 
 if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
@@ -18,19 +17,6 @@ if TYPE_CHECKING:
     from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-
-def job_config(config: RunConfig, *, prompt_tokens: int = 0) -> JobConfig:
-    """What the core needs to know of the config. `prompt_tokens`: mean length of a prompt."""
-    return JobConfig(
-        prompts_per_step=config.rollout.prompts_per_step,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        max_steps=config.train.steps,
-        max_response_tokens=config.rollout.max_response_tokens,
-        prompt_tokens=prompt_tokens,
-        tail_batching=config.tail_batching,
-        stream=config.stream_trainer,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,10 +247,9 @@ class _Session:
         self.folder.write_identity(now)
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
-        from rollpacker.cli.parts import job_config
         from rollpacker.core.job import Job
 
-        config = job_config(self.config, prompt_tokens=policy.mean_prompt_tokens)
+        config = self.config.job(prompt_tokens=policy.mean_prompt_tokens)
         if checkpoint is None:
             return Job(config)
         return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)

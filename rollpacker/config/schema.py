@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.job import JobConfig
 from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig
@@ -177,6 +178,18 @@ class RunConfig:
                 "stream_trainer.enabled needs stream_trainer.reward_wait=true: a run on one device "
                 "has none to give to the trainer while others generate"
             )
+
+    def job(self, *, prompt_tokens: int = 0) -> JobConfig:
+        """What the core needs to know. `prompt_tokens`: mean length of a prompt."""
+        return JobConfig(
+            prompts_per_step=self.rollout.prompts_per_step,
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            max_steps=self.train.steps,
+            max_response_tokens=self.rollout.max_response_tokens,
+            prompt_tokens=prompt_tokens,
+            tail_batching=self.tail_batching,
+            stream=self.stream_trainer,
+        )
 
 
 def _is_folder_name(name: str) -> bool:

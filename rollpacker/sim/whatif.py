@@ -8,7 +8,7 @@ settings are simulated too, so that a user sees how well the fit does on what is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import JobConfig
 from rollpacker.core.length_model import LengthModel, PromptLengths, fit_length_model
 from rollpacker.core.records import Record
 from rollpacker.report.accounting import Accounting, StepSummary
@@ -116,14 +115,7 @@ class RunModel:
             ),
             seed=seed,
         )
-        job = JobConfig(
-            prompts_per_step=rollout.prompts_per_step,
-            samples_per_prompt=rollout.samples_per_prompt,
-            max_steps=None,
-            max_response_tokens=rollout.max_response_tokens,
-            tail_batching=config.tail_batching,
-            stream=config.stream_trainer,
-        )
+        job = replace(config.job(), max_steps=None)
         slots = rollout.engine.max_slots
         machine = Machine(
             latency=self._latency(),
