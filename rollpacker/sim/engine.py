@@ -211,7 +211,8 @@ class TokenClockEngine:
         if self._waiting or not self._simple:
             if not self._simple:
                 self._leave(length)
-            self._admit(self._reached)
+            if self._waiting:
+                self._admit(self._reached)
             self._schedule()
             return key, length, self._preemptions.get(key, 0)
         # The hot path: what `_schedule` does in the simple case, without the call.

@@ -165,6 +165,12 @@ def test_changed_sets_dotted_keys_and_checks_them() -> None:
         changed(scenario, {"tail_batching.prompt_factor": 0.5})
 
 
+def test_changed_leaves_the_changes_alone() -> None:
+    changes = {"stream_trainer": {"enabled": True}, "stream_trainer.max_share": 0.5}
+    assert changed(small(), changes).stream_trainer.max_share == 0.5
+    assert changes["stream_trainer"] == {"enabled": True}
+
+
 # -- the search --------------------------------------------------------------------
 
 
@@ -200,6 +206,14 @@ def test_the_bound_is_kept_and_nearly_used_up(max_shift: float) -> None:
     assert all(finding.shift >= -max_shift for finding in found.ranked)
     assert found.current_keeps == (max_shift >= 0.2)
     assert (found.best.saved_s < 0) == (max_shift < 0.2)
+
+
+def test_factors_between_those_of_the_grid_are_found() -> None:
+    base = made_base(prompt_factor=1.25, sample_factor=1.125)
+    found = plan(base, MadeUp(base), budget=SMALL, max_shift=0.24)
+    # (1.125, 1.25) is in the grid and the fastest, but shortens by 0.25.
+    assert found.best.candidate.changes["tail_batching.prompt_factor"] == 1.09375
+    assert found.best.candidate.changes["tail_batching.sample_factor"] == 1.25
 
 
 def test_with_debias_the_raw_shift_bounds_nothing() -> None:
