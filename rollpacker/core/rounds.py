@@ -55,7 +55,8 @@ class TailBatchingConfig:
     enabled: bool = True
     prompt_factor: Factor = 1.25
     """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; then sample_factor is "auto" too."""
+    own lengths, and anew as they change; then sample_factor is "auto" too. The choice goes by
+    measured seconds, so such a run does not repeat bit by bit."""
     sample_factor: Factor = 1.25
     """eta_r: ... with ceil(sample_factor * R0) samples each."""
     tiers: tuple[Tier, ...] = ()

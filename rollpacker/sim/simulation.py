@@ -182,6 +182,7 @@ class Simulation:
         try:
             self._take(RunStarted(time_s=0.0))
             self._go_on(steps)
+            self._close()
         finally:
             if collecting:
                 gc.enable()
@@ -205,20 +206,32 @@ class Simulation:
             else:  # the engine was touched since
                 heapq.heappop(heap)
 
+    def _close(self) -> None:
+        """Tell the core, and whoever observes, that the last step is committed. What the core wants
+        next is not done any more."""
+        pending = [*self._at_once, *(entry[3] for entry in self._heap if entry[2] < 0)]
+        committed = next(event for event in pending if isinstance(event, Committed))
+        self.now += self._machine.latency.commit_s
+        self._at_once.clear()
+        commands = self._handle(committed)
+        if self._observe is not None:
+            self._observe(self._record(committed, commands))
+
     # -- decide, obey ------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
         commands = self._handle(event)
         if self._observe is not None:
-            event = replace(event, time_s=self.now)
-            self._observe(
-                Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
-            )
+            self._observe(self._record(event, commands))
         for command in commands:
             if type(command) is Score:  # nearly all of them
                 self._score(command)
             else:
                 self._obey(command)
+
+    def _record(self, event: Event, commands: Sequence[Command]) -> Record:
+        event = replace(event, time_s=self.now)
+        return Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
 
     def _obey(self, command: Command) -> None:
         match command:
