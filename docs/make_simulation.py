@@ -743,7 +743,7 @@ def speed_table() -> str:
         ],
         [
             f"{found['simulations']} simulations of 40 or 45 steps: all predictions on this page",
-            f"{found['seconds']:.0f} s",
+            f"{found['seconds']:.0f} s elapsed",
         ],
     ]
     return table(("simulated, on one core", "on the machine named in the result"), rows)
