@@ -23,19 +23,17 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-from rollpacker.sim.plan import (
-    BUDGETS,
+from rollpacker.sim.plan import BUDGETS, compare, plan
+from rollpacker.sim.plan_ideas import (
     Base,
     Candidate,
-    Finding,
     Idea,
     ScenarioEvaluate,
     changed,
-    compare,
     factors_idea,
-    plan,
     plan_base,
 )
+from rollpacker.sim.plan_result import Finding
 from rollpacker.sim.presets import SYSTEMS
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import simulate

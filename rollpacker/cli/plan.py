@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollpacker.sim.plan import Finding, Plan
+    from rollpacker.sim.plan_result import Finding, Plan
 
 _EXAMPLES = """\
 examples:
@@ -65,20 +65,21 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.config.load import save_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
+    from rollpacker.sim import plan_ideas
     from rollpacker.sim.scenario import Scenario, load_scenario
     from rollpacker.sim.whatif import load_run
 
     out = _checked_out(args.write)
     config: Scenario | RunConfig
-    evaluate: planning.Evaluate
+    evaluate: plan_ideas.Evaluate
     if Path(args.target).suffix in (".yaml", ".yml"):
         config = load_scenario(args.target, args.overrides)
-        base, evaluate = planning.plan_base(config), planning.ScenarioEvaluate(scenario=config)
+        base, evaluate = plan_ideas.plan_base(config), plan_ideas.ScenarioEvaluate(scenario=config)
     else:
         model = load_run(args.target)
         config = model.with_overrides(args.overrides)
-        base = planning.plan_base_of_run(config)
-        evaluate = planning.RunEvaluate(model=model, config=config)
+        base = plan_ideas.plan_base_of_run(config)
+        evaluate = plan_ideas.RunEvaluate(model=model, config=config)
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("starting", total=None)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 bar, description=stage, completed=done, total=max(total, 1)
             ),
         )
-    best = planning.changed(config, found.best.candidate.changes)
+    best = plan_ideas.changed(config, found.best.candidate.changes)
     if out is not None:
         with naming(out.parent):
             save_config(best, out)

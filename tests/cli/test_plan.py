@@ -12,6 +12,7 @@ import pytest
 from rollpacker.cli.main import main
 from rollpacker.cli.plan import explain
 from rollpacker.sim import plan as planning
+from rollpacker.sim import plan_ideas, plan_result
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 
@@ -52,7 +53,7 @@ def test_what_it_writes_loads_and_simulates_to_the_same(
     best, current = found["best"], found["current"]
     assert best["step_s"] < current["step_s"]
     assert best["length_shift"] >= current["length_shift"]
-    planned = planning.changed(load_scenario(scenario), best["changes"])
+    planned = plan_ideas.changed(load_scenario(scenario), best["changes"])
     written = load_scenario(out)
     assert written == planned
     assert simulate(written) == simulate(planned)
@@ -102,9 +103,9 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 # -- the words ---------------------------------------------------------------------
 
 
-def finding(step_s: float, shift: float, *ideas: planning.Idea) -> planning.Finding:
-    return planning.Finding(
-        candidate=planning.Candidate(ideas=ideas),
+def finding(step_s: float, shift: float, *ideas: plan_ideas.Idea) -> plan_result.Finding:
+    return plan_result.Finding(
+        candidate=plan_ideas.Candidate(ideas=ideas),
         step_s=step_s,
         saved_s=100.0 - step_s,
         saved_error_s=0.5,
@@ -114,9 +115,9 @@ def finding(step_s: float, shift: float, *ideas: planning.Idea) -> planning.Find
     )
 
 
-def made_plan(best: planning.Finding, max_shift: float) -> planning.Plan:
+def made_plan(best: plan_result.Finding, max_shift: float) -> plan_result.Plan:
     now = finding(100.0, -0.3)
-    return planning.Plan(
+    return plan_result.Plan(
         current=now,
         best=now if best.candidate == now.candidate else best,
         ranked=(),
@@ -132,7 +133,7 @@ def made_plan(best: planning.Finding, max_shift: float) -> planning.Plan:
 
 
 def test_words_for_every_outcome() -> None:
-    gentle = planning.factors_idea((1.125, 1.0))
+    gentle = plan_ideas.factors_idea((1.125, 1.0))
     said = {
         name: "\n".join(explain(plan, corrected=False))
         for name, plan in {

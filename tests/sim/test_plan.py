@@ -12,20 +12,17 @@ import pytest
 
 from rollpacker.config.document import ConfigError
 from rollpacker.core.rounds import TailBatchingConfig, Tier
-from rollpacker.sim.plan import (
+from rollpacker.sim.plan import Budget, compare, plan
+from rollpacker.sim.plan_ideas import (
     Base,
-    Budget,
     Candidate,
     Idea,
     ScenarioEvaluate,
     changed,
-    compare,
     factors_idea,
-    measure,
-    plan,
     plan_base,
-    round_shares,
 )
+from rollpacker.sim.plan_result import measure, round_shares
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
 from rollpacker.sim.scenario import Cluster, LengthLaw, RewardStage, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate

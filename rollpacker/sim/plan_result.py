@@ -1,0 +1,190 @@
+"""What a plan comes to: long-run step times, comparisons with the current settings, and reasons."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.core.rounds import TailBatchingConfig, times
+from rollpacker.sim.plan_ideas import Candidate, Idea
+from rollpacker.sim.result import SystemResult
+
+MIN_GAIN = 0.005
+"""An idea must shorten the step by more than this share, or the setting does without it."""
+NOISE_ERRORS = 3.0
+"""A gain counts as one if it is more than so many standard errors."""
+
+
+def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
+    """How often each kind of round comes in the long run; None if factors change on the way.
+
+    Every prompt that a round launches beyond what it trains on is launched again by the next race,
+    or at last by a long round."""
+    if not tail.enabled:
+        return {"plain": 1.0}
+    if tail.chooses:
+        return None
+    launched = tail.num_prompts(prompts_per_step)
+    counts = {"short": 1.0, "cascade": 0.0}
+    deferred = float(launched - prompts_per_step)
+    for tier in tail.tiers:
+        launched = times(tier.prompt_factor, prompts_per_step)
+        races = deferred / launched
+        counts["cascade"] += races
+        deferred = races * (launched - prompts_per_step)
+    counts["long"] = deferred / prompts_per_step
+    total = sum(counts.values())
+    return {kind: count / total for kind, count in counts.items() if count > 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One simulation, boiled down."""
+
+    step_s: float
+    """Mean step time in the long run."""
+    shift: float
+    """Mean trained length over the policy's own, minus 1, likewise."""
+    kinds_s: Mapping[str, float]
+    """Mean step time by kind of round."""
+
+
+def measure(result: SystemResult, shares: Mapping[str, float] | None) -> Measure:
+    """A simulation's long-run means, given how often each kind of round comes. Without that, or if
+    the simulation has not seen just these kinds, its plain means."""
+    seconds: dict[str, list[float]] = {}
+    tokens: dict[str, float] = {}
+    samples: dict[str, float] = {}
+    for step in result.steps:
+        seconds.setdefault(step.kind, []).append(step.total_s)
+        tokens[step.kind] = tokens.get(step.kind, 0) + step.tokens_trained
+        samples[step.kind] = samples.get(step.kind, 0) + step.num_trained
+    kinds_s = {kind: statistics.fmean(values) for kind, values in seconds.items()}
+    if shares is None or shares.keys() != kinds_s.keys():
+        return Measure(step_s=result.mean["total_s"], shift=result.length_shift, kinds_s=kinds_s)
+    trained = sum(share * tokens[kind] / samples[kind] for kind, share in shares.items())
+    return Measure(
+        step_s=sum(share * kinds_s[kind] for kind, share in shares.items()),
+        shift=trained / result.policy_length_mean - 1,
+        kinds_s=kinds_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A candidate on several seeds, against the current settings on the same ones."""
+
+    candidate: Candidate
+    step_s: float
+    saved_s: float
+    """Seconds a step that the current settings take longer."""
+    saved_error_s: float
+    """Standard error of that over the seeds; nan with one seed."""
+    shift: float
+    """Length shift."""
+    shift_error: float
+    """Standard error of its difference to that of the current settings; 0 with one seed."""
+    kinds_s: Mapping[str, float]
+    """Mean step time by kind of round."""
+
+    @property
+    def is_clear(self) -> bool:
+        """It is faster by more than noise."""
+        return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """What one idea is worth inside the best setting."""
+
+    idea: Idea
+    added_s: float
+    """Seconds a step that it saves when it is added to those listed before it."""
+    left_out_s: float
+    """Seconds a step that are lost if the best setting goes without it."""
+    left_out_error_s: float
+    """Standard error of `left_out_s`."""
+    left_out_shift: float
+    """Length shift without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the search found."""
+
+    current: Finding
+    best: Finding
+    """`current` if nothing is clearly faster within the bound."""
+    ranked: tuple[Finding, ...]
+    """The finalists that keep the bound, fastest first."""
+    too_short: tuple[Finding, ...]
+    """Finalists that do not keep it."""
+    reasons: tuple[Reason, ...]
+    """The best setting's ideas, in the order in which they were added."""
+    rejected: tuple[tuple[Idea, float], ...]
+    """Switches that were left out, with the share of a step's time that each saved by itself."""
+    oracle: Finding | None
+    max_shift: float | None
+    """Trained responses may be shorter by this share; None: any (debias undoes it)."""
+    num_seeds: int
+    num_steps: int
+    """Of each of the last simulations."""
+    num_simulated: int
+    """Steps, in all."""
+
+    @property
+    def stays(self) -> bool:
+        return self.best.candidate == self.current.candidate
+
+    @property
+    def current_keeps(self) -> bool:
+        """The current settings keep the bound themselves."""
+        return self.max_shift is None or self.current.shift >= -self.max_shift
+
+    def to_plain(self) -> dict[str, Any]:
+        """As `rollpacker plan --json` prints it."""
+        return {
+            "current": _finding_to_plain(self.current),
+            "best": _finding_to_plain(self.best),
+            "stays": self.stays,
+            "ranked": [_finding_to_plain(finding) for finding in self.ranked],
+            "beyond_bound": [_finding_to_plain(finding) for finding in self.too_short],
+            "oracle": None if self.oracle is None else _finding_to_plain(self.oracle),
+            "reasons": [
+                {
+                    "name": reason.idea.name,
+                    "changes": dict(reason.idea.changes),
+                    "added_s": reason.added_s,
+                    "left_out_s": reason.left_out_s,
+                    "left_out_error_s": _finite(reason.left_out_error_s),
+                    "left_out_shift": reason.left_out_shift,
+                }
+                for reason in self.reasons
+            ],
+            "rejected": [
+                {"name": idea.name, "saved_share_alone": saved} for idea, saved in self.rejected
+            ],
+            "max_shift": self.max_shift,
+            "seeds": self.num_seeds,
+            "steps": self.num_steps,
+            "simulated_steps": self.num_simulated,
+        }
+
+
+def _finding_to_plain(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.candidate.name,
+        "changes": finding.candidate.changes,
+        "step_s": finding.step_s,
+        "saved_s": finding.saved_s,
+        "saved_error_s": _finite(finding.saved_error_s),
+        "length_shift": finding.shift,
+        "rounds_s": dict(finding.kinds_s),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
