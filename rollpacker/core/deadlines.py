@@ -40,25 +40,27 @@ class AdaptiveDeadlineConfig:
 
 
 class AdaptiveDeadline:
-    """Tell `observe` of every finished check, ask `timeout_s` for the next one."""
+    """Tell `observe` of every finished check, read `timeout_s` for the next one."""
 
     def __init__(self, config: AdaptiveDeadlineConfig) -> None:
         self.config = config
         self.anchor_s: float | None = None
         """Longest execution of a correct answer; None before the first."""
-
-    def timeout_s(self) -> float:
+        self.timeout_s = config.max_s
         """Seconds that a check started now may take."""
-        config = self.config
-        if not config.adaptive or self.anchor_s is None:
-            return config.max_s
-        return min(max(config.min_s, config.factor * self.anchor_s), config.max_s)
 
     def observe(self, seconds: float, *, correct: bool) -> None:
         """A check ran for so long and found the answer correct, or not (or ran out of time)."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
-            self.anchor_s = seconds
+            self._set_anchor(seconds)
+
+    def _set_anchor(self, seconds: float | None) -> None:
+        config = self.config
+        self.anchor_s = seconds
+        self.timeout_s = config.max_s
+        if config.adaptive and seconds is not None:
+            self.timeout_s = min(max(config.min_s, config.factor * seconds), config.max_s)
 
     # -- checkpoints -------------------------------------------------------------------
 
@@ -67,4 +69,4 @@ class AdaptiveDeadline:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken."""
-        self.anchor_s = state["anchor_s"]
+        self._set_anchor(state["anchor_s"])

@@ -242,7 +242,7 @@ class Job:
     @property
     def waits_for_rewards(self) -> bool:
         """The engine is done with the round; only verdicts are missing."""
-        return self._round is not None and not self._round.generating
+        return self._round is not None and not self._round.num_in_engine
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -425,7 +425,8 @@ class Job:
             self.num_late["SampleScored"] += 1
             return []
         commands = round_.on_scored(event)
-        commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
+        if self.rewards.num_waiting:
+            commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
         return self._after(round_, commands)
 
     def _on_aborted(self, event: SampleAborted) -> list[Command]:
@@ -450,7 +451,7 @@ class Job:
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
-        if not round_.generating:
+        if not round_.num_in_engine:
             if not self._rollout_s:
                 self._rollout_s = self._now - self._since
             if round_.closed:
@@ -461,7 +462,7 @@ class Job:
 
     def _stream(self, round_: Round) -> list[Command]:
         stream = self.stream
-        engine_empty = not round_.generating
+        engine_empty = not round_.num_in_engine
         if not (stream.released or (engine_empty and self.config.stream.reward_wait)):
             return []
         self._to_stream += round_.take_complete()

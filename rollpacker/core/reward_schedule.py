@@ -85,6 +85,8 @@ class RewardSchedule:
         self.config = config
         self.running: dict[SampleId, bool | None] = {}
         """Handed over, verdict awaited, in order."""
+        self.num_waiting = 0
+        """In all queues, dropped ones that nobody has looked at since included."""
         self.num_timeouts = 0
         """Verdicts that said that their check ran out of time."""
         self._kinds: dict[str, _Kind] = {}
@@ -94,9 +96,9 @@ class RewardSchedule:
         """The sample needs a verdict: start the check, or let it wait for a worker."""
         source = sample[0][0]
         kind = self._kinds.get(source) or self._add_kind(source)
-        num_free = kind.num_free
-        if num_free is None or num_free > 0:
+        if kind.num_free is None or kind.num_free > 0:
             return [self._start(kind, sample)]
+        self.num_waiting += 1
         if self._closest:
             kind.by_prompt.setdefault(sample.prompt, deque()).append(sample)
         else:
@@ -112,10 +114,12 @@ class RewardSchedule:
         kind = self._kinds[sample[0][0]]
         if kind.num_free is not None:
             kind.num_free += 1
-        if kind.deadline is not None and event.seconds is not None:
-            correct = event.value is not None and event.value > 0
-            self.num_timeouts += event.seconds >= kind.deadline.timeout_s()
-            kind.deadline.observe(event.seconds, correct=correct)
+        seconds, deadline = event.seconds, kind.deadline
+        if deadline is not None and seconds is not None:
+            if seconds >= deadline.timeout_s:
+                self.num_timeouts += 1
+            if event.value:
+                deadline.observe(seconds, correct=event.value > 0)
         return True
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
@@ -139,14 +143,14 @@ class RewardSchedule:
                 continue
             kind = self._kinds[sample.prompt.source]
             if self._closest:
-                kind.by_prompt.pop(sample.prompt, None)
+                self.num_waiting -= len(kind.by_prompt.pop(sample.prompt, ()))
             else:
                 kind.dropped.add(sample)
 
     def timeout_s(self, source: str) -> float | None:
         """The deadline in force for this kind."""
         kind = self._kinds.get(source)
-        return None if kind is None or kind.deadline is None else kind.deadline.timeout_s()
+        return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
         """Deadlines; checks under way are nobody's after a restart."""
@@ -171,24 +175,24 @@ class RewardSchedule:
         if kind.num_free is not None:
             kind.num_free -= 1
         deadline = kind.deadline
-        return Score(sample=sample, timeout_s=None if deadline is None else deadline.timeout_s())
+        return Score(sample=sample, timeout_s=None if deadline is None else deadline.timeout_s)
 
-    @staticmethod
-    def _next(kind: _Kind) -> SampleId | None:
+    def _next(self, kind: _Kind) -> SampleId | None:
         while kind.queue:
             sample = kind.queue.popleft()
+            self.num_waiting -= 1
             if sample not in kind.dropped:
                 return sample
             kind.dropped.remove(sample)
         return None
 
-    @staticmethod
-    def _next_closest(kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId | None:
+    def _next_closest(self, kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId | None:
         if not kind.by_prompt:
             return None
         prompt = min(kind.by_prompt, key=missing)  # the first of several: arrival breaks ties
         waiting = kind.by_prompt[prompt]
         sample = waiting.popleft()
+        self.num_waiting -= 1
         if not waiting:
             del kind.by_prompt[prompt]
         return sample

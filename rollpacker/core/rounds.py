@@ -226,7 +226,7 @@ class Round:
         assert plan.samples_needed <= plan.num_samples
         assert self._overlap or plan.race == "generated", "no race on verdicts without overlap"
         self._num_open_quotas = self._share_out()
-        self._num_in_engine = 0
+        self.num_in_engine = 0
         """Launched, and neither generated, failed nor let go of by the engine."""
         self._version = plan.version
         self._needed = plan.samples_needed
@@ -276,7 +276,7 @@ class Round:
     def closed(self) -> bool:
         """The race is over, the engine holds nothing of this round, and what is kept has its
         verdicts."""
-        return not (self._num_open_quotas or self._num_in_engine or self._num_awaited)
+        return not (self._num_open_quotas or self.num_in_engine or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
         """The groups to train on, in launch order with samples in index order, and the prompts to
@@ -334,14 +334,9 @@ class Round:
         """Tokens generated in this round, those of stopped samples included."""
         return sum(sum(group.lengths) for group in self._groups.values())
 
-    @property
-    def generating(self) -> bool:
-        """The engine still has samples of this round."""
-        return self._num_in_engine > 0
-
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
-        if self.generating:
+        if self.num_in_engine:
             samples = self._with(lambda group, index: group.lengths[index] == _IN_ENGINE)
             return f"{_listed(samples, 'response')} from the engine"
         samples = self._with(lambda group, index: group.states[index] is SampleState.GENERATED)
@@ -376,7 +371,7 @@ class Round:
             finished.append(index)
             if len(finished) == self._needed or not group.num_generating:
                 commands += self._finish_group(group)
-        if not self._num_in_engine:
+        if not self.num_in_engine:
             commands += self._after_engine()
         return commands
 
@@ -414,7 +409,7 @@ class Round:
         group.lengths[index] = event.num_tokens
         self.steps = max(self.steps, event.num_tokens)
         self.preemptions += event.preemptions
-        self._num_in_engine -= 1
+        self.num_in_engine -= 1
         return self._after_engine()
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
@@ -500,7 +495,7 @@ class Round:
 
     def _after_engine(self) -> list[Command]:
         """The engine let go of a sample: without overlap, the last one starts the checks."""
-        if self._num_in_engine or not self._unasked:
+        if self.num_in_engine or not self._unasked:
             return []
         unasked, self._unasked = self._unasked, []
         commands: list[Command] = []
@@ -520,7 +515,7 @@ class Round:
         group.whole += [False] * count
         group.values += [None] * count
         group.num_generating += count
-        self._num_in_engine += count
+        self.num_in_engine += count
         self.num_launched += count
         return samples
 
@@ -545,7 +540,7 @@ class Round:
         group.lengths[index] = num_tokens
         if num_tokens > self.steps:
             self.steps = num_tokens
-        self._num_in_engine -= 1
+        self.num_in_engine -= 1
         return group, index
 
     def _group_of(self, sample: SampleId) -> tuple[_Group, int]:

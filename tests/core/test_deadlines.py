@@ -32,27 +32,27 @@ def observed(checks, **settings) -> AdaptiveDeadline:
     ],
 )
 def test_timeouts(checks, timeout):
-    assert observed(checks).timeout_s() == timeout
+    assert observed(checks).timeout_s == timeout
 
 
 @given(CHECKS)
 def test_the_formula_and_its_bounds(checks):
-    timeout = observed(checks, min_s=1.0, factor=2.0, max_s=20.0).timeout_s()
+    timeout = observed(checks, min_s=1.0, factor=2.0, max_s=20.0).timeout_s
     correct = [seconds for seconds, right in checks if right]
     assert timeout == (min(max(1.0, 2.0 * max(correct)), 20.0) if correct else 20.0)
 
 
 @given(CHECKS)
 def test_switched_off_it_is_always_the_longest(checks):
-    assert observed(checks, adaptive=False).timeout_s() == 30.0
+    assert observed(checks, adaptive=False).timeout_s == 30.0
 
 
 def test_it_can_grow_although_it_cuts_off():
     """Every correct answer may take longer than the longest before it."""
     deadline = observed([(2.0, True)])
     for _ in range(10):
-        deadline.observe(deadline.timeout_s(), correct=True)
-    assert deadline.timeout_s() == 30.0
+        deadline.observe(deadline.timeout_s, correct=True)
+    assert deadline.timeout_s == 30.0
 
 
 @given(CHECKS)
@@ -60,7 +60,7 @@ def test_a_restored_deadline_is_the_same(checks):
     deadline = observed(checks)
     other = observed([])
     other.restore(json.loads(json.dumps(deadline.state())))
-    assert other.timeout_s() == deadline.timeout_s()
+    assert other.timeout_s == deadline.timeout_s
 
 
 @pytest.mark.parametrize(
