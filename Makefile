@@ -51,10 +51,12 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	for name in engine_speed batch_invariance train_throughput tail_batching vs_trl overhead \
-	  resume learning; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	  resume learning sim_calibration sim_predictions sim_speed sim_vs_real debias debias_run \
+	  beyond; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md
+	$(BIN)/python docs/make_simulation.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -478,7 +478,7 @@ def fitted_table() -> str:
         [f"`{name}`", f"{values[name]:.4g}", unit, source]
         for name, (unit, source) in sim_calibration.SOURCES.items()
     ]
-    longer = presets._LONGER_SHARE
+    longer = presets.LONGER_SHARE
     rows.append(
         [
             "share of the responses at the 16k cap that run past 32k",

@@ -288,8 +288,7 @@ class Job:
 
     def _num_racing(self, tier: int) -> int:
         """Prompts that a race of this tier launches."""
-        factor = self.config.tail_batching.tiers[tier].prompt_factor
-        return times(factor, self.config.prompts_per_step)
+        return self.config.tail_batching.tiers[tier].num_prompts(self.config.prompts_per_step)
 
     def _out_of_steps(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
@@ -340,11 +339,10 @@ class Job:
     def _start_cascade(self, tier: int) -> list[Command]:
         config = self.config
         prompts = [self.tier_queues[tier].popleft() for _ in range(self._num_racing(tier))]
-        factor = config.tail_batching.tiers[tier].sample_factor
         return self._start(
             RoundKind.CASCADE,
             prompts,
-            num_samples=times(factor, config.samples_per_prompt),
+            num_samples=config.tail_batching.tiers[tier].num_samples(config.samples_per_prompt),
             prompts_needed=config.prompts_per_step,
             tier=tier + 1,
         )

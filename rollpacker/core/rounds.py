@@ -47,6 +47,14 @@ class Tier:
         _check_factor("prompt_factor", self.prompt_factor)
         _check_factor("sample_factor", self.sample_factor)
 
+    def num_prompts(self, prompts_per_step: int) -> int:
+        """Prompts that this race launches."""
+        return times(self.prompt_factor, prompts_per_step)
+
+    def num_samples(self, samples_per_prompt: int) -> int:
+        """Samples per prompt that it launches."""
+        return times(self.sample_factor, samples_per_prompt)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:

@@ -94,14 +94,14 @@ _SYSTEM_TEXTS = {
 
 _CAP = 16384
 """Longest response of the paper's length measurement, in tokens."""
-_LONGER_SHARE = 0.8
+LONGER_SHARE = 0.8
 """Of the responses that ran into that cap, so many are taken to run past twice the cap. Not
 published: set such that the 32k set-up's long rounds last as long as published."""
 
 
 def _law(quantiles: Mapping[float, int], capped_share: float) -> dict[float, int]:
     """With the tail above the highest quantile that the figure shows."""
-    tail = {1 - capped_share: _CAP, 1 - _LONGER_SHARE * capped_share: 2 * _CAP}
+    tail = {1 - capped_share: _CAP, 1 - LONGER_SHARE * capped_share: 2 * _CAP}
     return {**quantiles, **tail}
 
 

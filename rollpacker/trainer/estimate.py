@@ -171,7 +171,7 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         short_samples_per_prompt=short_samples,
         short_samples=short_prompts * short_samples,
         cascade_rounds=tuple(
-            (_times(tier.prompt_factor, prompts), _times(tier.sample_factor, samples))
+            (tier.num_prompts(prompts), tier.num_samples(samples))
             for tier in tail.tiers
             if tail.enabled
         ),
@@ -183,11 +183,6 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         max_micro_batches=max(math.ceil(trained / rows), fewest),
         optimizer_steps=config.train.steps,
     )
-
-
-def _times(factor: float, count: int) -> int:
-    """Rounded up, as the core does: 1.1 * 10 is 11 and not 12."""
-    return math.ceil(factor * count - 1e-9)
 
 
 def _tail_notes(config: RunConfig) -> list[str]:
