@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from rollpacker.core.debias import Debias, density_weights, effective_sample_size
 from rollpacker.core.ids import PromptId
-from rollpacker.core.length_model import PromptLengths, fit_length_model
+from rollpacker.core.length_model import PromptLengths, choose_length_model
 from rollpacker.core.lengths import kaplan_meier_mean
 
 FloatArray = NDArray[np.float64]
@@ -282,10 +282,10 @@ def measure_cost(seed: int = 0) -> dict[str, float]:
         step_s.append(time.process_time() - began)
     prompts = list(by_prompt.values())
     began = time.process_time()
-    model = fit_length_model(prompts, cap=CAP)
+    model = choose_length_model(prompts, cap=CAP)
     cold_s = time.process_time() - began
     began = time.process_time()
-    fit_length_model(prompts, cap=CAP, start=model, max_iterations=8)
+    choose_length_model(prompts, cap=CAP, start=model, max_iterations=8)
     warm_s = time.process_time() - began
     return {
         "prompts": len(prompts),

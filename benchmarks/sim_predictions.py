@@ -6,7 +6,6 @@ Constants, presets and scenario files are used as they are shipped. Printed and 
 - *sensitivity*: rollout seconds at other factors and length caps, rewards and training left aside;
 - *scaling*: the same step on 32, 64 and 128 GPUs;
 - *checks*: single facts that the RollPacker paper (arXiv 2509.21009) publishes;
-- *speed*: of the simulator itself.
 
 Where the paper's value stood in front of the authors when this was written, it is printed beside
 the simulated one; everything else is committed without having been compared with anything.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +35,6 @@ SET_UPS = ("7b-8k", "14b-16k", "32b-32k")
 STEPS = 40
 PERIODS_STEPS = 45
 """Whole periods at factors of 1.125 (9 steps), 1.25 (5) and 1.5 (3)."""
-SPEED_STEPS = 200
 SEEDS = (0, 1)
 HARD_WORLD = tuple(f"rewards.{index}.lengths.hard_prompts=0.08" for index in range(3))
 WORLDS: Mapping[str, tuple[str, ...]] = {"A": (), "B": HARD_WORLD}
@@ -439,30 +436,6 @@ def _add_code_split(add: Add, runs: Runs) -> None:
     add("14B code, tail batching: training, s", 57, mean(tail, train_s), "Fig. 4b")
 
 
-# -- speed -------------------------------------------------------------------------------
-
-
-def speed() -> dict[str, float]:
-    """Of the simulator itself, on one core, where a short round launches 6,400 samples."""
-    path = ROOT / "configs/scenarios/128-gpus.yaml"
-    scenario = load_scenario(path, (f"steps={SPEED_STEPS}",))
-    memory_mib: list[float] = []
-
-    def progress(steps: int) -> None:
-        if steps in (SPEED_STEPS // 10, SPEED_STEPS):
-            memory_mib.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-
-    began, cpu = time.perf_counter(), time.process_time()
-    simulate(scenario, progress=progress)
-    return {
-        "steps": SPEED_STEPS,
-        "seconds": round(time.perf_counter() - began, 1),
-        "cpu_seconds": round(time.process_time() - cpu, 1),
-        "peak_mib_after_a_tenth": round(memory_mib[0], 1),
-        "peak_mib": round(memory_mib[1], 1),
-    }
-
-
 # -- printing ----------------------------------------------------------------------------
 
 
@@ -492,7 +465,6 @@ def show(payload: Mapping[str, Any]) -> None:
     print(f"\n{'fact':<62} {'published':>9} {'simulated':>9}")
     for row in payload["checks"]:
         print(f"{row['fact']:<62} {row['published']:9g} {row['simulated']:9g}  {row['source']}")
-    print("\nspeed:", ", ".join(f"{k} {v:g}" for k, v in payload["speed"].items()))
 
 
 _FACTOR_KEYS = ("prompt_factor", "sample_factor")
@@ -504,7 +476,6 @@ def main() -> int:
     args = parser.parse_args()
     jobs = [*ablation_jobs(), *sensitivity_jobs(), *scaling_jobs(), *check_jobs()]
     jobs = list(dict.fromkeys(jobs))
-    own_speed = speed()
     began = time.monotonic()
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = dict(zip(jobs, pool.map(run, jobs, chunksize=4), strict=True))
@@ -525,7 +496,6 @@ def main() -> int:
         "sensitivity": sensitivity(runs),
         "scaling": scaling(runs),
         "checks": checks(runs),
-        "speed": own_speed,
     }
     show(payload)
     write_result("sim_predictions", payload)

@@ -730,23 +730,111 @@ def wrong_table() -> str:
 
 
 def speed_table() -> str:
-    found = result("sim_predictions")
-    speed = found["speed"]
-    rows = [
-        [
-            f"{speed['steps']} steps of `128-gpus.yaml`, 6,400 samples launched a short round",
-            f"{speed['cpu_seconds']:.1f} s of CPU time",
-        ],
-        [
-            "peak memory after a tenth of it, and after all",
-            f"{speed['peak_mib_after_a_tenth']:.0f} MiB, {speed['peak_mib']:.0f} MiB",
-        ],
-        [
-            f"{found['simulations']} simulations of 40 or 45 steps: all predictions on this page",
-            f"{found['seconds']:.0f} s elapsed",
-        ],
-    ]
-    return table(("simulated, on one core", "on the machine named in the result"), rows)
+    found = result("sim_speed")
+    rows = []
+    for name in ("with rewards", "without a reward stage"):
+        speed = found[name]
+        rows.append(
+            [
+                f"{speed['steps']} steps of `128-gpus.yaml`, {name}",
+                f"{speed['cpu_s']:.0f} s",
+                f"{speed['events_per_step']:,.0f}",
+                f"{speed['peak_mib_at_a_tenth']:.0f}, {speed['peak_mib']:.0f} MiB",
+            ]
+        )
+    header = (
+        "one core",
+        "processor time",
+        "events a step",
+        "peak memory after a tenth, at the end",
+    )
+    return table(header, rows)
+
+
+def sim_vs_real_table() -> str:
+    rows = []
+    for row in result("sim_vs_real")["rows"]:
+        for what in ("mean", "short", "long"):
+            one = row[what]
+            rows.append(
+                [
+                    f"{row['workload']}, {'all rounds' if what == 'mean' else what}",
+                    f"{one['rounds']}",
+                    f"{one['real_s'] * 1e3:.0f} ms",
+                    f"{one['predicted_s'] * 1e3:.0f} ms",
+                    f"{one['ratio']:.2f}",
+                ]
+            )
+    return table(("rollout", "rounds", "real", "predicted", "ratio"), rows)
+
+
+def debias_table() -> str:
+    rows = []
+    for row in result("debias")["rows"]:
+        moments = row["moments"]
+        rows.append(
+            [
+                f"{row['rho']:g}, {row['hard_share']:.0%}, ({row['factors']})",
+                f"{row['trained']:.2f}",
+                f"{row['estimated']:.2f}",
+                f"{moments['mean']:.2f}",
+                f"{max(map(abs, moments['quantile_errors'])):.1%}",
+                f"{moments['effective_sample_size']:.2f}",
+            ]
+        )
+    header = (
+        *("correlation, hard, factors", "trained / own", "estimated / own", "weighted / own"),
+        *("worst quantile 25 to 95", "effective sample size"),
+    )
+    return table(header, rows)
+
+
+def debias_run_table() -> str:
+    found = result("debias_run")
+    rows = []
+    for arm, summary in found["summary"].items():
+        runs = [r for name, r in found["results"].items() if name.startswith(f"{arm}, ")]
+        sizes = [run["effective_sample_size"] for run in runs]
+        rows.append(
+            [
+                arm if arm.startswith("frozen") else f"learning {arm}",
+                f"{summary['mean']:.3f} ± {summary['half_width']:.3f}",
+                f"{sum(sizes) / len(sizes):.2f}",
+            ]
+        )
+    return table(("arm", "weighted trained length over off", "effective sample size"), rows)
+
+
+def beyond_table() -> str:
+    rows = []
+    for one in result("beyond")["results"]:
+        best = one["best"]
+        bound = next(o for o in one["oracles"] if o["name"] == "oracle, window of 20")
+        rows.append(
+            [
+                f"{one['setup']}, {one['world']}",
+                f"{one['paper']['step_s']:.1f} s, {one['paper']['length_shift']:+.1%}",
+                f"{best['step_s']:.1f} s, {best['length_shift']:+.1%}",
+                f"{best['saved_share']:.1%} ± {best['saved_error_share']:.1%}",
+                f"{best['step_s'] / bound['step_s'] - 1:+.0%}",
+            ]
+        )
+    header = ("set-up, world", "the paper's setting", "planned", "saved", "against the oracle")
+    return table(header, rows)
+
+
+def ideas_table() -> str:
+    results = result("beyond")["results"]
+    places = [f"{one['setup']}, {one['world']}" for one in results]
+    names = [idea["name"] for idea in results[0]["ideas"]]
+    rows = []
+    for name in names:
+        cells = [name]
+        for one in results:
+            idea = next((i for i in one["ideas"] if i["name"] == name), None)
+            cells.append("" if idea is None else f"{idea['saved_share']:+.1%}")
+        rows.append(cells)
+    return table(("saved by each idea alone", *places), rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -763,6 +851,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "checks": checks_table,
     "wrong": wrong_table,
     "speed": speed_table,
+    "sim_vs_real": sim_vs_real_table,
+    "debias": debias_table,
+    "debias_run": debias_run_table,
+    "beyond": beyond_table,
+    "ideas": ideas_table,
 }
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 

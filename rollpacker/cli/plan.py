@@ -31,7 +31,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="a scenario's YAML file or a run's folder")
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="changes to the current settings"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=(),
+        help="changes to the current settings",
     )
     parser.add_argument(
         "--max-shift",
@@ -69,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.sim.scenario import Scenario, load_scenario
     from rollpacker.sim.whatif import load_run
 
+    _check_numbers(args)
     out = _checked_out(args.write)
     config: Scenario | RunConfig
     evaluate: plan_ideas.Evaluate
@@ -81,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         base = plan_ideas.plan_base_of_run(config)
         evaluate = plan_ideas.RunEvaluate(model=model, config=config)
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
         found = planning.plan(
             base,
@@ -94,20 +100,28 @@ def run(args: argparse.Namespace) -> int:
             ),
         )
     best = plan_ideas.changed(config, found.best.candidate.changes)
-    if out is not None:
-        with naming(out.parent):
-            save_config(best, out)
+    console = Console()
     if args.json:
         print(json.dumps({"target": str(args.target), **found.to_plain()}, allow_nan=False))
-        return 0
-    console = Console()
-    corrected = config.tail_batching.debias != "none"
-    console.print(_table(found))
-    for line in explain(found, corrected=corrected):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    if out is not None:
-        console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
+    else:
+        corrected = config.tail_batching.debias != "none"
+        console.print(_table(found))
+        for line in explain(found, corrected=corrected):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if out is not None:  # last, so that a full disk does not cost the results
+        with naming(out.parent):
+            save_config(best, out)
+        if not args.json:
+            console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """What can be refused before anything is read."""
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
+    if args.max_shift is not None and not 0 <= args.max_shift < 1:
+        raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")
 
 
 def _checked_out(name: str | None) -> Path | None:

@@ -78,6 +78,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code. Raises `ValueError` for what the user got wrong."""
     if args.presets:
+        if args.json:
+            raise ValueError("--presets and --json exclude each other: the list is for people")
         from rollpacker.sim.presets import describe_presets
 
         print(describe_presets())
@@ -96,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rollpacker.sim.table import explain, render
 
-        print(f"{own.name}: {_machine_text(own)}, {own.steps} steps\n")
+        steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"
+        print(f"{own.name}: {_machine_text(own)}, {steps}\n")
         print(render(results))
         _print_meaning(explain(results))
     _draw(results, picture, own.name, told=not args.json)
@@ -126,8 +129,23 @@ def _check(args: argparse.Namespace) -> None:
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
     for option, file in (("--picture", args.picture), ("--log", args.log)):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
+        if file is not None:
+            _check_file(option, file)
+    if args.log is not None and os.path.lexists(args.log):  # it may be a real run's
+        raise ValueError(f"--log {args.log}: there is such a file already; choose another name")
+    if args.log is not None and args.log == args.picture:
+        raise ValueError(f"--log and --picture are both {args.log}: choose two names")
+
+
+def _check_file(option: str, file: str) -> None:
+    """Raises `ValueError` if no file of this name can be written."""
+    if not file:
+        raise ValueError(f"{option} is empty: give the name of a file")
+    path = Path(file)
+    if path.is_dir():
+        raise ValueError(f"{option} {file} is a folder: give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {path.parent}")
 
 
 def _picture(args: argparse.Namespace) -> Path | None:

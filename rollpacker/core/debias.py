@@ -24,7 +24,7 @@ from rollpacker.core.length_model import (
     LengthModel,
     PromptLengths,
     bin_starts,
-    fit_length_model,
+    choose_length_model,
 )
 
 DebiasMethod = Literal["none", "density", "moments"]
@@ -247,15 +247,18 @@ class Debias:
         """The end of a step, after its launches were observed: the weight of each trained sample.
 
         None with the method "none", and while too little is known. Over the trained samples of the
-        window the weights have the mean 1; over one step they need not.
+        window the weights have the mean 1; over one step they need not. They are those of the steps
+        before: a step that happens to hold much of the tail would otherwise weigh it less for that
+        very reason, and the weighted lengths would come out short.
         """
         self._make_room(min(trained_lengths, default=0), max(trained_lengths, default=0))
+        early = self.weigh(trained_lengths)
         self._close_step(trained_lengths)
         self._steps_since_cold_fit += 1
         if self._num_seen and self._num_seen >= REFIT_SHARE * len(self._known):
             self._refit()
         self._table = self._make_table()
-        return self.weigh(trained_lengths)
+        return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
         """What samples of these lengths weigh now; None where `step` gives None."""
@@ -443,7 +446,7 @@ class Debias:
                 return
             self._num_at_cold_fit = len(prompts)
             self._steps_since_cold_fit = 0
-        self._model = fit_length_model(
+        self._model = choose_length_model(
             prompts,
             cap=self._cap,
             start=None if cold else self._model,

@@ -116,6 +116,14 @@ class LengthModel:
         """(B,) share of the policy's own responses in every bin."""
         return self.class_weights @ self.class_densities
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that a fit of this structure finds."""
+        num_bins = self.starts.size
+        if not self.stray_rate:
+            return int(self.class_weights.size * num_bins)
+        return int((self.class_weights.size // 2 + 1) * num_bins + self.class_weights.size)
+
     def mean(self) -> float:
         """The policy's own mean length in tokens."""
         return float(self.density @ self.centres)
@@ -224,6 +232,40 @@ class LengthModel:
         widths = self._widths()[bins]
         inside = np.minimum(np.floor(place * widths), widths - 1)
         return np.asarray(self.starts[bins] + inside, dtype=np.float64)
+
+
+STRUCTURES = ((5, True), (12, False))
+"""(classes, with hard twins) that a fit chooses from: few kinds of prompts, some of which go astray
+now and then; or many kinds, as where the length is the task's and hardly luck."""
+
+
+def choose_length_model(
+    prompts: Sequence[PromptLengths],
+    *,
+    cap: int,
+    start: LengthModel | None = None,
+    max_iterations: int = 150,
+) -> LengthModel:
+    """`fit_length_model` with the structure that explains the prompts best, a parameter weighing
+    against it by one unit of log likelihood (Akaike's criterion); with a `start`, its
+    structure."""
+    if start is not None:
+        twins = start.stray_rate > 0
+        return fit_length_model(
+            prompts,
+            cap=cap,
+            num_classes=start.class_weights.size // (1 + twins),
+            hard_prompts=twins,
+            start=start,
+            max_iterations=max_iterations,
+        )
+    models = [
+        fit_length_model(
+            prompts, cap=cap, num_classes=num, hard_prompts=hard, max_iterations=max_iterations
+        )
+        for num, hard in STRUCTURES
+    ]
+    return max(models, key=lambda model: model.objective - model.num_parameters)
 
 
 def fit_length_model(

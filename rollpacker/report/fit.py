@@ -174,7 +174,7 @@ class FittedRun:
     def describe(self) -> str:
         """What this machine costs, as a table for people."""
         return "\n".join(
-            f"{name:<42}{value:>16}  {what}".rstrip() for name, value, what in _rows(self)
+            f"{name:<31}{value:>13}  {what}".rstrip() for name, value, what in _rows(self)
         )
 
 
@@ -380,25 +380,33 @@ class _Run:
 
     def _check(self, clocked: Clocked, reason: str, slots: int | None) -> None:
         num = sum(len(pool) for pool in self.pools.values())
-        usable = f"its {num} response lengths can still serve as a workload" if num else ""
+        usable = (
+            f"its {num} response lengths can still serve as a scenario's trace (lengths.trace)"
+            if num
+            else ""
+        )
         if not self.rounds and not num:
             raise ValueError("the log holds no generated response: nothing can be fitted to it")
         if len(self.rounds) < MIN_ROUNDS:
             raise ValueError(
-                f"the log holds {len(self.rounds)} finished rounds, and fitting takes at least "
-                f"{MIN_ROUNDS}; {usable or 'let the run go on'}"
+                f"the log holds {_counted(len(self.rounds), 'finished round')}, and fitting takes "
+                f"at least {MIN_ROUNDS}: let the run go on; {usable}"
             )
         if len(clocked) < MIN_ROUNDS or 2 * len(clocked) < len(self.rounds):
             known = self.slots if slots is None else slots
             had = "one slot for every sample" if known is None else f"{known} slots"
             raise ValueError(
                 f"{len(self.rounds) - len(clocked)} of {len(self.rounds)} rounds do not fit an "
-                f"engine with {had} ({reason}): give the number of slots it really had; {usable}"
+                f"engine with {had} ({reason}): either the engine had another number of slots than "
+                "the log says (fit_run takes it as slots=...), or lines of the log are missing or "
+                f"changed (rollpacker replay tells); {usable}"
             )
+        if not any(part.seconds > 0 for _, parts in clocked for part in parts):
+            raise ValueError(f"the log's rounds take no time: nothing can be fitted; {usable}")
         if len(self.trained) < MIN_ROUNDS:
             raise ValueError(
-                f"the log holds {len(self.trained)} training steps, and fitting takes at least "
-                f"{MIN_ROUNDS}; {usable}"
+                f"the log holds {_counted(len(self.trained), 'training step')}, and fitting takes "
+                f"at least {MIN_ROUNDS}; {usable}"
             )
         if len(self.sources) > 1:
             names = ", ".join(sorted(self.sources))
@@ -444,6 +452,10 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
     """JSON has no keys but strings."""
     return [[key, list(v) if isinstance(v, tuple) else v] for key, v in mapping.items()]
@@ -467,21 +479,21 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
     step, train, rewards = run.step_with_ends, run.train, run.rewards
     rows = [
         ("fitted to", f"{run.num_rounds} rounds", f"{run.num_skipped} left out"),
-        ("decode step, floor", _micro(step.launch_s), "n running samples, K cached tokens:"),
-        ("decode step, before the cache", _micro(step.bytes_s), "max(floor, before + K x token)"),
-        ("... per cached response token", _micro(step.per_cached_token_s), "+ n x sample"),
-        ("... per running sample", _micro(step.per_sequence_s), ""),
-        ("admission to the engine", _milli(step.admission_s), "each time"),
+        ("decode step, floor", _micro(step.launch_s), "a step takes max(floor, base + K x token)"),
+        ("decode step, base", _micro(step.bytes_s), "+ n x sample, with"),
+        ("... per cached response token", _micro(step.per_cached_token_s), "K tokens in the cache"),
+        ("... per running sample", _micro(step.per_sequence_s), "and n samples running"),
+        ("admission to the engine", _milli(step.admission_s), "each time samples are admitted"),
         ("... per sample", _micro(step.per_admitted_s), "prefill"),
-        ("a sample's end", _micro(step.per_ended_s), "its row goes, the controller answers"),
-        ("stalls", f"{100 * (step.stalls - 1):+.1f} %", "in the constants already"),
+        ("end of a sample", _micro(step.per_ended_s), "its slot is cleared, its end reported"),
+        ("stalls", f"{100 * (step.stalls - 1):+.1f} %", "contained in the constants"),
     ]
     rows += [
-        (f"decode step over {count:g}", _micro(level), "with an empty cache, by the table")
+        (f"decode step, {count:g} running", _micro(level), "with an empty cache, from the table")
         for count, level in run.table.knots
     ]
     rows += [
-        (f"{kind} rounds predicted again", f"{errors.mean_s:.3f} s", _told(run, kind))
+        (f"generation, {kind} rounds", f"{errors.mean_s:.3f} s", _told(run, kind))
         for kind, errors in run.errors["step_with_ends"].items()
     ]
     rows += [
@@ -490,7 +502,7 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
     ]
     rows += [
         ("wait for verdicts", _milli(rewards.exposed_s), "exposed, a round"),
-        ("training step", _milli(train.fixed_s), f"error {100 * train.mean_error:.0f} %"),
+        ("training step", _milli(train.fixed_s), f"mean error {100 * train.mean_error:.0f} %"),
         ("... per trained token", _micro(train.per_token_s), ""),
         ("weight sync", _milli(run.sync_s), ""),
         ("commit", _milli(run.commit_s), ""),
@@ -505,8 +517,8 @@ def _told(run: FittedRun, kind: str) -> str:
     form, *others = (run.errors[name][kind] for name in ("step_with_ends", "table", "step"))
     table, without = (f"{100 * other.mean_error:.0f} %" for other in others)
     return (
-        f"{form.num} rounds, predicted/measured {form.ratio:.2f}, mean error "
-        f"{100 * form.mean_error:.0f} % (by the table {table}, by steps alone {without})"
+        f"fit/log {form.ratio:.2f}, mean error {100 * form.mean_error:.0f} % "
+        f"(table {table}, steps alone {without})"
     )
 
 

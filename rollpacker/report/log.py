@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollpacker.core.records import Entry, LogError, decode
+from rollpacker.core.events import SampleAborted, SampleGenerated, SampleScored
+from rollpacker.core.records import Entry, LogError, Note, Session, decode
 
 EVENTS_FILE = "events.jsonl"
+MAX_COUNT = 1 << 31
+MAX_SECONDS = 1e9
 
 
 class EventLog:
@@ -28,12 +31,37 @@ class EventLog:
                     continue
                 try:
                     entry = decode(line.decode("utf-8"))
+                    _check(entry)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         self.truncated = True
                         return
                     raise LogError(f"{self.path}, line {number}: {error}") from error
                 yield entry
+
+
+def _check(entry: Entry) -> None:
+    """Raises `LogError` for values that no run writes: `decode` looks at names and shapes."""
+    _check_seconds("t", entry.time_s)
+    if isinstance(entry, Session):
+        if entry.slots is not None and not _is_count(entry.slots, least=1):
+            raise LogError(f"slots is {entry.slots!r}, not a whole number from 1 on")
+    elif isinstance(entry, Note):
+        _check_seconds("seconds", entry.seconds)
+    elif isinstance(entry.event, SampleGenerated | SampleAborted):
+        if not _is_count(entry.event.num_tokens, least=0):
+            raise LogError(f"num_tokens is {entry.event.num_tokens!r}, not a number of tokens")
+    elif isinstance(entry.event, SampleScored) and entry.event.seconds is not None:
+        _check_seconds("seconds", entry.event.seconds)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or not abs(value) <= MAX_SECONDS:
+        raise LogError(f"{name} is {value!r}, not a number of seconds")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and least <= value < MAX_COUNT
 
 
 def events_path(run: str | Path) -> Path:

@@ -61,6 +61,8 @@ class LoggedRound:
     samples: tuple[SampleId, ...]
     slots: int | None
     """Of the engine, as the session's first line told."""
+    number: int
+    """Of `Launch.round`."""
     ends: list[End] = field(default_factory=list)
     """In log order."""
     irregular: bool = False
@@ -108,9 +110,14 @@ class RoundFold:
             self._current.ends.append(End(record.time_s, event.sample, event.num_tokens))
 
     def _launch(self, command: Launch, time_s: float) -> None:
+        if self._current is not None and command.round != self._current.number:
+            self._current = None  # lines are missing: its end was never logged
+            self._live.clear()
         self._live.update(command.samples)
         if self._current is None:
-            self._current = LoggedRound(command.kind, time_s, command.samples, self._slots)
+            self._current = LoggedRound(
+                command.kind, time_s, command.samples, self._slots, command.round
+            )
         else:
             self._current.irregular = True
 

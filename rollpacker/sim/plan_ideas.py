@@ -193,14 +193,12 @@ def plan_base(scenario: Scenario) -> Base:
             ),
             Idea(name="no speculation", slot="speculation", changes={"rollout.speculation": None}),
         ]
-    oracle = Idea(
-        name="oracle",
-        slot="oracle",
-        changes={
-            name: {**to_plain(getattr(scenario, name)), **switch}
-            for name, switch in SYSTEMS["oracle"].items()
-        },
-    )
+    switches = {
+        name: {**to_plain(getattr(scenario, name)), **switch}
+        for name, switch in SYSTEMS["oracle"].items()
+    }
+    switches["tail_batching"]["debias"] = "none"  # it selects nothing, and it streams
+    oracle = Idea(name="oracle", slot="oracle", changes=switches)
     return Base(
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollpacker.config.check import Checker, field_types
-from rollpacker.config.document import ConfigError, nearest
+from rollpacker.config.document import ConfigError, nearest, parse_document, read_text
 from rollpacker.config.load import load_config
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.rounds import TailBatchingConfig
@@ -25,6 +25,13 @@ from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS
 
 SHARE_TOLERANCE = 0.01
 """Shares may miss 1 by so much: 0.34 + 0.33 + 0.33 and three times 0.333 are both fine."""
+MIN_SPEC, MAX_SPEC = 1e-6, 1e9
+"""Of any number in a GPU's datasheet."""
+MAX_GPUS = 1_000_000
+MAX_SAMPLES = 10_000_000
+"""Of a step, and of the steps that an oracle sorts together: what fits into memory."""
+MAX_SECONDS = 1e9
+"""Of any one thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +45,17 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "gpus", "gpus_per_node")
+        if self.gpus > MAX_GPUS:
+            raise ValueError(f"gpus must be at most {MAX_GPUS:,}, not {self.gpus:,}")
         if isinstance(self.gpu, str):
             _check_known("gpu", self.gpu, GPUS)
+        else:
+            for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
+                value = getattr(self.gpu, name)
+                if not MIN_SPEC <= value <= MAX_SPEC:
+                    raise ValueError(
+                        f"gpu has {name}={value:g}, which no GPU has: mind the unit in its name"
+                    )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             whole = self.gpus // self.gpus_per_node * self.gpus_per_node
             raise ValueError(
@@ -100,6 +116,12 @@ class RolloutSpec:
             raise ValueError(
                 f"samples_per_prompt must be at least 2, not {self.samples_per_prompt}"
             )
+        samples = self.prompts_per_step * self.samples_per_prompt
+        if samples > MAX_SAMPLES:
+            raise ValueError(
+                f"prompts_per_step x samples_per_prompt are {samples:,} samples of a step, more "
+                f"than can be simulated ({MAX_SAMPLES:,}): lower one of them"
+            )
         if self.max_running is not None:
             _at_least_one(self, "max_running")
 
@@ -133,6 +155,8 @@ class LengthLaw:
             _check_known("preset", self.preset, LENGTH_LAWS)
         if self.quantiles is not None:
             _check_quantiles("quantiles", self.quantiles, smallest=1)
+        if self.trace == "":
+            raise ValueError("trace is empty: give the name of a JSONL file")
         for name in ("within_prompt_correlation", "hard_prompts", "hard_prompt_cap_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
@@ -180,11 +204,15 @@ class RewardStage:
                 f"workers must be at least 1, not {self.workers}, or nothing is ever checked"
             )
         if self.seconds_quantiles is not None:
-            _check_quantiles("seconds_quantiles", self.seconds_quantiles, smallest=0)
+            _check_quantiles(
+                "seconds_quantiles", self.seconds_quantiles, smallest=0, largest=MAX_SECONDS
+            )
         for name in ("calls_per_s", "slowest_correct_s"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be more than 0, not {value}")
+            if value is not None and not 0 < value <= MAX_SECONDS:
+                raise ValueError(
+                    f"{name} must be more than 0 and at most {MAX_SECONDS:g}, not {value}"
+                )
 
     @property
     def num_workers(self) -> int:
@@ -307,6 +335,18 @@ class Scenario:
         self._check_degrees()
         self._check_memory()
         tail = self.tail_batching
+        window = self.oracle.reorder_window * self.rollout.prompts_per_step
+        if window * self.rollout.samples_per_prompt > MAX_SAMPLES:
+            raise ValueError(
+                f"oracle.reorder_window is {self.oracle.reorder_window}, which sorts more than "
+                f"{MAX_SAMPLES:,} samples together: lower it"
+            )
+        if tail.debias != "none" and self.stream_trainer.enabled:
+            raise ValueError(
+                f"tail_batching.debias is {tail.debias}, but a sample's weight is known only when "
+                "its round is over, and stream_trainer trains on it before: set "
+                "stream_trainer.enabled=false or debias=none"
+            )
         if tail.enabled and tail.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race is scored, but without reward_scheduler.overlap nothing is "
@@ -416,6 +456,7 @@ def load_scenario(
     Switches in the file or the overrides belong to the file's own system; another system is its
     pure preset on the same workload and cluster. Raises `ConfigError` with one message.
     """
+    _refuse_run_config(path)
     scenario = load_config(path, overrides, Scenario, below=_preset)
     if system is None:
         return scenario
@@ -423,6 +464,17 @@ def load_scenario(
         return with_system(scenario, system)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _refuse_run_config(path: str | Path) -> None:
+    """Raises `ConfigError` for a file that is a run's config and no scenario."""
+    tree, _ = parse_document(read_text(path), str(path))
+    if {"data", "rollout"} <= tree.keys() and "cluster" not in tree:
+        raise ConfigError(
+            f"{path} is the config of a run, not a scenario (it has data and no cluster). "
+            f"Scenarios are in configs/scenarios; of a run that has been made give the folder: "
+            f"rollpacker simulate --from runs/NAME, or rollpacker plan runs/NAME"
+        )
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
@@ -457,6 +509,8 @@ def _at_least_one(owner: object, *names: str) -> None:
 def _check_seconds(name: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be 0 or more seconds, not {value}")
+    if value is not None and value > MAX_SECONDS:
+        raise ValueError(f"{name} must be at most {MAX_SECONDS:g} seconds, not {value:g}")
 
 
 def _check_known(name: str, value: str, known: Iterable[str]) -> None:
@@ -465,7 +519,9 @@ def _check_known(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{nearest(value, known)}')
 
 
-def _check_quantiles(name: str, quantiles: Mapping[float, float], smallest: float) -> None:
+def _check_quantiles(
+    name: str, quantiles: Mapping[float, float], smallest: float, largest: float = math.inf
+) -> None:
     if not quantiles:
         raise ValueError(f"{name} must have at least one entry, such as 0.5: {smallest or 0.1}")
     last: tuple[float, float] | None = None
@@ -477,6 +533,10 @@ def _check_quantiles(name: str, quantiles: Mapping[float, float], smallest: floa
         if not math.isfinite(value) or value < smallest or value <= 0:
             least = f"at least {smallest:g}" if smallest else "more than 0"
             raise ValueError(f"{name} has {value:g} at {quantile:g}; it must be {least}")
+        if value > largest:
+            raise ValueError(
+                f"{name} has {value:g} at {quantile:g}; it must be at most {largest:g}"
+            )
         if last is not None and value < last[1]:
             raise ValueError(
                 f"{name} must not fall: {value:g} at {quantile:g} is less than {last[1]:g} at "

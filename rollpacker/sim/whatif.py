@@ -21,8 +21,8 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.length_model import LengthModel, PromptLengths, fit_length_model
-from rollpacker.core.records import Record
+from rollpacker.core.length_model import LengthModel, PromptLengths, choose_length_model
+from rollpacker.core.records import LogError, Record
 from rollpacker.report.accounting import Accounting, StepSummary
 from rollpacker.report.fit import FittedRun, fit_run
 from rollpacker.report.log import EventLog, events_path
@@ -141,7 +141,8 @@ class RunModel:
                 lengths[entry.event.sample] = entry.event.num_tokens
             for command in entry.commands:
                 if isinstance(command, TrainOn):
-                    trained += [lengths[sample] for group in command.groups for sample in group]
+                    samples = (sample for group in command.groups for sample in group)
+                    trained += [lengths[s] for s in samples if s in lengths]
                     lengths.clear()
         own = np.concatenate([np.asarray(pool) for pool in self._pools.values()])
         p95 = float(np.quantile(own, 0.95))
@@ -194,7 +195,7 @@ class RunModel:
             PromptLengths(finished=work.pools.get(row, ()), stopped=work.stopped.get(row, ()))
             for row in work.rows
         ]
-        model = fit_length_model(recorded, cap=self.config.rollout.max_response_tokens)
+        model = choose_length_model(recorded, cap=self.config.rollout.max_response_tokens)
         rng = np.random.Generator(np.random.Philox(0))
         more = _again(model, recorded, rng)
         any_stopped = any(prompt.stopped for prompt in recorded)
@@ -251,17 +252,31 @@ def _step_result(step: StepSummary) -> StepResult:
 def load_run(run: str | Path) -> RunModel:
     """Fit a run's folder. Raises `ValueError` (also as `LogError` and `ConfigError`) with what is
     missing and what can still be used."""
+    if Path(run).name == CONFIG_FILE:
+        raise ValueError(f"{run} is a run's config: give its folder, {Path(run).parent}")
     path = events_path(run)
     folder = path.parent
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
-    return RunModel(folder=folder, config=config, fitted=fit_run(EventLog(path)))
+    try:
+        fitted = fit_run(EventLog(path))
+    except LogError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return RunModel(folder=folder, config=config, fitted=fitted)
 
 
 def simulate_from_run(run: str | Path, overrides: Sequence[str] = ()) -> SystemResult:
     """The run as it would be with these changes of its config."""
     return load_run(run).simulate(overrides)
+
+
+def _asked_steps(model: RunModel, config: RunConfig) -> int | None:
+    """`train.steps` if that was changed; None: as many as the run had, which may have been stopped
+    before its end."""
+    return None if config.train.steps == model.config.train.steps else config.train.steps
 
 
 def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
@@ -271,7 +286,7 @@ def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
     return WhatIf(
         measured=model.measured(),
         predicted_same=model.simulate(),
-        predicted=model.simulate_config(config),
+        predicted=model.simulate_config(config, steps=_asked_steps(model, config)),
         fit_text=model.fitted.describe(),
         scenario=to_plain(config),
     )

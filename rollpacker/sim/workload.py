@@ -492,7 +492,8 @@ def _read_trace(path: str) -> _Trace:
 def _usable(number: int) -> str:
     if number == 1:
         return "Nothing before it can be used; is it a trace of lengths?"
-    return f"The {number - 1} lines before it can be used: head -n {number - 1} keeps them."
+    before = "The line" if number == 2 else f"The {number - 1} lines"
+    return f"{before} before it can be used: head -n {number - 1} keeps what is good."
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -511,7 +512,8 @@ def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
         return 'must be {"length": n} or {"prompt": id, "lengths": [n, ...]}'
     if "length" in value:
         length = value["length"]
-        return length if _is_length(length) else f"has the length {_shown(length)}, not a number"
+        problem = f"has the length {_shown(length)}, not a whole number from 1 on"
+        return length if _is_length(length) else problem
     lengths, prompt = value["lengths"], value.get("prompt")
     if not isinstance(prompt, str | int):
         return "has lengths, but no prompt with a text or a number as its name"

@@ -16,6 +16,7 @@ from rollpacker.core.length_model import (
     LengthModel,
     PromptLengths,
     bin_starts,
+    choose_length_model,
     fit_length_model,
 )
 from rollpacker.core.lengths import kaplan_meier_mean
@@ -356,3 +357,21 @@ def test_questions_without_an_answer_are_refused(model):
         model.bins([CAP + 1])
     with pytest.raises(ValueError, match="no lengths"):
         model.tail_share([])
+
+
+def test_the_structure_is_the_one_that_explains_the_prompts():
+    """Lengths that are the task's take many classes, lengths that are luck take few."""
+    rng = np.random.default_rng(5)
+    tasks = [
+        PromptLengths(finished=tuple((center * rng.uniform(0.9, 1.1, 8)).astype(int).tolist()))
+        for center in rng.choice([12, 20, 33, 55, 90, 150, 250], 400)
+    ]
+    assert choose_length_model(tasks, cap=CAP).class_weights.size == 12
+    luck = [
+        PromptLengths(finished=tuple(np.exp(rng.normal(5.0, 0.6, 8)).astype(int).tolist()))
+        for _ in range(400)
+    ]
+    chosen = choose_length_model(luck, cap=CAP)
+    assert chosen.class_weights.size == 10  # five and their twins
+    again = choose_length_model(luck, cap=CAP, start=chosen)
+    assert again.class_weights.size == 10
