@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
 	@echo "make test         set up .venv and run linter, type checker and tests"
-	@echo "make bench        run every benchmark, rewriting benchmarks/results (an hour, quiet machine)"
+	@echo "make bench        run every benchmark, rewriting benchmarks/results (about two hours, quiet machine)"
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make clean        remove .venv and caches; runs/ stays"
 
