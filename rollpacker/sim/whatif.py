@@ -101,13 +101,19 @@ class RunModel:
     def simulate_config(
         self, config: RunConfig, *, steps: int | None = None, seed: int = 0
     ) -> SystemResult:
-        """The same for a whole config."""
+        """The same for a whole config. With seed 0 prompts come in the recorded order, with another
+        one in a random one: a few steps then stand for the whole run, in which lengths drift."""
         rollout = config.rollout
         quantiles = {
             q: max(s, SHORTEST_CHECK_S) for q, s in self.fitted.rewards.quantiles.items() if q > 0
         }
+        pools = self._pools
+        if seed:
+            rows = list(pools)
+            np.random.Generator(np.random.Philox(seed)).shuffle(rows)
+            pools = {row: pools[row] for row in rows}
         workload = Workload.from_pools(
-            self._pools,
+            pools,
             max_response_tokens=rollout.max_response_tokens,
             samples_per_prompt=rollout.samples_per_prompt,
             stage=RewardStage(

@@ -1,0 +1,89 @@
+"""A recorded run under other settings, from a log whose machine is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollpacker.config.document import ConfigError
+from rollpacker.config.load import load_config, save_config
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.records import encode
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.whatif import RunModel, load_run, what_if
+from tests.report.costed_run import CostedRun
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+STEPS = 20
+SIZE = ["rollout.prompts_per_step=8", "rollout.max_response_tokens=300", "train.warmup_steps=0"]
+
+
+def step_s(n: int, cached: int) -> float:
+    return 1e-3 + 2e-5 * n + 5e-7 * cached
+
+
+def record(folder: Path, *, race: bool) -> Path:
+    folder.mkdir()
+    switch = f"tail_batching.enabled={str(race).lower()}"
+    config = load_config(QUICKSTART, [*SIZE, switch, f"train.steps={STEPS}"], RunConfig)
+    save_config(config, folder / "config.yaml")
+    lines = [encode(entry) for entry in CostedRun(step_s, race=race).run(STEPS)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunModel:
+    return load_run(record(tmp_path_factory.mktemp("runs") / "plain", race=False))
+
+
+def mean_rollout(result: SystemResult, kind: str | None = None) -> float:
+    seconds = [s.rollout_s for s in result.steps if kind in (None, s.kind)]
+    return sum(seconds) / len(seconds)
+
+
+def test_a_run_without_a_race_is_met_round_by_round(plain: RunModel) -> None:
+    measured, simulated = plain.measured(), plain.simulate()
+    assert len(measured.steps) == len(simulated.steps) == STEPS
+    assert [s.tokens_trained for s in measured.steps] == [s.tokens_trained for s in simulated.steps]
+    for real, predicted in zip(measured.steps, simulated.steps, strict=True):
+        assert predicted.rollout_s == pytest.approx(real.rollout_s, rel=0.05)
+        assert predicted.train_s == pytest.approx(real.train_s, rel=0.02)
+
+
+def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:
+    """The other run has prompts of its own, so the lengths are those of the same law."""
+    race = load_run(record(tmp_path / "race", race=True)).measured()
+    found = plain.simulate(["tail_batching.enabled=true"], steps=100)
+    for kind in ("short", "long"):
+        assert mean_rollout(found, kind) == pytest.approx(mean_rollout(race, kind), rel=0.2)
+
+
+def test_only_what_is_simulated_can_be_changed(plain: RunModel) -> None:
+    with pytest.raises(ConfigError, match=r"train.learning_rate changes nothing .* tail_batching"):
+        plain.with_overrides(["train.learning_rate=1e-3"])
+
+
+def test_lengths_beyond_the_recorded_cap_are_not_invented(plain: RunModel) -> None:
+    assert plain.fitted.workload.max_response_tokens == 300
+    with pytest.raises(ConfigError, match="cut responses at 300 tokens"):
+        plain.with_overrides(["rollout.max_response_tokens=400"])
+    shorter = plain.simulate(["rollout.max_response_tokens=100"])
+    assert max(step.max_response_tokens for step in shorter.steps) == 100
+
+
+def test_another_seed_takes_the_prompts_in_another_order(plain: RunModel) -> None:
+    first, second, again = (plain.simulate(seed=seed, steps=6) for seed in (1, 2, 1))
+    assert first == again
+    assert first.tokens_trained != second.tokens_trained
+
+
+def test_what_if_holds_all_three(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", race=False)
+    found = what_if(run, ["tail_batching.enabled=true", "tail_batching.sample_factor=1.0"])
+    assert {step.kind for step in found.measured.steps} == {"plain"}
+    assert {step.kind for step in found.predicted_same.steps} == {"plain"}
+    assert {step.kind for step in found.predicted.steps} == {"short", "long"}
+    assert found.scenario["tail_batching"]["sample_factor"] == 1.0
+    assert "weight sync" in found.fit_text
