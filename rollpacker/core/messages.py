@@ -1,7 +1,7 @@
 """How events and commands are made: small records, frozen to the type checker.
 
 Millions of them are made in a simulation. A frozen dataclass guards every attribute at run time,
-which makes building one about five times as slow; here the type checker is the guard.
+which makes building one several times as slow; here the type checker is the guard.
 """
 
 from __future__ import annotations

@@ -87,8 +87,6 @@ class RewardSchedule:
         """Handed over, verdict awaited, in order."""
         self.num_waiting = 0
         """In all queues, dropped ones that nobody has looked at since included."""
-        self.num_timeouts = 0
-        """Verdicts that said that their check ran out of time."""
         self._kinds: dict[str, _Kind] = {}
         self._closest = config.order == "closest"
 
@@ -116,10 +114,7 @@ class RewardSchedule:
             kind.num_free += 1
         seconds, deadline = event.seconds, kind.deadline
         if deadline is not None and seconds is not None:
-            if seconds >= deadline.timeout_s:
-                self.num_timeouts += 1
-            if event.value:
-                deadline.observe(seconds, correct=event.value > 0)
+            deadline.observe(seconds, correct=event.value is not None and event.value > 0)
         return True
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch, RoundKind
+from rollpacker.core.debias import DebiasMethod
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
 
 Race = Literal["generated", "scored"]
-DebiasMethod = Literal["none", "density", "moments"]
 Factor = float | Literal["auto"]
 
 TOO_FEW_VERDICTS = "fewer than two verdicts"

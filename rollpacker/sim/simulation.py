@@ -176,7 +176,7 @@ class Simulation:
 
         Raises `RuntimeError` if the run ends before: no prompts, or nothing to train on."""
         self._progress = progress
-        # Rounds leave no reference cycles behind, and looking for some takes a tenth of the time.
+        # Rounds leave no reference cycles behind, and looking for some takes time.
         collecting = gc.isenabled()
         gc.disable()
         try:

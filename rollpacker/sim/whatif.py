@@ -274,11 +274,6 @@ def load_run(run: str | Path) -> RunModel:
     return RunModel(folder=folder, config=config, fitted=fitted)
 
 
-def simulate_from_run(run: str | Path, overrides: Sequence[str] = ()) -> SystemResult:
-    """The run as it would be with these changes of its config."""
-    return load_run(run).simulate(overrides)
-
-
 def _asked_steps(model: RunModel, config: RunConfig) -> int | None:
     """`train.steps` if that was changed; None: as many as the run had, which may have been stopped
     before its end."""

@@ -175,14 +175,6 @@ class Workload:
         at = place % BLOCK_ROWS * CHUNK + index % CHUNK
         return seconds[at], correct[at]
 
-    def score_seconds(self, sample: SampleId) -> float:
-        """The first of `verdict`."""
-        return self.verdict(sample)[0]
-
-    def correct(self, sample: SampleId) -> bool:
-        """The second of `verdict`."""
-        return self.verdict(sample)[1]
-
     def _place(self, prompt: PromptId) -> int:
         """Of a recorded prompt, in the order of all passes."""
         assert self._rows is not None

@@ -314,16 +314,6 @@ def test_kinds_that_take_the_same_time_always(stage: RewardStage, seconds: float
     assert correct.mean() == pytest.approx(0.5, abs=0.03)
 
 
-def test_both_halves_of_a_verdict() -> None:
-    workload = Workload(mixed())
-    samples = [SampleId(p, i, 1) for p in workload.take(20)[0] for i in (0, 7, 19)]
-    for sample in samples:
-        assert workload.verdict(sample) == (
-            workload.score_seconds(sample),
-            workload.correct(sample),
-        )
-
-
 # -- traces and recorded prompts ---------------------------------------------------
 
 
@@ -402,7 +392,7 @@ def test_recorded_prompts_come_in_order_and_again() -> None:
     again = [workload.lengths(prompts[i], a) for i, a in ((0, 0), (0, 1), (3, 0), (6, 0))]
     assert len({tuple(lengths) for lengths in again}) == 4, "each launch has its own luck"
     assert workload.policy_length_mean == pytest.approx((8 + 125 + 5) / 3)
-    assert workload.score_seconds(SampleId(prompts[0], 0, 0)) == 0.0
+    assert workload.verdict(SampleId(prompts[0], 0, 0))[0] == 0.0
 
 
 def test_only_the_first_launch_meets_the_recorded_order() -> None:
