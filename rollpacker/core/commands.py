@@ -59,8 +59,18 @@ class Score:
 
     sample: SampleId
     timeout_s: float | None = None
-    """The check may run for so many seconds, then the answer counts as wrong. None: the reward's
+    """The check (of a program: each of its tests) may run for so many seconds. None: the reward's
     own limit holds."""
+    retry: int = 0
+    """How often it was asked for before: the machinery failed."""
+
+
+@message
+class CancelScore:
+    """Nobody needs these verdicts any more: end the checks. Each is still answered by
+    `SampleScored`, with a verdict that was there already or with cause "cancelled"."""
+
+    samples: tuple[SampleId, ...]
 
 
 @message
@@ -109,6 +119,8 @@ class TrainOn:
     weights: tuple[tuple[float, ...], ...] | None = None
     """Weight of each sample's loss, aligned with `groups`; they undo the selection by length. Their
     mean is 1 over many steps, not in one. None: all 1."""
+    num_missing: int = 0
+    """Dynamic sampling gave up refilling: so many groups are fewer than the step should have."""
 
 
 @message
@@ -148,6 +160,7 @@ Command = (
     | Launch
     | Abort
     | Score
+    | CancelScore
     | Defer
     | Drop
     | Release

@@ -85,6 +85,13 @@ class SampleScored:
     reason: str = ""
     seconds: float | None = None
     """Execution time of the check, without waiting; adaptive deadlines learn from it."""
+    correct: bool | None = None
+    """Whether what was timed was right. None: a value above 0 is."""
+    timed_out: bool = False
+    """The answer ran into its time limit and counts as wrong."""
+    cause: str = ""
+    """Without a verdict: "sample" (this response cannot be judged), "deadline" (the reward was too
+    slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or "cancelled"."""
 
 
 @message

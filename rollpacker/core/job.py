@@ -27,6 +27,7 @@ from typing import Any
 from rollpacker.core.commands import (
     Command,
     Commit,
+    Drop,
     FetchPrompts,
     Finish,
     Release,
@@ -36,6 +37,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.debias import Debias
+from rollpacker.core.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig, StepGroups
 from rollpacker.core.events import (
     Committed,
     Event,
@@ -98,6 +100,7 @@ class JobConfig:
     prompt_tokens: int = 0
     """Mean length of a prompt, for projections of the key-value cache."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
@@ -135,6 +138,7 @@ def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 _NESTED: dict[str, Callable[[Any], Any]] = {
     "tail_batching": TailBatchingConfig.from_plain,
+    "dynamic_sampling": lambda plain: DynamicSamplingConfig(**plain),
     "rewards": RewardScheduleConfig.from_plain,
     "parallelism": lambda plain: ParallelismConfig(**_tuples(plain)),
     "stream": lambda plain: StreamConfig(**_tuples(plain)),
@@ -190,6 +194,8 @@ class Job:
         self._round_tier = 0
         """Where prompts that the round defers go: a tier's queue, or beyond the last the long
         one."""
+        self._gathered: StepGroups | None = None
+        """What the rounds of this step have brought; None between steps."""
         self._streams = False
         """Something of this round may be streamed."""
         self._to_stream: list[tuple[SampleId, ...]] = []
@@ -302,11 +308,17 @@ class Job:
 
     def _num_fresh(self) -> int:
         """Prompts that a round of fresh ones launches."""
-        return times(self.factors[0], self.config.prompts_per_step)
+        return times(self.factors[0], self._num_wanted)
+
+    @property
+    def _num_wanted(self) -> int:
+        """Groups that the next round should bring: a whole step's, or what a refill replaces."""
+        gathered = self._gathered
+        return self.config.prompts_per_step if gathered is None else gathered.missing
 
     def _on_fetched(self, event: PromptsFetched) -> list[Command]:
         self._expect(Phase.FETCHING, event)
-        config, tail = self.config, self.config.tail_batching
+        tail = self.config.tail_batching
         self.ledger.fetch(event.prompts)
         self._fresh += event.prompts
         wanted = self._num_fresh()
@@ -320,11 +332,11 @@ class Job:
             self._draining = True
         if not tail.enabled and self._fresh:
             return self._start_fresh_round(RoundKind.PLAIN)
-        if len(self._fresh) >= config.prompts_per_step:
+        if self._fresh and len(self._fresh) >= self._num_wanted:
             return self._start_fresh_round(RoundKind.SHORT)
         # Too few for a race: what is left of the epoch goes through the queue with the stragglers.
         self.queue.extend((prompt, 0) for prompt in self._fresh)
-        return self._next_step()
+        return self._next_step() if self._gathered is None else self._train(self._gathered)
 
     def _start_fresh_round(self, kind: RoundKind) -> list[Command]:
         config = self.config
@@ -333,7 +345,7 @@ class Job:
             kind,
             [(prompt, 0) for prompt in prompts],
             num_samples=times(self.factors[1], config.samples_per_prompt),
-            prompts_needed=min(config.prompts_per_step, len(prompts)),
+            prompts_needed=min(self._num_wanted, len(prompts)),
         )
 
     def _start_cascade(self, tier: int) -> list[Command]:
@@ -379,6 +391,9 @@ class Job:
             tensor_parallel=self.parallelism.degree(kind),
         )
         self._round = Round(plan, self.rewards, self.num_late)
+        self.rewards.begin_round()
+        if self._gathered is None:
+            self._gathered = StepGroups(prompts_needed)
         self._round_tier = tier
         self.phase = Phase.ROLLING
         self._since, self._rollout_s = self._now, 0.0
@@ -414,18 +429,29 @@ class Job:
         return self._after(round_, commands)
 
     def _on_scored(self, event: SampleScored) -> list[Command]:
-        if not self.rewards.free(event):
+        retry = self.rewards.free(event)
+        if retry is None:
             raise StrayEventError(
                 f"a verdict on {event.sample}, which was not handed to the reward"
             )
         round_ = self._round
+        if event.cause:
+            if round_ is not None and self.rewards.may_ask_again(event, retry):
+                if round_.awaits(event.sample):
+                    return [self.rewards.ask_again(event.sample, retry)]
+            elif event.cause == "cancelled" and (round_ is None or not round_.awaits(event.sample)):
+                return [] if round_ is None else self._start_waiting(round_, event)
         if round_ is None:
             self.num_late["SampleScored"] += 1
             return []
         commands = round_.on_scored(event)
         if self.rewards.num_waiting:
-            commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
+            commands += self._start_waiting(round_, event)
         return self._after(round_, commands)
+
+    def _start_waiting(self, round_: Round, event: SampleScored) -> list[Command]:
+        """A worker of this kind has become free."""
+        return self.rewards.start_waiting(event.sample[0][0], round_.missing)
 
     def _on_aborted(self, event: SampleAborted) -> list[Command]:
         round_ = self._round
@@ -463,7 +489,10 @@ class Job:
         engine_empty = not round_.num_in_engine
         if not (stream.released or (engine_empty and self.config.stream.reward_wait)):
             return []
-        self._to_stream += round_.take_complete()
+        complete = round_.take_complete()
+        if self.config.dynamic_sampling.enabled:
+            complete = [group for group in complete if round_.has_signal(group)]
+        self._to_stream += complete
         if not self._to_stream:
             return []
         groups = stream.groups_to_stream(self._to_stream, engine_empty=engine_empty)
@@ -480,24 +509,34 @@ class Job:
         self.parallelism.observe(
             round_.plan.kind, preemptions=round_.preemptions, num_samples=round_.num_launched
         )
+        if self.config.dynamic_sampling.enabled:
+            drops += [
+                Drop(prompt=group[0].prompt, reason=NO_SIGNAL)
+                for group in groups
+                if not round_.has_signal(group)
+            ]
+            groups = tuple(group for group in groups if round_.has_signal(group))
         self._round = None
         for drop in drops:
             self.ledger.drop(drop.prompt, drop.reason)
-        for group in groups:
-            self.ledger.train(group[0].prompt)
-        self.ledger.check()
-        self._num_empty_steps = 0 if groups else self._num_empty_steps + 1
-        if not groups:
-            return [*drops, *self._commit()]
-        self.phase = Phase.TRAINING
-        self._since = self._now
-        weights = self._learn(round_, groups)
-        return [*drops, TrainOn(step=self.step + 1, groups=groups, weights=weights)]
+        self._learn(round_)
+        gathered = self._gathered
+        assert gathered is not None
+        gathered.add(groups, (round_.length_of(sample) for group in groups for sample in group))
+        if self._may_refill(gathered):
+            gathered.num_refills += 1
+            self._fresh = []
+            return [*drops, *self._fetch()]
+        return [*drops, *self._train(gathered)]
 
-    def _learn(
-        self, round_: Round, groups: tuple[tuple[SampleId, ...], ...]
-    ) -> tuple[tuple[float, ...], ...] | None:
-        """Take in what the round showed; the weights of its samples."""
+    def _may_refill(self, gathered: StepGroups) -> bool:
+        config = self.config.dynamic_sampling
+        ends = self._draining or self._data_ended or self._stop_reason is not None
+        left = gathered.num_refills < config.max_refills
+        return config.enabled and left and gathered.missing > 0 and not ends
+
+    def _learn(self, round_: Round) -> None:
+        """Take in what the round showed."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -505,15 +544,33 @@ class Job:
                 tokens=round_.tokens(),
                 seconds=self._rollout_s,
             )
-        if self.lengths is None:
-            return None
-        for prompt, finished, stopped in round_.lengths():
-            self.lengths.observe(prompt, finished, stopped)
-        flat = self.lengths.step([round_.length_of(sample) for group in groups for sample in group])
+        if self.lengths is not None:
+            for prompt, finished, stopped in round_.lengths():
+                self.lengths.observe(prompt, finished, stopped)
+
+    def _train(self, gathered: StepGroups) -> list[Command]:
+        """The step's rounds are over: train on what they brought."""
+        self._gathered = None
+        groups = tuple(gathered.groups)
+        for group in groups:
+            self.ledger.train(group[0].prompt)
+        self.ledger.check()
+        self._num_empty_steps = 0 if groups else self._num_empty_steps + 1
+        if not groups:
+            return self._commit()
+        self.phase = Phase.TRAINING
+        self._since = self._now
+        missing = gathered.missing if self.config.dynamic_sampling.enabled else 0
+        weights = self._weights(gathered)
+        return [TrainOn(step=self.step + 1, groups=groups, weights=weights, num_missing=missing)]
+
+    def _weights(self, gathered: StepGroups) -> tuple[tuple[float, ...], ...] | None:
+        """Of the step's samples."""
+        flat = None if self.lengths is None else self.lengths.step(gathered.lengths)
         if flat is None:
             return None
         weights = iter(flat)
-        return tuple(tuple(next(weights) for _ in group) for group in groups)
+        return tuple(tuple(next(weights) for _ in group) for group in gathered.groups)
 
     # -- after the round ---------------------------------------------------------------
 

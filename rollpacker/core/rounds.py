@@ -322,6 +322,11 @@ class Round:
         self._complete = []
         return groups
 
+    def has_signal(self, group: tuple[SampleId, ...]) -> bool:
+        """Whether the verdicts on these samples of one prompt differ."""
+        values = self._groups[group[0].prompt].values
+        return len({values[sample.index] for sample in group}) > 1
+
     def length_of(self, sample: SampleId) -> int:
         """Tokens with which the engine let go of the sample."""
         return self._groups[sample.prompt].lengths[sample.index]
@@ -371,7 +376,7 @@ class Round:
         self._num_awaited += 1
         commands: list[Command] = []
         if self._overlap:
-            commands = self._rewards.ask(sample)
+            commands = self._rewards.ask(sample, event.num_tokens)
         else:
             self._unasked.append((group, index))
         if not self._scored_race:
@@ -435,6 +440,14 @@ class Round:
             return [self._launch(self._add_samples(group, 1))]
         return self._after_progress(group) + self._after_engine()
 
+    def awaits(self, sample: SampleId) -> bool:
+        """Whether a verdict on the sample still matters."""
+        prompt, index, attempt = sample
+        group = self._groups.get(prompt)
+        if group is None or attempt != group.attempt or index >= len(group.states):
+            return False
+        return group.states[index] is GENERATED
+
     def missing(self, prompt: PromptId) -> int:
         """Places of the prompt that are still to be filled."""
         return self.plan.samples_needed - len(self._groups[prompt].finished)
@@ -452,8 +465,7 @@ class Round:
 
     def _finish_group(self, group: _Group) -> list[Command]:
         group.done = True
-        aborted = self._let_go(group, SampleState.ABORTED)
-        commands: list[Command] = [Abort(samples=tuple(aborted))] if aborted else []
+        commands = self._stop(*self._let_go(group, SampleState.ABORTED))
         if not group.num_unscored:
             self._complete.append(group)
         quota = group.quota
@@ -464,22 +476,31 @@ class Round:
         return commands
 
     def _end_race(self, quota: _Quota) -> list[Command]:
-        aborted: list[SampleId] = []
+        running: list[SampleId] = []
+        unneeded: list[SampleId] = []
         deferred: list[PromptId] = []
         for group in quota.groups:
             if not group.done:
                 group.deferred = True
                 deferred.append(group.prompt)
-                aborted += self._let_go(group, SampleState.DEFERRED)
-        commands: list[Command] = []
-        if aborted:
-            commands.append(Abort(samples=tuple(aborted)))
+                of_engine, of_rewards = self._let_go(group, SampleState.DEFERRED)
+                running += of_engine
+                unneeded += of_rewards
+        commands = self._stop(running, unneeded)
         if deferred:
             commands.append(Defer(prompts=tuple(deferred)))
         return commands
 
-    def _let_go(self, group: _Group, state: SampleState) -> list[SampleId]:
-        """Everything of the group that is not kept moves to `state`. Those that still run."""
+    def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
+        """Abort responses under way, drop verdicts that are not needed any more."""
+        commands: list[Command] = [Abort(samples=tuple(running))] if running else []
+        if unneeded and self._overlap:
+            commands += self._rewards.drop(unneeded)
+        return commands
+
+    def _let_go(self, group: _Group, state: SampleState) -> tuple[list[SampleId], list[SampleId]]:
+        """Everything of the group that is not kept moves to `state`. Those that the engine still
+        runs, and those whose verdicts were awaited."""
         kept = group.finished if group.done else ()
         running: list[SampleId] = []
         unneeded: list[SampleId] = []
@@ -497,9 +518,7 @@ class Round:
                 continue  # scored without a verdict: settled when the round closes
             states[index] = check(now, state)
         group.num_generating = 0
-        if unneeded and self._overlap:
-            self._rewards.drop(unneeded)
-        return running
+        return running, unneeded
 
     def _after_engine(self) -> list[Command]:
         """The engine let go of a sample: without overlap, the last one starts the checks."""
@@ -509,7 +528,7 @@ class Round:
         commands: list[Command] = []
         for group, index in unasked:
             if group.states[index] is SampleState.GENERATED:
-                commands += self._rewards.ask(group.samples[index])
+                commands += self._rewards.ask(group.samples[index], group.lengths[index])
         return commands
 
     # -- bookkeeping -------------------------------------------------------------------

@@ -273,8 +273,12 @@ class RewardScheduler:
     """The limit of a check follows the slowest correct one so far."""
     colocated_judge: bool = True
     """The judge shares the GPUs of the rollout."""
-    order: Literal["fifo", "closest"] = "fifo"
-    """Who is checked next: who came first, or whose prompt lacks the fewest verdicts."""
+    order: Literal["fifo", "closest", "longest"] = "fifo"
+    """Who is checked next: who came first, whose prompt lacks the fewest verdicts, or whose check
+    is expected to take longest."""
+    cancel: bool = False
+    """Checks that run for samples which are not needed any more are ended, as real runs do. Off by
+    default: the constants were calibrated without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

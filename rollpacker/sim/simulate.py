@@ -85,6 +85,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         rewards=RewardScheduleConfig(
             overlap=scheduler.overlap,
             order=scheduler.order,
+            cancel=scheduler.cancel,
             kinds={
                 stage.kind: _reward_kind(stage, scheduler.adaptive_timeout)
                 for stage in scenario.stages

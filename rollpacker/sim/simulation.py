@@ -23,6 +23,7 @@ from typing import Any, assert_never
 
 from rollpacker.core.commands import (
     Abort,
+    CancelScore,
     Command,
     Commit,
     Defer,
@@ -150,6 +151,8 @@ class Simulation:
         self._counter = 0
         self._at_once: deque[Event] = deque()
         """Events of the present moment, before anything on the heap."""
+        self._cancelled: set[SampleId] = set()
+        """Checks that ended early; the heap still has their ends."""
         self._fleets: dict[tuple[int, bool], list[TokenClockEngine]] = {}
         """Engines by degree and by whether they speculate."""
         self._engines: list[TokenClockEngine] = []
@@ -200,7 +203,8 @@ class Simulation:
             self.now, _, index, thing = heap[0]
             if index < 0:
                 heapq.heappop(heap)
-                take(thing)
+                if not (self._cancelled and self._was_cancelled(thing)):
+                    take(thing)
             elif thing.next_finish == self.now:
                 finish_one(index, thing)
             else:  # the engine was touched since
@@ -265,6 +269,8 @@ class Simulation:
                 pass
             case Score():
                 self._score(command)
+            case CancelScore(samples=samples):
+                self._cancel_checks(samples)
             case _:
                 assert_never(command)
 
@@ -452,15 +458,41 @@ class Simulation:
             return
         if self._slowdown:
             seconds *= self._slowdown.get(sample.prompt.source, 1.0)
-        timeout_s = command.timeout_s
+        timeout_s, timed_out = command.timeout_s, False
         if timeout_s is not None and seconds >= timeout_s:
-            seconds, value = timeout_s, 0.0
+            seconds, value, timed_out = timeout_s, 0.0, True
         self._counter += 1
         when = self.now + seconds
         event = SampleScored(
-            time_s=when, sample=sample, value=value, parts=_NO_PARTS, seconds=seconds
+            time_s=when,
+            sample=sample,
+            value=value,
+            parts=_NO_PARTS,
+            seconds=seconds,
+            timed_out=timed_out,
         )
         heapq.heappush(self._heap, (when, self._counter, -1, event))
+
+    def _was_cancelled(self, event: Event) -> bool:
+        if not isinstance(event, SampleScored) or event.sample not in self._cancelled:
+            return False
+        self._cancelled.remove(event.sample)
+        return True
+
+    def _cancel_checks(self, samples: Sequence[SampleId]) -> None:
+        """They end now; what the heap holds of them is passed over when its time comes."""
+        self._cancelled.update(samples)
+        for sample in samples:
+            self._at_once.append(
+                SampleScored(
+                    time_s=self.now,
+                    sample=sample,
+                    value=None,
+                    parts=_NO_PARTS,
+                    reason="not needed any more",
+                    cause="cancelled",
+                )
+            )
 
     # -- training ----------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ property."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollpacker.core.commands import (
     Abort,
+    CancelScore,
     Commit,
     Defer,
     Drop,
@@ -21,6 +23,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -185,6 +188,11 @@ def test_a_race_on_verdicts_waits_for_the_reward() -> None:
     for command in commands_of(world, TrainOn):
         for group in command.groups:
             assert all(sample in scored for sample in group)
+    assert commands_of(world, CancelScore)
+    assert world.job.num_late["SampleScored"] == 0
+    lenient = replace(config, rewards=RewardScheduleConfig(cancel=False))
+    world = World(lenient, num_rows=100, verdict_delay=30.0).run()
+    assert not commands_of(world, CancelScore)
     assert world.job.num_late["SampleScored"] > 0
 
 
@@ -242,6 +250,7 @@ def a_config(tail: TailBatchingConfig, overlap: bool, stream: bool, **values: ob
     rewards = RewardScheduleConfig(
         overlap=overlap or tail.race == "scored",
         order=values.pop("order"),  # type: ignore[arg-type]
+        cancel=values.pop("cancel"),  # type: ignore[arg-type]
         kinds={"train": values.pop("kind")},  # type: ignore[dict-item]
     )
     stream_config = StreamConfig(enabled=stream and tail.debias == "none", reward_wait=True)
@@ -269,7 +278,11 @@ worlds = st.builds(
         tail=tails.filter(lambda tail: tail is not None),
         overlap=st.booleans(),
         stream=st.booleans(),
-        order=st.sampled_from(["fifo", "closest"]),
+        order=st.sampled_from(["fifo", "closest", "longest"]),
+        cancel=st.booleans(),
+        dynamic_sampling=st.builds(
+            DynamicSamplingConfig, enabled=st.booleans(), max_refills=st.integers(0, 3)
+        ),
         kind=st.builds(
             RewardKindConfig,
             workers=st.none() | st.integers(1, 3),
@@ -284,6 +297,7 @@ worlds = st.builds(
     seed=st.integers(0, 1_000_000),
     failure_rate=st.sampled_from([0.0, 0.1, 0.5]),
     no_verdict_rate=st.sampled_from([0.0, 0.1, 0.6]),
+    infrastructure_rate=st.sampled_from([0.0, 0.3]),
     verdict_delay=st.sampled_from([0.0, 3.0, 100.0]),
     late_finish_rate=st.sampled_from([0.0, 0.5, 1.0]),
     sources=st.sampled_from([("train",), ("train", "other"), ("train", "train", "train", "other")]),
@@ -365,7 +379,9 @@ def test_a_short_round_ends_when_its_last_needed_prompt_does(world: World) -> No
     """Time, not only order: a round lasts exactly as long as its slowest kept sample."""
     world.failure_rate = world.late_finish_rate = 0.0
     world.verdict_delay = 0.0
-    world.no_verdict_rate = 0.0
+    world.no_verdict_rate = world.infrastructure_rate = 0.0
+    world.config = replace(world.config, dynamic_sampling=DynamicSamplingConfig())
+    world.job = Job(world.config)
     world.run()
     launched_at = {
         s: r.time_s

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rollpacker.core.commands import (
     Abort,
+    CancelScore,
     Command,
     Commit,
     Defer,
@@ -53,6 +54,8 @@ class World:
     length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
     failure_rate: float = 0.0
     no_verdict_rate: float = 0.0
+    infrastructure_rate: float = 0.0
+    """Share of checks whose machinery fails."""
     verdict_delay: float = 0.0
     late_finish_rate: float = 0.0
     """Share of aborts that cross a finish on its way."""
@@ -68,6 +71,8 @@ class World:
         self.heap: list[tuple[float, int, Event]] = []
         self.counter = 0
         self.running: dict[SampleId, float] = {}
+        self.checking: set[SampleId] = set()
+        self.retried: set[SampleId] = set()
         self.version = 0
         self.finished: str | None = None
         self.longest_queue = 0
@@ -105,6 +110,10 @@ class World:
                 if event.sample not in self.running:
                     continue
                 del self.running[event.sample]
+            if isinstance(event, SampleScored):
+                if event.sample not in self.checking:
+                    continue  # cancelled
+                self.checking.remove(event.sample)
             commands = self.job.handle(event)
             self.longest_queue = max(self.longest_queue, self.job.num_queued)
             self.log.append(
@@ -126,10 +135,25 @@ class World:
             case Abort(samples=samples):
                 for sample in samples:
                     self.abort(sample)
-            case Score(sample=sample, timeout_s=timeout_s):
+            case CancelScore(samples=samples):
+                for sample in samples:
+                    self.push(
+                        0.0, SampleScored(time_s=0.0, sample=sample, value=None, cause="cancelled")
+                    )
+            case Score(sample=sample, timeout_s=timeout_s, retry=retry):
+                assert sample not in self.checking, "checked twice at the same time"
+                self.checking.add(sample)
                 rng = self.rng("verdict", sample)
                 value = None if rng.random() < self.no_verdict_rate else float(rng.random() < 0.5)
                 seconds = rng.random() * self.verdict_delay
+                if self.rng("machinery", sample, retry).random() < self.infrastructure_rate:
+                    self.push(
+                        seconds,
+                        SampleScored(time_s=0.0, sample=sample, value=None, cause="infrastructure"),
+                    )
+                    return
+                if retry:
+                    self.retried.add(sample)
                 if timeout_s is not None and seconds > timeout_s:
                     seconds, value = timeout_s, 0.0
                 self.push(
@@ -224,6 +248,7 @@ _SETTINGS = (
     "length",
     "failure_rate",
     "no_verdict_rate",
+    "infrastructure_rate",
     "verdict_delay",
     "late_finish_rate",
     "sources",
