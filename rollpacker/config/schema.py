@@ -6,15 +6,18 @@ Every default is on its field and nowhere else. Units are in the names. Frozen o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.job import JobConfig
+from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig
-from rollpacker.rewards.base import RewardConfig
+from rollpacker.rewards.base import RewardConfig, SandboxConfig
 from rollpacker.rollout.base import EngineConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
@@ -39,6 +42,7 @@ class RolloutConfig:
     """0 is off."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the model's end tokens."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,41 @@ class RolloutConfig:
             raise ValueError("top_p must lie in (0, 1]")
         if self.top_k < 0:
             raise ValueError("top_k must not be negative (0 is off)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSchedulerConfig:
+    """Which check starts when (`reward_scheduler.*`). Workers and deadlines are each reward's
+    own."""
+
+    overlap: bool = True
+    """Check a response while others are still generated. False: all of a round's together."""
+    order: Literal["auto", "fifo", "closest", "longest"] = "auto"
+    """Who is next when a worker becomes free: who came first; the prompt that lacks the fewest
+    verdicts; the check that is expected to take longest. auto: longest, but closest in a race on
+    verdicts."""
+    cancel: bool = True
+    """End checks of samples that are not needed any more."""
+    max_retries: int = 1
+    """How often a check is asked for again when a worker or an endpoint failed; then the sample has
+    no verdict."""
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+
+    def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
+        """As the core wants it."""
+        order = self.order
+        if order == "auto":
+            order = "closest" if race == "scored" else "longest"
+        return RewardScheduleConfig(
+            overlap=self.overlap,
+            order=order,
+            cancel=self.cancel,
+            max_retries=self.max_retries,
+            kinds=kinds,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +170,8 @@ class RunConfig:
     """Their weighted sum is a sample's reward."""
     seed: int = 0
     runs_dir: str = "runs"
+    reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
     """Gradients before a round is over. A run on one device has no device to give away: there only
@@ -154,6 +195,11 @@ class RunConfig:
                 "log-probs are then those of a truncated distribution, the trainer's are not"
             )
         self._check_stream_trainer()
+        if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
+            raise ValueError(
+                "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
+                " is scored before the rollout ends"
+            )
         slowest = max(reward.timeout_s for reward in self.rewards)
         if self.deadlines.reward_s < 2 * slowest:
             raise ValueError(
@@ -179,8 +225,19 @@ class RunConfig:
                 "has none to give to the trainer while others generate"
             )
 
-    def job(self, *, prompt_tokens: int = 0) -> JobConfig:
-        """What the core needs to know. `prompt_tokens`: mean length of a prompt."""
+    @property
+    def routed(self) -> bool:
+        """Rewards choose rows by their task; each task is then a source of prompts of its own."""
+        return any(reward.tasks is not None for reward in self.rewards)
+
+    def job(
+        self,
+        *,
+        prompt_tokens: int = 0,
+        reward_kinds: Mapping[str, RewardKindConfig] | None = None,
+    ) -> JobConfig:
+        """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
+        workers and deadlines by source of prompts."""
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
@@ -188,6 +245,8 @@ class RunConfig:
             max_response_tokens=self.rollout.max_response_tokens,
             prompt_tokens=prompt_tokens,
             tail_batching=self.tail_batching,
+            dynamic_sampling=self.rollout.dynamic_sampling,
+            rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
         )
 

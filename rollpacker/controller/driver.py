@@ -43,9 +43,11 @@ from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.evaluation import evaluate, reward_input
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.waiting import Collecting, in_daemon_thread
 from rollpacker.core.commands import (
     Abort,
+    CancelScore,
     Command,
     Commit,
     Defer,
@@ -89,8 +91,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_REWARD_CALLS = 8
-"""Reward batches under way at once; what finishes meanwhile joins the next batch."""
+NUM_SLOWEST = 10
+"""So many of a step's slowest checks are kept with their text, trained on or not."""
 
 MAX_REASONS = 100
 """Different reasons that are counted; free texts could go on for ever."""
@@ -146,8 +148,16 @@ class Controller:
         self._verdicts: dict[SampleId, Scored] = {}
         self._completions: dict[SampleId, str] = {}
         """The text that a verdict was given on."""
-        self._to_score: deque[Score] = deque()
-        self._reward_tasks: set[asyncio.Task[None]] = set()
+        self._check_s: dict[SampleId, float] = {}
+        """How long checks took."""
+        self._scoring = Scoring(
+            parts.reward,
+            parts.job.config.rewards,
+            self._lock,
+            read=self._read,
+            answer=self._answer,
+            ended=self._check_ended,
+        )
         self._to_stream: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were asked for and are not begun."""
         self._streamed: dict[SampleId, TrainSample] = {}
@@ -203,11 +213,11 @@ class Controller:
                     return self._reason_of(command)
                 await self._execute(command)
         finally:
-            for task in self._reward_tasks:
-                task.cancel()
+            self._scoring.close()
 
-    def open(self, *, started_at: str, began_s: float) -> None:
-        """Write the session's first entries: who takes up the run, and how long loading took."""
+    def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
+        """Write the session's first entries: who takes up the run, and how long loading took.
+        `marks`: see `Session`."""
         job = self.parts.job
         with self._lock:
             self._write(
@@ -217,6 +227,7 @@ class Controller:
                     step=job.step,
                     job=job.config.to_plain(),
                     slots=self.config.rollout.engine.max_slots,
+                    marks=marks,
                 )
             )
             self.note("startup", self.now() - began_s, job.step, {})
@@ -228,8 +239,9 @@ class Controller:
         return finish.reason
 
     async def close(self) -> None:
-        """Let go of the engine. What the log holds is made durable."""
+        """Let go of engine and rewards. What the log holds is made durable."""
         await self.parts.engine.close()
+        await self.parts.reward.close()
         self._observe()
         self.parts.log.flush()
 
@@ -266,14 +278,18 @@ class Controller:
         """Quick commands at once; slow ones go to the main task."""
         match command:
             case Launch():
-                self._kind = command.kind
+                self._kind = self._kind or command.kind
                 self.parts.engine.submit([self._request(sample) for sample in command.samples])
             case Abort(samples=samples):
                 self.parts.engine.abort(samples)
             case Score():
-                self._to_score.append(command)  # handed over when the engine's call ends
-            case Defer() | Drop():
-                pass  # recorded in the log; their responses go when the round is trained on
+                self._scoring.ask(command)  # handed over when the engine's call ends
+            case CancelScore(samples=samples):
+                self._post(self._scoring.cancel, samples)
+            case Drop(reason=reason):
+                self._tell(reason)
+            case Defer():
+                pass  # recorded in the log; the responses go when the round is trained on
             case Release():
                 raise AssertionError(f"{command}: the one device of a run cannot be released")
             case StartGradients(groups=groups):
@@ -329,9 +345,9 @@ class Controller:
                         self._post(self._fail, self._broken_policy(output.event))
                         return
                 self._take(output.event)
-            scoring = bool(self._to_score)
+            scoring = self._scoring.waits
         if scoring:  # outside of the lock, which the event loop would at once wait for
-            self._post(self._score_waiting)
+            self._post(self._scoring.start)
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
         """An update that was finite may still have spoilt the weights."""
@@ -346,6 +362,10 @@ class Controller:
     def _count_reason(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) < MAX_TOLD_REASONS:
             logger.warning("no use for a sample: %s (further ones are only counted)", reason)
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        """Count it, for the message of a run that cannot go on."""
         if reason in self._reasons or len(self._reasons) < MAX_REASONS:
             self._reasons[reason] += 1
 
@@ -369,80 +389,27 @@ class Controller:
 
     # -- rewards -----------------------------------------------------------------------
 
-    def _score_waiting(self) -> None:
-        """Hand what waits for a verdict to the reward: as one batch, but one by one what has a
-        deadline of its own."""
-        while self._to_score and len(self._reward_tasks) < MAX_REWARD_CALLS:
-            with self._lock:
-                asked = [self._to_score.popleft()]
-                timeout_s = asked[0].timeout_s
-                while timeout_s is None and self._to_score and self._to_score[0].timeout_s is None:
-                    asked.append(self._to_score.popleft())
-                samples = [command.sample for command in asked]
-                responses = [self._responses[sample] for sample in samples]
-            task = asyncio.ensure_future(self._score(samples, responses, timeout_s))
-            self._reward_tasks.add(task)
-            task.add_done_callback(self._scored)
+    def _read(self, sample: SampleId) -> RewardInput:
+        """What the reward sees of a sample."""
+        with self._lock:
+            response = self._responses[sample]
+        judged = reward_input(self._row(sample), response, self.parts.decode)
+        self._completions[sample] = judged.completion
+        return judged
 
-    async def _score(
-        self, samples: list[SampleId], responses: list[Response], timeout_s: float | None
-    ) -> None:
-        inputs = [
-            reward_input(self._row(sample), response, self.parts.decode)
-            for sample, response in zip(samples, responses, strict=True)
-        ]
-        self._completions.update(
-            (sample, judged.completion) for sample, judged in zip(samples, inputs, strict=True)
-        )
-        began = self.now()
-        verdicts: Sequence[Scored | Failed]
-        if timeout_s is None:
-            verdicts = await self.parts.reward.score(inputs)
-        else:
-            verdicts = await self._score_within(timeout_s, inputs)
-        seconds = round(self.now() - began, 6)
-        if timeout_s is not None:
-            seconds = min(seconds, timeout_s)
-        for sample, verdict in zip(samples, verdicts, strict=True):
-            self._take(self._scored_event(sample, verdict, seconds))
-
-    async def _score_within(
-        self, timeout_s: float, inputs: Sequence[RewardInput]
-    ) -> Sequence[Scored | Failed]:
-        """The verdicts; those that are not there in time are given up."""
-        scoring = asyncio.ensure_future(self.parts.reward.score(inputs))
-        try:
-            done, _ = await asyncio.wait({scoring}, timeout=timeout_s)
-            if done:
-                return scoring.result()
-            return [Failed(reason=f"deadline of {timeout_s:g} s")] * len(inputs)
-        finally:
-            scoring.cancel()
-
-    def _scored_event(
-        self, sample: SampleId, verdict: Scored | Failed, seconds: float
-    ) -> SampleScored:
+    def _answer(self, event: SampleScored, verdict: Scored | Failed | None) -> None:
         if isinstance(verdict, Scored):
-            self._verdicts[sample] = verdict
-            value, reason = verdict.value, ""
-        else:
+            self._verdicts[event.sample] = verdict
+        elif verdict is not None:
             self._count_reason(verdict.reason)
-            value, reason = None, verdict.reason
-        return SampleScored(
-            time_s=0.0,
-            sample=sample,
-            value=value,
-            parts=verdict.parts,
-            reason=reason,
-            seconds=seconds,
-        )
+        if event.seconds is not None:
+            self._check_s[event.sample] = event.seconds
+        self._take(event)
 
-    def _scored(self, task: asyncio.Task[None]) -> None:
-        self._reward_tasks.discard(task)
+    def _check_ended(self, error: BaseException | None) -> None:
         self._last_sign = self.now()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if error is not None:
             self._fail(error)
-        self._score_waiting()
 
     def _row(self, sample: SampleId) -> PromptRow:
         return self.parts.prompts.rows[sample.prompt.row]
@@ -495,6 +462,16 @@ class Controller:
         self.note("gradients", self.now() - began, step, {"groups": len(groups)})
 
     async def _train(self, command: TrainOn) -> None:
+        if command.num_missing:
+            logger.warning(
+                "step %d trains on %d groups instead of %d: the others had no signal or no"
+                " verdicts, and refilling found no more (at most"
+                " rollout.dynamic_sampling.max_refills=%d rounds, none while the queue is emptied)",
+                command.step,
+                len(command.groups),
+                len(command.groups) + command.num_missing,
+                self.config.rollout.dynamic_sampling.max_refills,
+            )
         trainer = self.parts.trainer
         streamed, self._streamed = self._streamed, {}
         with self._diverging(command.step):
@@ -542,15 +519,16 @@ class Controller:
     def _save_samples(
         self, command: TrainOn, samples: Sequence[TrainSample], writer: SampleWriter
     ) -> None:
-        """While the trainer works."""
-        advantages = {sample.sample: sample.advantage for sample in samples}
+        """Those trained on, and the slowest to check; while the trainer works."""
+        trained = {sample.sample: sample for sample in samples}
         weights = {} if command.weights is None else _by_sample(command.groups, command.weights)
-        for sample in (s for group in command.groups for s in group):
-            response, verdict, row = (
-                self._responses[sample],
-                self._verdicts[sample],
-                self._row(sample),
-            )
+        slow = sorted(self._check_s, key=lambda sample: (-self._check_s[sample], sample))
+        others = [s for s in slow[:NUM_SLOWEST] if s not in trained and s in self._completions]
+        for sample in [s for group in command.groups for s in group] + others:
+            row, response = self._row(sample), self._responses[sample]
+            verdict = self._verdicts.get(sample)
+            parts = {} if verdict is None else verdict.parts
+            is_trained = sample in trained
             writer.add(
                 {
                     "step": command.step,
@@ -561,10 +539,12 @@ class Controller:
                     "completion": self._completions[sample],
                     "finish_reason": response.finish_reason,
                     "num_tokens": len(response.tokens),
-                    "reward": verdict.value,
-                    **{f"reward/{n}": verdict.parts.get(n) for n in self.parts.reward.names},
-                    "advantage": advantages[sample],
-                    "loss_weight": weights.get(sample, 1.0),
+                    "reward": None if verdict is None else verdict.value,
+                    **{f"reward/{n}": parts.get(n) for n in self.parts.reward.names},
+                    "check_s": self._check_s.get(sample),
+                    "trained": is_trained,
+                    "advantage": trained[sample].advantage if is_trained else None,
+                    "loss_weight": weights.get(sample, 1.0) if is_trained else 0.0,
                 }
             )
 
@@ -592,10 +572,12 @@ class Controller:
     def _forget_responses(self) -> None:
         """The round is settled; only what still waits for a (late) verdict is kept."""
         with self._lock:
-            waiting = [command.sample for command in self._to_score]
+            waiting = self._scoring.waiting()
             self._responses = {sample: self._responses[sample] for sample in waiting}
             self._verdicts.clear()
             self._completions.clear()
+            self._check_s.clear()
+            self._kind = ""
 
     def _checkpoint_state(self) -> dict[str, Any]:
         """All that a resume needs besides tensors; also makes log and samples durable up to
@@ -636,6 +618,7 @@ class Controller:
                 "deadlines.reward_s",
                 self.parts.reward.score(inputs),
                 "the rewards of an evaluation",
+                self._rewards_wait,
             ),
             decode=self.parts.decode,
             rows=dict(enumerate(prompts.rows[: config.max_prompts])),
@@ -675,8 +658,9 @@ class Controller:
             return item
 
     def _check_rollout(self) -> None:
-        """A rollout is alive while events come or the engine decodes."""
-        if self._engine_works():
+        """A rollout is alive while events come or the engine decodes; an outage of something that
+        the rewards need is waited for by them, as long as they are told to."""
+        if self._engine_works() or self._rewards_wait():
             return
         with self._lock:
             what = self.parts.job.waiting_for()
@@ -684,6 +668,13 @@ class Controller:
         limit = getattr(self.config.deadlines, key)
         if self.now() - self._last_sign > limit:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def _rewards_wait(self) -> bool:
+        """Whether the rewards wait for something outside that is down."""
+        if self.parts.reward.outage() is None:
+            return False
+        self._last_sign = self.now()
+        return True
 
     def _engine_works(self) -> bool:
         """Whether the engine made progress since the last look."""

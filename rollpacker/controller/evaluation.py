@@ -76,6 +76,7 @@ def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardIn
         completion_tokens=response.tokens,
         finish_reason=response.finish_reason,
         columns=row.columns,
+        task=row.task,
     )
 
 

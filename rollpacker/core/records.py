@@ -37,6 +37,9 @@ class Session:
     slots: int | None = None
     """Samples that the engine decodes at the same time at most; None: no limit was set, or the log
     is older than this field."""
+    marks: tuple[str, ...] = ()
+    """What every number of this session must be read with: "unsandboxed" if model-written code ran
+    without isolation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ def encode(entry: Entry) -> str:
             "step": entry.step,
             "job": dict(entry.job),
             "slots": entry.slots,
+            "marks": list(entry.marks),
         }
     return json.dumps(line, separators=(",", ":"), ensure_ascii=True)
 
@@ -111,6 +115,7 @@ def decode(line: str) -> Entry:
                 step=raw["step"],
                 job=raw["job"],
                 slots=raw.get("slots"),
+                marks=tuple(raw.get("marks", ())),
             )
         if "note" in raw:
             return Note(

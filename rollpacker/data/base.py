@@ -49,6 +49,9 @@ class DatasetConfig:
     prompt_column: str = "prompt"
     answer_column: str | None = None
     """Its value reaches rewards as `answer`, whatever it is called in the file."""
+    task_column: str | None = None
+    """Says which kind of task a row is; rewards can choose rows by it (`rewards[].tasks`). None:
+    `task` if the rows have it, else `data_source`."""
     prompt_template: str | None = None
     """Python format string over the row's columns that makes the prompt, such as
     "{question}\\n"."""
@@ -111,6 +114,8 @@ class PromptRow:
     prompt: str | list[dict[str, str]]
     tokens: tuple[int, ...]
     columns: Mapping[str, Any]
+    task: str | None = None
+    """What its task column says."""
 
 
 class PromptSet(Protocol):

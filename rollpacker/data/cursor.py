@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,15 @@ class PromptCursor:
     """Every row once per epoch, in an order that (seed, epoch) alone decides."""
 
     def __init__(
-        self, name: str, num_rows: int, seed: int, shuffle: bool, max_epochs: int | None
+        self,
+        name: str,
+        num_rows: int,
+        seed: int,
+        shuffle: bool,
+        max_epochs: int | None,
+        sources: Sequence[str] | None = None,
     ) -> None:
+        """`sources`: the source of each row's prompts; None: `name` for all."""
         if num_rows < 1:
             raise DataError(f"{name}: there are no rows to draw prompts from.")
         if max_epochs is not None and max_epochs < 1:
@@ -26,6 +33,7 @@ class PromptCursor:
         self._seed = seed
         self._shuffle = shuffle
         self._max_epochs = max_epochs
+        self._sources = sources
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -38,7 +46,7 @@ class PromptCursor:
         if self.ended:
             return (), True, True
         rows = self._order[self._position : self._position + count]
-        prompts = tuple(PromptId(self._name, self._epoch, int(row)) for row in rows)
+        prompts = tuple(PromptId(self._source(row), self._epoch, int(row)) for row in rows)
         self._position += len(prompts)
         epoch_ended = self._position == self._num_rows
         if epoch_ended:
@@ -87,6 +95,9 @@ class PromptCursor:
     def ended(self) -> bool:
         """Every epoch is through."""
         return self._max_epochs is not None and self._epoch >= self._max_epochs
+
+    def _source(self, row: int) -> str:
+        return self._name if self._sources is None else self._sources[row]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -42,6 +42,7 @@ class _Made:
     where: str
     prompt: Prompt
     columns: dict[str, Any]
+    task: str | None
 
 
 def load_prompts(
@@ -93,7 +94,8 @@ def _made_rows(config: DatasetConfig, split: str) -> list[_Made]:
     made, problems = [], []
     for row in rows:
         try:
-            made.append(_Made(row.where, maker.prompt(row), maker.columns(row)))
+            columns = maker.columns(row)
+            made.append(_Made(row.where, maker.prompt(row), columns, maker.task(row)))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -182,7 +184,7 @@ def _prompt_set(
         dropped[TOO_LONG] = len(too_long)
         _report_too_long(name, rows, tokens, too_long, config, limit)
     kept = tuple(
-        PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns)
+        PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task)
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
     )

@@ -48,6 +48,17 @@ class PromptMaker:
             columns["answer"] = row.columns[answer]
         return columns
 
+    def task(self, row: RawRow) -> str | None:
+        """Which kind of task the row is. Raises `DataError` if the column that should say so is
+        missing."""
+        name = self._config.task_column
+        if name is not None:
+            require_column(name, list(row.columns), "task_column", row.where)
+            value = row.columns[name]
+        else:
+            value = row.columns.get("task", row.columns.get("data_source"))
+        return None if value is None else str(value)
+
     def prompt(self, row: RawRow) -> Prompt:
         """Raises `DataError` that says what is wrong with the row."""
         prompt = self._with_system(_checked(self._bare_prompt(row), row.where))

@@ -37,6 +37,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.length_model import FloatArray
 from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.report.checks import CheckFold, KindChecks
 
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
@@ -93,6 +94,10 @@ class StepSummary:
     """Prompts dropped, by reason."""
     no_verdict: Mapping[str, int]
     """Samples without a verdict, by reason."""
+    checks: Mapping[str, KindChecks]
+    """By kind: source of the prompts."""
+    marks: tuple[str, ...]
+    """What these numbers must be read with, such as "unsandboxed"."""
     tokens_generated: int
     """Those of aborted samples included."""
     tokens_trained: int
@@ -177,6 +182,9 @@ class Accounting:
         self.live: set[SampleId] = set()
         self.start_s: float | None = None
         self.now_s = 0.0
+        self.marks: tuple[str, ...] = ()
+        """What every metric of the session at hand must be read with, such as "unsandboxed"."""
+        self._checks = CheckFold()
         self._lengths = _Lengths()
         self._lengths.begin(max_response_tokens)
         self._num_streaming = 0
@@ -282,10 +290,12 @@ class Accounting:
             # Whatever was in flight in the session before is launched again by the `Committed` that
             # follows.
             self._step = _Step()
+            self._checks = CheckFold()
             self.live.clear()
             self._open = self._close_rollout()
             self._start_rollout()
             self._phase = "controller"
+        self.marks = session.marks
         self.slots = self._given_slots if session.slots is None else session.slots
         self._lengths.begin(session.job.get("max_response_tokens") or self.max_response_tokens)
 
@@ -305,6 +315,7 @@ class Accounting:
         self._advance(record.time_s)
         event = record.event
         summary = None
+        self._checks.feed(record)
         match event:
             case SampleGenerated():
                 self._step.lengths[event.sample] = event.num_tokens
@@ -416,6 +427,8 @@ class Accounting:
             num_samples_failed=step.failed,
             dropped=dict(step.dropped),
             no_verdict=_no_verdict(step),
+            checks=self._checks.take(),
+            marks=self.marks,
             tokens_generated=sum(step.lengths.values()) + sum(step.stopped.values()),
             tokens_trained=sum(trained),
             reward_mean=statistics.fmean(flat) if flat else None,
@@ -505,7 +518,10 @@ def _no_verdict(step: _Step) -> dict[str, int]:
     reasons = Counter(
         verdict.reason or "no reason given"
         for sample, verdict in step.verdicts.items()
-        if verdict.value is None and sample in step.lengths and sample.prompt not in step.deferred
+        if verdict.value is None
+        and verdict.cause != "cancelled"
+        and sample in step.lengths
+        and sample.prompt not in step.deferred
     )
     return dict(sorted(reasons.items()))
 

@@ -55,7 +55,7 @@ class LiveReport:
         # The log can hold an evaluation of the step whose commit the resumed run is about to
         # repeat.
         for step, metrics in evaluations.items():
-            self._metrics.write_evaluation(step, metrics)
+            self._metrics.write_evaluation(step, metrics, self.accounting.marks)
         if self._display is not None and evaluations:
             self._display.on_evaluation(*list(evaluations.items())[-1])
 
@@ -66,7 +66,7 @@ class LiveReport:
             if self._display is not None:
                 self._display.on_step(step)
         elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
-            self._metrics.write_evaluation(entry.step, entry.metrics)
+            self._metrics.write_evaluation(entry.step, entry.metrics, self.accounting.marks)
             if self._display is not None:
                 self._display.on_evaluation(entry.step, entry.metrics)
 

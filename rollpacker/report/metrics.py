@@ -9,12 +9,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.report.accounting import LengthStats, StepSummary
+from rollpacker.report.checks import check_metrics
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -55,6 +56,8 @@ def step_metrics(step: StepSummary) -> dict[str, Value]:
         "long_queue/prompts": step.long_queue,
         **_round(step),
         **_timing(step),
+        **check_metrics(step.checks),
+        **dict.fromkeys(step.marks, 1),
     }
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -129,12 +132,14 @@ class MetricsWriter:
         """One row. Non-finite numbers become null, since JSON has none."""
         self._append(step, metrics)
 
-    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of its own, with the names that the evaluation gave (`eval/...`); a step that has
-        one keeps it."""
+    def write_evaluation(
+        self, step: int, metrics: Mapping[str, float], marks: Sequence[str] = ()
+    ) -> None:
+        """A row of its own, with the names that the evaluation gave (`eval/...`) and the session's
+        marks; a step that has one keeps it."""
         if step not in self._evaluated:
             self._evaluated.add(step)
-            self._append(step, metrics)
+            self._append(step, {**metrics, **dict.fromkeys(marks, 1)})
 
     def close(self) -> None:
         self._file.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.core.commands import Finish
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.accounting import CAUSES, Accounting, StepSummary
+from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.writing import replacing
 
@@ -23,6 +24,7 @@ SUMMARY_FILE = "summary.json"
 _LAST_STEPS = 5
 _NUM_REASONS = 5
 _REASON_WIDTH = 40
+_TELLING_S = 0.5
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
     accounting = Accounting()
     steps: list[StepSummary] = []
     evaluations: dict[int, Mapping[str, float]] = {}
+    marks: set[str] = set()
     sessions, finished = 0, None
     for entry in entries:
         step = accounting.feed(entry)
@@ -52,6 +55,7 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
             steps.append(step)
         if isinstance(entry, Session):
             sessions += 1
+            marks.update(entry.marks)
         elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
             evaluations[entry.step] = entry.metrics
         elif isinstance(entry, Record):
@@ -82,6 +86,10 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
             "failed": sum(step.num_samples_failed for step in steps),
             "no_verdict": _add_up(step.no_verdict for step in steps),
         },
+        "checks": {
+            name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
+        },
+        **dict.fromkeys(sorted(marks), True),
     }
 
 
@@ -187,6 +195,10 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     )
     parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
     parts += [_seconds_table(summary), _counts_table(summary)]
+    if any(_is_telling(kind) for kind in summary["checks"].values()):
+        parts.append(_checks_table(summary["checks"]))
+    if summary.get("unsandboxed"):
+        parts.append(Text("model-written code ran WITHOUT isolation in this run", "bold red"))
     if summary.get("paths"):
         parts.append(_paths_table(summary["paths"]))
     return Group(*parts)
@@ -280,6 +292,34 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
     if summary["samples"]["failed"]:
         table.add_row("samples that the engine failed on", f"{summary['samples']['failed']:,}")
+    return table
+
+
+def _is_telling(kind: Mapping[str, Any]) -> bool:
+    """Checks that took long enough to matter, or went wrong."""
+    counts = (kind["timed_out"], kind["retries"], kind["failed"], kind["deadline_s"])
+    return kind["longest_s"] >= _TELLING_S or any(counts)
+
+
+def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _table("checks", "count", "mean s", "longest", "queued s", "limit", "out", "failed")
+    for name, kind in kinds.items():
+        table.add_row(
+            name,
+            f"{kind['checks']:,}",
+            _number(kind["mean_s"]),
+            _number(kind["longest_s"]),
+            _number(kind["mean_queue_s"]),
+            _number(kind["deadline_s"], 2),
+            f"{kind['timed_out']:,}",
+            f"{sum(kind['failed'].values()):,}",
+        )
+    slowest = sorted(
+        (one for kind in kinds.values() for one in kind["slowest"]),
+        key=lambda one: -one["seconds"],
+    )
+    for one in slowest[:3]:
+        table.add_row(f"[dim]slow: {one['sample']}[/]", "", "", _number(one["seconds"]))
     return table
 
 

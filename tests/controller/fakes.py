@@ -175,11 +175,31 @@ class FakeReward:
         value=len(sample.completion_tokens) % 2, parts={"fake": 1.0}
     )
 
-    async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
+    down: str | None = None
+    """What it says that it waits for."""
+    closed: bool = False
+
+    async def open(self) -> None:
+        pass
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Scored | Failed]:
+        """A check that would take longer than its limit fails when the limit is reached."""
         if self.hangs:
             await asyncio.sleep(1000)
-        await asyncio.sleep(max(map(self.delay, samples)))
+        seconds = max(map(self.delay, samples))
+        if timeout_s is not None and seconds > timeout_s:
+            await asyncio.sleep(timeout_s)
+            return [Scored(value=0.0, seconds=timeout_s, timed_out=True) for _ in samples]
+        await asyncio.sleep(seconds)
         return [self.verdict(sample) for sample in samples]
+
+    def outage(self) -> str | None:
+        return self.down
+
+    async def close(self) -> None:
+        self.closed = True
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from typing import Any
 import pytest
 
 from benchmarks.exactly_once import check
-from rollpacker.config.schema import RunConfig
+from rollpacker.config.schema import EvalConfig, RunConfig
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.replay import equal_commands, replay
-from rollpacker.core.commands import Launch, Release, RoundKind, Score, StartGradients, TrainOn
+from rollpacker.core.commands import (
+    CancelScore,
+    Launch,
+    Release,
+    RoundKind,
+    Score,
+    StartGradients,
+    TrainOn,
+)
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import Committed, SampleScored, Trained
 from rollpacker.core.ids import PromptId, SampleId
@@ -27,7 +36,7 @@ from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
-from rollpacker.rewards.base import Failed, RewardInput, Scored
+from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
 from rollpacker.rollout.base import EngineStatus
 from rollpacker.trainer.base import NonFiniteError
 from tests.controller.fakes import (
@@ -332,39 +341,123 @@ def test_loss_weights_reach_the_trainer_and_the_samples_file(tmp_path: Path) -> 
         for path in sorted((tmp_path / "samples").glob("*.parquet"))
         for row in pyarrow.parquet.read_table(path).to_pylist()
     ]
+    rows = [row for row in rows if row["trained"]]
     of_first = {row["sample_id"]: row["loss_weight"] for row in rows if row["step"] == 1}
     assert of_first == {str(sample): 0.5 + sample.index for sample in first}
     assert {row["loss_weight"] for row in rows if row["step"] == 2} == {1.0}
 
 
-def test_a_check_that_outlives_its_deadline_is_given_up(tmp_path: Path) -> None:
-    deadline = AdaptiveDeadlineConfig(min_s=0.05, max_s=0.1, adaptive=False)
+def scored_events(recorder: Any) -> list[SampleScored]:
+    return [
+        entry.event
+        for entry in recorder.entries
+        if isinstance(entry, Record) and isinstance(entry.event, SampleScored)
+    ]
+
+
+def test_the_reward_is_told_the_deadline_in_force(tmp_path: Path) -> None:
+    deadline = AdaptiveDeadlineConfig(min_s=0.05, max_s=0.5, adaptive=False)
     rewards = RewardScheduleConfig(kinds={"train": RewardKindConfig(deadline=deadline)})
 
     def hangs(sample: RewardInput) -> bool:
         return len(sample.completion_tokens) == 3
 
-    controller, recorder = make(
-        tmp_path,
-        run_config(steps=2),
-        reward=FakeReward(delay=lambda sample: 30.0 if hangs(sample) else 0.0),
-        rewards=rewards,
-    )
+    reward = FakeReward(delay=lambda sample: 30.0 if hangs(sample) else 0.0)
+    controller, recorder = make(tmp_path, run_config(steps=2), reward=reward, rewards=rewards)
     controller.parts = _without_eval(controller.parts)
     drive(controller)
-    assert {command.timeout_s for command in recorded(recorder, Score)} == {0.1}
-    verdicts = [
-        entry.event
-        for entry in recorder.entries
-        if isinstance(entry, Record) and isinstance(entry.event, SampleScored)
-    ]
-    late = [verdict for verdict in verdicts if verdict.value is None]
+    assert {command.timeout_s for command in recorded(recorder, Score)} == {0.5}
+    verdicts = [event for event in scored_events(recorder) if event.cause != "cancelled"]
+    late = [verdict for verdict in verdicts if verdict.timed_out]
     assert late and len(late) < len(verdicts)
-    for verdict in late:
-        assert verdict.reason == "deadline of 0.1 s" and verdict.seconds == 0.1
-    assert all(v.seconds is not None and v.seconds < 0.1 for v in verdicts if v.value is not None)
+    assert all(verdict.value == 0 and verdict.seconds == 0.5 for verdict in late)
+    assert all(v.seconds is not None and v.seconds < 0.5 for v in verdicts if not v.timed_out)
+    assert reward.closed
     assert check(tmp_path / "events.jsonl")["problems"] == []
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
+
+
+def test_the_machinery_is_asked_again_and_never_trained_on_as_a_zero(tmp_path: Path) -> None:
+    asked: Counter[tuple[int, ...]] = Counter()
+
+    def verdict(sample: RewardInput) -> Scored | Failed:
+        asked[sample.completion_tokens] += 1
+        if len(sample.completion_tokens) == 3:
+            return Failed(reason="the worker died", cause=Cause.INFRASTRUCTURE)
+        return Scored(value=1.0)
+
+    controller, recorder = make(tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict))
+    controller.parts = _without_eval(controller.parts)
+    drive(controller)
+    failed = Counter(
+        event.sample for event in scored_events(recorder) if event.cause == "infrastructure"
+    )
+    assert set(failed.values()) <= {1, 2}  # once, if its prompt was deferred meanwhile
+    assert 2 in failed.values()
+    trained = {s for c in recorded(recorder, TrainOn) for group in c.groups for s in group}
+    assert not set(failed) & trained
+    assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
+
+
+def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> None:
+    """In a race on verdicts, the check of a surplus sample ends at once, not after its 4 s."""
+    rewards = RewardScheduleConfig(kinds={"train": RewardKindConfig(workers=64)})
+    config = replace(
+        run_config(steps=2),
+        tail_batching=TailBatchingConfig(race="scored", sample_factor=3.0, prompt_factor=2.0),
+    )
+    reward = FakeReward(delay=lambda s: 4.0 if len(s.completion_tokens) == 1 else 0.0)
+    controller, recorder = make(tmp_path, config, reward=reward, rewards=rewards)
+    controller.parts = _without_eval(controller.parts)
+    drive(controller)
+    entries = [entry for entry in recorder.entries if isinstance(entry, Record)]
+    cancelled = {
+        s: entry.time_s
+        for entry in entries
+        for command in entry.commands
+        if isinstance(command, CancelScore)
+        for s in command.samples
+    }
+    answered = {
+        entry.event.sample: entry.time_s
+        for entry in entries
+        if isinstance(entry.event, SampleScored) and entry.event.cause == "cancelled"
+    }
+    assert answered
+    assert all(answered[s] - cancelled[s] < 2.0 for s in answered)
+    assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
+
+
+def test_an_outage_that_the_rewards_wait_for_does_not_end_the_run(tmp_path: Path) -> None:
+    reward = FakeReward(delay=lambda sample: 1.2, down="the judge has been down for 1 s")
+    config = replace(run_config(steps=1, reward_s=0.4), eval=EvalConfig(every_steps=None))
+    controller, _ = make(tmp_path, config, reward=reward)
+    controller.parts = _without_eval(controller.parts)
+    assert drive(controller) == "every step is done"
+
+
+def test_the_slowest_checks_keep_their_text(tmp_path: Path) -> None:
+    """Also those without a verdict, which are not trained on."""
+    import pyarrow.parquet
+
+    def verdict(sample: RewardInput) -> Scored | Failed:
+        seconds = float(len(sample.completion_tokens))
+        if seconds == 3:
+            return Failed(reason="unreadable", seconds=99.0)
+        return Scored(value=1.0, seconds=seconds)
+
+    controller, _ = make(tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict))
+    controller.parts = _without_eval(controller.parts)
+    drive(controller)
+    rows = [
+        row
+        for path in sorted((tmp_path / "samples").glob("*.parquet"))
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+    slowest = [row for row in rows if row["check_s"] == 99.0]
+    assert slowest and not any(row["trained"] for row in slowest)
+    assert all(row["completion"] == "xxx" and row["reward"] is None for row in slowest)
+    assert all(row["check_s"] == row["num_tokens"] for row in rows if row["trained"])
 
 
 @pytest.mark.parametrize(
@@ -375,6 +468,7 @@ def test_a_check_that_outlives_its_deadline_is_given_up(tmp_path: Path) -> None:
         StartGradients(step=3, groups=((_SAMPLE,), (_SAMPLE,))),
         Release(devices=(2, 3)),
         Score(sample=_SAMPLE, timeout_s=2.5),
+        CancelScore(samples=(_SAMPLE,)),
         Launch(round=1, kind=RoundKind.CASCADE, samples=(_SAMPLE,), version=0, tensor_parallel=2),
     ],
 )

@@ -49,7 +49,10 @@ def test_every_metric_is_in_the_documentation():
         for more in names[1:]:  # `/max` and `_trained` stand for the first name with another ending
             stem = first.rsplit(more[0], 1)[0] if more[0] in "/_" else ""
             documented.add(stem + more)
-    prefixes = ("actor/", "response_length_all/", "round/dropped/", "round/no_verdict/", "rewards/")
+    prefixes = (
+        *("actor/", "response_length_all/", "round/dropped/", "round/no_verdict/", "rewards/"),
+        "perf/checks/",
+    )
     for summary in summaries():
         for name in step_metrics(summary):
             assert name in documented or name.startswith(prefixes), name

@@ -1,0 +1,175 @@
+"""How the checks of a step went, kind by kind: time, queue, deadline, timeouts, failures, and the
+slowest ones by name. A kind is the source of its prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rollpacker.core.commands import Score
+from rollpacker.core.events import SampleGenerated, SampleScored
+from rollpacker.core.ids import SampleId
+from rollpacker.core.records import Record
+
+NUM_SLOWEST = 10
+
+Value = float | int | str
+
+
+@dataclass(slots=True)
+class KindChecks:
+    """Checks of one kind that ended in a step, or in several."""
+
+    num_checks: int = 0
+    """Verdicts and failures; cancelled checks are not among them."""
+    total_s: float = 0.0
+    """Execution time, summed."""
+    longest_s: float = 0.0
+    queue_s: float = 0.0
+    """From the end of the response to the start of the check, summed."""
+    longest_queue_s: float = 0.0
+    deadline_s: float | None = None
+    """In force for the last check that began. None: the reward's own limit."""
+    num_timed_out: int = 0
+    """Answers that ran into it and count as wrong."""
+    num_retries: int = 0
+    """Checks asked for again since the machinery failed."""
+    num_cancelled: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """Checks that gave no verdict, by cause; retried ones included."""
+    slowest: list[tuple[float, str]] = field(default_factory=list)
+    """(seconds, sample), slowest first."""
+
+    def add(self, other: KindChecks) -> None:
+        """Put what another step brought to this."""
+        self.num_checks += other.num_checks
+        self.total_s += other.total_s
+        self.longest_s = max(self.longest_s, other.longest_s)
+        self.queue_s += other.queue_s
+        self.longest_queue_s = max(self.longest_queue_s, other.longest_queue_s)
+        self.deadline_s = self.deadline_s if other.deadline_s is None else other.deadline_s
+        self.num_timed_out += other.num_timed_out
+        self.num_retries += other.num_retries
+        self.num_cancelled += other.num_cancelled
+        self.failed.update(other.failed)
+        self.slowest = sorted(self.slowest + other.slowest, key=_slowest_first)[:NUM_SLOWEST]
+
+    @property
+    def mean_s(self) -> float | None:
+        return self.total_s / self.num_checks if self.num_checks else None
+
+    @property
+    def mean_queue_s(self) -> float | None:
+        return self.queue_s / self.num_checks if self.num_checks else None
+
+    def plain(self) -> dict[str, object]:
+        """For `summary.json`."""
+        return {
+            "checks": self.num_checks,
+            "mean_s": self.mean_s,
+            "longest_s": self.longest_s,
+            "mean_queue_s": self.mean_queue_s,
+            "longest_queue_s": self.longest_queue_s,
+            "deadline_s": self.deadline_s,
+            "timed_out": self.num_timed_out,
+            "retries": self.num_retries,
+            "cancelled": self.num_cancelled,
+            "failed": dict(sorted(self.failed.items())),
+            "slowest": [{"sample": sample, "seconds": seconds} for seconds, sample in self.slowest],
+        }
+
+
+def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
+    return -entry[0], entry[1]
+
+
+class CheckFold:
+    """Feed it the log's records; `take` what a step brought."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, KindChecks] = {}
+        self._generated_s: dict[SampleId, float] = {}
+        self._queue_s: dict[SampleId, float] = {}
+
+    def feed(self, record: Record) -> None:
+        event = record.event
+        if isinstance(event, SampleGenerated):
+            self._generated_s[event.sample] = record.time_s
+        elif isinstance(event, SampleScored):
+            self._end(event)
+        for command in record.commands:
+            if isinstance(command, Score):
+                self._start(command, record.time_s)
+
+    def take(self) -> dict[str, KindChecks]:
+        """By kind; those that still run belong to the step in which they end."""
+        taken, self._kinds = self._kinds, {}
+        self._generated_s.clear()
+        for kind in taken.values():
+            kind.slowest = sorted(kind.slowest, key=_slowest_first)[:NUM_SLOWEST]
+        return dict(sorted(taken.items()))
+
+    def _kind(self, sample: SampleId) -> KindChecks:
+        return self._kinds.setdefault(sample.prompt.source, KindChecks())
+
+    def _start(self, command: Score, now: float) -> None:
+        kind = self._kind(command.sample)
+        kind.deadline_s = command.timeout_s
+        kind.num_retries += command.retry > 0
+        if not command.retry:
+            waited = now - self._generated_s.pop(command.sample, now)
+            self._queue_s[command.sample] = max(0.0, waited)
+
+    def _end(self, event: SampleScored) -> None:
+        kind = self._kind(event.sample)
+        waited = self._queue_s.pop(event.sample, 0.0)
+        if event.cause == "cancelled":
+            kind.num_cancelled += 1
+            return
+        seconds = event.seconds or 0.0
+        kind.num_checks += 1
+        kind.total_s += seconds
+        kind.longest_s = max(kind.longest_s, seconds)
+        kind.queue_s += waited
+        kind.longest_queue_s = max(kind.longest_queue_s, waited)
+        kind.num_timed_out += event.timed_out
+        if event.value is None:
+            kind.failed[event.cause or "unknown"] += 1
+        kind.slowest.append((seconds, str(event.sample)))
+
+
+def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
+    """A step's row: `perf/checks/KIND/...`, and the slowest by name."""
+    metrics: dict[str, Value | None] = {}
+    for name, kind in kinds.items():
+        prefix = f"perf/checks/{name}"
+        metrics |= {
+            f"{prefix}/count": kind.num_checks,
+            f"{prefix}/time_s/mean": kind.mean_s,
+            f"{prefix}/time_s/max": kind.longest_s if kind.num_checks else None,
+            f"{prefix}/queue_s/mean": kind.mean_queue_s,
+            f"{prefix}/queue_s/max": kind.longest_queue_s if kind.num_checks else None,
+            f"{prefix}/deadline_s": kind.deadline_s,
+            f"{prefix}/timed_out": kind.num_timed_out,
+            f"{prefix}/retries": kind.num_retries,
+            f"{prefix}/cancelled": kind.num_cancelled,
+            **{f"{prefix}/failed/{cause}": num for cause, num in sorted(kind.failed.items())},
+        }
+    slowest = _slowest(kinds.values())
+    if slowest:
+        metrics["perf/checks/slowest"] = "; ".join(f"{s} {seconds:.3f} s" for seconds, s in slowest)
+    return metrics
+
+
+def add_up(steps: Iterable[Mapping[str, KindChecks]]) -> dict[str, KindChecks]:
+    """Several steps as one."""
+    total: dict[str, KindChecks] = {}
+    for step in steps:
+        for name, kind in step.items():
+            total.setdefault(name, KindChecks()).add(kind)
+    return dict(sorted(total.items()))
+
+
+def _slowest(kinds: Iterable[KindChecks]) -> list[tuple[float, str]]:
+    return sorted((one for kind in kinds for one in kind.slowest), key=_slowest_first)[:NUM_SLOWEST]
