@@ -185,6 +185,9 @@ class RewardStage:
     slowest_correct_s: float | None = None
     """No answer that takes longer to check is correct (math, code). None: the kind's limit; with
     the kind's own times, what is known of them."""
+    check_truncated: bool = True
+    """Also responses that were cut off at the limit are checked. False: they are wrong at once, as
+    a program without an end is."""
     lengths: LengthLaw | None = None
     """Response lengths of these prompts; None: the scenario's."""
 

@@ -146,6 +146,7 @@ class Simulation:
         self._observe = observe
         self._slowdown = {s: f for s, f in machine.check_slowdown.items() if f != 1.0}
         self._cap = config.max_response_tokens or math.inf
+        self._skips = workload.skip_truncated
         self._heap: list[tuple[float, int, int, Any]] = []
         """(time, counter, index of an engine, the engine) or (time, counter, -1, event)"""
         self._counter = 0
@@ -450,6 +451,8 @@ class Simulation:
     def _score(self, command: Score) -> None:
         sample = command.sample
         seconds, correct = self._workload.verdict(sample)
+        if sample[0][0] in self._skips and self._lengths[self._keys[sample]] >= self._cap:
+            seconds, correct = 0.0, False
         value = 1.0 if correct else 0.0
         if not seconds:
             self._at_once.append(

@@ -117,6 +117,10 @@ class Workload:
         self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
         self.policy_length_mean, self.policy_length_p95 = _policy(parts)
         """Mean and 95th percentile of what the policy writes by itself, capped, in tokens."""
+        self.skip_truncated = frozenset(
+            part.stage.kind for part in parts if not part.stage.check_truncated
+        )
+        """Sources whose responses are wrong without a check if they were cut off."""
 
     # -- the cursor --------------------------------------------------------------------
 

@@ -1,0 +1,74 @@
+"""Adaptive deadlines of checks in the simulator, against Fig. 13c of the RollPacker paper.
+
+7B, 8k tokens, code alone, the set-up and constants as shipped; the same `core/reward_schedule.py`
+that real runs use. Seconds of rollout and rewards per round, with a fixed 30 s limit and with the
+adaptive one. Programs that were cut off at the token limit are not run: they have no end.
+
+    python benchmarks/sim_deadlines.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from machine import ROOT, write_result
+
+from rollpacker.sim.result import StepResult
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+STEPS, SEEDS = 40, (0, 1, 2)
+CODE = (
+    "rewards=[{kind: code, share: 1.0, check_truncated: false, lengths: {preset: rollpacker-code}}]"
+)
+BASE = (CODE, "system=rollpacker", "stream_trainer.enabled=false")
+RACES = {
+    "race on scored, as the published code": (),
+    "race on generated, checks cancelled and longest first, as real runs here": (
+        "tail_batching.race=generated",
+        "reward_scheduler.cancel=true",
+        "reward_scheduler.order=longest",
+    ),
+}
+PUBLISHED = {("short", False): 55.9, ("short", True): 31.8, ("long", False): 79.7}
+PUBLISHED["long", True] = 82.0
+"""Digitized from the figure."""
+
+
+def rounds(overrides: Sequence[str]) -> list[StepResult]:
+    steps: list[StepResult] = []
+    for seed in SEEDS:
+        settings = (*BASE, *overrides, f"steps={STEPS}", f"seed={seed}")
+        steps += simulate(load_scenario(ROOT / "configs/scenarios/7b-8k.yaml", settings)).steps
+    return steps
+
+
+def mean_s(steps: Sequence[StepResult], kind: str) -> float:
+    values = [step.rollout_s + step.reward_s for step in steps if step.kind == kind]
+    return sum(values) / len(values)
+
+
+def main() -> None:
+    result: dict[str, dict[str, float]] = {}
+    for race, settings in RACES.items():
+        print(race)
+        arms = {
+            adaptive: rounds((*settings, f"reward_scheduler.adaptive_timeout={adaptive}".lower()))
+            for adaptive in (False, True)
+        }
+        row: dict[str, float] = {}
+        for kind in ("short", "long"):
+            fixed, adaptive = (mean_s(arms[which], kind) for which in (False, True))
+            row |= {f"{kind}_fixed_s": round(fixed, 1), f"{kind}_adaptive_s": round(adaptive, 1)}
+            print(
+                f"  {kind:5} fixed {fixed:6.1f} s (published {PUBLISHED[kind, False]:.1f}),"
+                f" adaptive {adaptive:6.1f} s (published {PUBLISHED[kind, True]:.1f}):"
+                f" {fixed / adaptive:.2f}x (published"
+                f" {PUBLISHED[kind, False] / PUBLISHED[kind, True]:.2f}x)"
+            )
+        result[race] = row
+    write_result("sim_deadlines", {"steps": STEPS, "seeds": list(SEEDS), "races": result})
+
+
+if __name__ == "__main__":
+    main()
