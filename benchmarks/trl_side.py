@@ -51,7 +51,7 @@ def trl_steps(config: RunConfig, num_steps: int, setting: TrlSetting) -> list[St
     from trl import GRPOConfig, GRPOTrainer
 
     from rollpacker.data.prompts import load_prompts
-    from rollpacker.rewards.functions import build_reward
+    from rollpacker.rewards.build import build_reward
 
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -168,6 +168,7 @@ def _reward_function(
     reward: Reward, rows: Sequence[PromptRow], eos: int, clock: _Clock
 ) -> Callable[..., list[float | None]]:
     """RollPacker's reward in TRL's shape: the same scorer judges both sides."""
+    loop = asyncio.new_event_loop()  # one for all calls: its workers stay
 
     def score(
         completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any
@@ -183,7 +184,7 @@ def _reward_function(
             )
             for number, text, ids in zip(row, completions, completion_ids, strict=True)
         ]
-        verdicts = asyncio.run(reward.score(inputs))
+        verdicts = loop.run_until_complete(reward.score(inputs))
         return [v.value if isinstance(v, Scored) else None for v in verdicts]
 
     return score

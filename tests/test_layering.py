@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("core", "config"),
     "algo": (),
     "rollout": NOUNS,
-    "rewards": (*NOUNS, "imports"),
+    "rewards": (*NOUNS, "core.deadlines", "imports"),
     "data": (*NOUNS, "imports"),
     "trainer": (*NOUNS, "algo"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),

@@ -140,3 +140,4 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
         )
     finally:
         await policy.engine.close()
+        await policy.reward.close()

@@ -9,14 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.reward_schedule import RewardKindConfig
 
 if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
-    from rollpacker.rewards.base import Reward
+    from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.torch_engine import TorchEngine
     from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
+
+TRAIN = "train"
+"""Source of the prompts to train on, where rewards do not tell tasks apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Policy:
     engine: TorchEngine
     train_prompts: LoadedPrompts
     eval_prompts: LoadedPrompts | None
-    reward: Reward
+    reward: WeightedReward
     threads: int
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -51,7 +55,7 @@ def load_policy(
     import dataclasses
 
     from rollpacker.data.prompts import load_prompts
-    from rollpacker.rewards.functions import build_reward
+    from rollpacker.rewards.build import build_reward
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.torch_engine import TorchEngine
     from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
@@ -59,7 +63,9 @@ def load_policy(
     model_config = config.model
     if model_path is not None:
         model_config = dataclasses.replace(model_config, path=model_path)
-    reward = build_reward(config.rewards)
+    reward = build_reward(
+        config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer
+    )
     train_prompts, eval_prompts = load_prompts(
         config.data,
         load_tokenizer(model_config.path),
@@ -71,7 +77,7 @@ def load_policy(
     )
     for prompts in (train_prompts, eval_prompts):
         if prompts is not None:
-            reward.check(row.columns for row in prompts.rows)
+            reward.check([(row.task, row.columns) for row in prompts.rows])
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)
@@ -86,6 +92,33 @@ def load_policy(
         reward=reward,
         threads=threads,
     )
+
+
+def _engine_completer(model_path: str) -> Any:
+    """A judge's model on an engine of its own, beside the actor's."""
+    from rollpacker.rollout.attention import install_attention
+    from rollpacker.rollout.completer import EngineCompleter
+    from rollpacker.trainer.base import ModelConfig
+    from rollpacker.trainer.model import load_model
+
+    loaded = load_model(ModelConfig(path=model_path))
+    install_attention(loaded.model)
+    return EngineCompleter(model=loaded.model, tokenizer=loaded.tokenizer)
+
+
+def reward_kinds(config: RunConfig, policy: Policy) -> dict[str, RewardKindConfig]:
+    """Workers and deadlines of the checks, by source of prompts."""
+    kinds = {}
+    for task, (workers, deadline) in policy.reward.kinds().items():
+        if workers is not None or deadline is not None:
+            source = TRAIN if task is None else task
+            kinds[source] = RewardKindConfig(workers=workers, deadline=deadline)
+    return kinds
+
+
+def marks(policy: Policy) -> tuple[str, ...]:
+    """What every number of the run must be read with."""
+    return ("unsandboxed",) if policy.reward.shared.unsandboxed else ()
 
 
 def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
@@ -144,12 +177,14 @@ def build_samples_function(config: RunConfig) -> Any:
 def build_cursor(config: RunConfig, policy: Policy) -> Any:
     from rollpacker.data.cursor import PromptCursor
 
+    rows = policy.train_prompts.rows
     return PromptCursor(
-        "train",
-        len(policy.train_prompts.rows),
+        TRAIN,
+        len(rows),
         config.seed,
         config.data.shuffle,
         config.train.epochs,
+        sources=[row.task or TRAIN for row in rows] if config.routed else None,
     )
 
 

@@ -205,7 +205,8 @@ class _Session:
             time_s=time_s + seconds,
             evaluated_step=checkpoint.state["evaluated_step"] if checkpoint else None,
         )
-        self._controller.open(started_at=_utc_now(), began_s=time_s)
+        marks = build.marks(policy)
+        self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
@@ -247,9 +248,13 @@ class _Session:
         self.folder.write_identity(now)
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
+        from rollpacker.cli.parts import reward_kinds
         from rollpacker.core.job import Job
 
-        config = self.config.job(prompt_tokens=policy.mean_prompt_tokens)
+        config = self.config.job(
+            prompt_tokens=policy.mean_prompt_tokens,
+            reward_kinds=reward_kinds(self.config, policy),
+        )
         if checkpoint is None:
             return Job(config)
         return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)

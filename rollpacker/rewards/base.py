@@ -1,11 +1,18 @@
-"""The reward protocol and the records that cross it. Light."""
+"""The reward protocols and the records that cross them. Light.
+
+controller -> Reward (routes, weights, sums) -> RewardPart (one reward) -> a worker, a sandbox,
+                                                                           an endpoint
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 
 
 class RewardError(RuntimeError):
@@ -24,13 +31,36 @@ class RewardInput:
     finish_reason: str
     columns: Mapping[str, Any]
     """The dataset row's other columns."""
+    task: str | None = None
+    """What the row's task column says; rewards choose their samples by it. None: nothing is
+    routed."""
+
+
+class Cause(StrEnum):
+    """Why there is no verdict."""
+
+    SAMPLE = "sample"
+    """This response cannot be judged: an unreadable reply, a reward that raises on it. Asking again
+    would not help."""
+    DEADLINE = "deadline"
+    """The reward did not answer in time."""
+    INFRASTRUCTURE = "infrastructure"
+    """A worker died or hung, an endpoint was down: nothing that the response did. Asked once more,
+    on another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     value: float
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Each function's own value, by name; None where it had no verdict."""
+    """Each reward's own value, by name; None where it does not apply."""
+    seconds: float | None = None
+    """Execution time that adaptive deadlines learn from, without any waiting; for a program with
+    several tests that of the slowest. None: whoever called measures."""
+    correct: bool | None = None
+    """Whether what was timed was right. None: a value above 0 is."""
+    timed_out: bool = False
+    """The answer ran into its time limit, and counts as wrong for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,36 +69,130 @@ class Failed:
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
+    cause: Cause = Cause.SAMPLE
+    seconds: float | None = None
 
 
 class Reward(Protocol):
+    """All rewards of a run, as the controller sees them."""
+
     names: tuple[str, ...]
     """Names of the parts, in order."""
 
-    async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order. Never raises for what a sample or a function
-        did."""
+    async def open(self) -> None:
+        """Start workers in the running loop. Scoring opens what is not open yet."""
         ...
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Scored | Failed]:
+        """Judge a batch; one verdict each, same order. Never raises for what a sample or a function
+        did. `timeout_s` limits each single check (for a program: each test) and replaces the
+        reward's own limit. Cancelling the call ends what runs for it."""
+        ...
+
+    def outage(self) -> str | None:
+        """What the rewards wait for outside of this machine, in words, while it is down."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker; nothing is left behind."""
+        ...
+
+
+class RewardPart(Protocol):
+    """One reward: an entry of `rewards` in the config, made by its built-in or its function."""
+
+    name: str
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` before anything is loaded if this machine or these rows (dataset
+        columns) cannot be judged. Called outside of any event loop, with the rows that this reward
+        applies to."""
+        ...
+
+    async def open(self) -> None: ...
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Scored | Failed | None]:
+        """As `Reward.score`; None where this reward does not apply to a sample. Answers within its
+        limit plus one second whatever the sample, or a worker, does."""
+        ...
+
+    def outage(self) -> str | None: ...
+
+    async def close(self) -> None: ...
+
+
+Shape = Literal["auto", "trl", "verl", "openrlhf", "areal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """One reward function (an entry of `rewards`)."""
+    """One reward (an entry of `rewards`)."""
 
     function: str
-    """`module:function` or `file.py:function`, or the name of a built-in: `reasoning_gym`. Plain
-    functions run in threads, several at a time and never in the main one: `signal.alarm` and what
-    builds on it does not work there."""
+    """`module:function` or `file.py:function`, run in worker processes of its own; or the name of a
+    built-in: reasoning_gym, math, code, judge, reward_model."""
+    tasks: tuple[str, ...] | None = None
+    """Judge only rows whose task column (`data.*.task_column`) has one of these values. None:
+    every row."""
     weight: float = 1.0
     timeout_s: float = 60.0
-    """A call that takes longer is given up: no verdict."""
+    """A call that takes longer is given up: no verdict. Built-ins with a `deadline` go by that."""
     name: str | None = None
     """What it is called in metrics. None: the function's own name."""
+    shape: Shape = "auto"
+    """How the function wants to be called. auto: by its signature."""
+    workers: int | Literal["auto"] = "auto"
+    """Checks at a time, each in a worker of its own; more are started as work waits. auto: one per
+    processor (judge: 16 requests)."""
+    deadline: AdaptiveDeadlineConfig | None = None
+    """Adaptive limit of each check. None: the built-in's own default; plain functions have
+    `timeout_s` alone."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments for the function."""
+    """Further keyword arguments for the function or the built-in."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be a number, not {self.weight}")
         if not self.timeout_s > 0:
             raise ValueError("timeout_s must be more than 0")
+        if self.workers != "auto" and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
+        if self.tasks is not None and not self.tasks:
+            raise ValueError("tasks must name at least one task; leave it out to judge every row")
+
+
+I_ACCEPT = "I accept that model-written code runs without isolation"
+"""What `sandbox.allow_unsandboxed_code` must say, word by word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig:
+    """Where untrusted programs run (`sandbox.*`)."""
+
+    backend: Literal["auto", "bwrap", "http"] = "auto"
+    """auto: http if a url is set, else bwrap."""
+    url: str | None = None
+    """http only: of a service that speaks SandboxFusion's protocol, such as http://host:8080."""
+    token_env: str | None = None
+    """http only: the environment variable that holds the bearer token."""
+    memory_mb: int = 512
+    """Of a whole run, children included."""
+    disk_mb: int = 64
+    output_kb: int = 1024
+    allow_unsandboxed_code: str | None = None
+    """Run programs as plain processes of your own user where nothing isolates them. Must be the
+    sentence `I accept that model-written code runs without isolation`; every metric file is then
+    marked."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_mb", "disk_mb", "output_kb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.backend == "http" and self.url is None:
+            raise ValueError("backend http needs a url")
+        if self.allow_unsandboxed_code not in (None, I_ACCEPT):
+            raise ValueError(f'allow_unsandboxed_code must be exactly "{I_ACCEPT}"')

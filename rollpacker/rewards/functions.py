@@ -1,300 +1,307 @@
-"""Rewards from plain functions in TRL's shape: `f(prompts, completions, **columns)`, a list back.
+"""Rewards from plain functions: called in worker processes, judged by what they return.
 
 A function gets only what its signature takes. None means "not applicable"; whatever goes wrong
 means "no verdict" for the samples it hits, with a reason that names function and cause. Neither is
-ever a zero.
+ever a zero. This process does not even import the function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import difflib
-import inspect
 import logging
 import math
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollpacker.imports import ImportSpecError, load_function
-from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
-from rollpacker.rewards.calls import DeadlineCaller
-from rollpacker.rewards.reasoning_gym import ReasoningGymScorer
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.rewards.returned import MAX_REWARD, shortened
+from rollpacker.rewards.shapes import Binding, Signature
+from rollpacker.rewards.worker_calls import NoWorker, Overran, WorkerLost
+from rollpacker.rewards.worker_pool import WorkerPool
+from rollpacker.rewards.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).parents[1]
+Check = Callable[[Sequence[Mapping[str, Any]]], None]
+_MAX_REASON = 400
+"""Characters; what the worker quotes in it is shorter."""
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"reasoning_gym": ReasoningGymScorer}
-"""Each makes a function of its `arguments`."""
-
-MAX_REWARD = 1e30
-"""Up to this, sums and squares stay finite in float64, and advantages in float32."""
-
-_STANDARD = ("prompts", "completions", "completion_ids", "finish_reasons")
-
-
-class NoVerdict(str):
-    """Why a function has no value for a sample."""
-
-    __slots__ = ()
+Verdict = Scored | Failed | None
 
 
 class RewardFunction:
-    """One function, called with a deadline, its mistakes turned into reasons."""
+    """One function in workers of its own, its mistakes turned into reasons. A `RewardPart`."""
 
-    def __init__(self, config: RewardConfig, name: str, function: Callable[..., Any]) -> None:
-        self.name = name
-        self.weight = config.weight
-        self._config = config
-        self._function = function
-        self._takes, self._needs, self._takes_all = _signature(function, config)
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004
+    DEADLINE: AdaptiveDeadlineConfig | None = None
+    WORKERS: int | None = None
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        name: str | None = None,
+        *,
+        factory: str | None = None,
+        check: Check | None = None,
+    ) -> None:
+        """Starts a worker to look at the function; `RewardError` if it cannot be used. `factory`
+        (`module:Class`) is called with the config's arguments to make the function; `check` is
+        asked about rows too."""
+        self._config = config if factory is None else dataclasses.replace(config, arguments={})
+        self._own_check = check
+        self._cwd = str(Path.cwd())
+        self._load = pickle.dumps(
+            {
+                "spec": factory or config.function,
+                "factory": factory is not None,
+                "arguments": dict(config.arguments),
+            }
         )
-        self._caller = DeadlineCaller(f"reward-{name}", config.timeout_s, is_async)
+        self._spares = [
+            WorkerProcess(f"{name or config.name or 'reward'}-1", self._load, self._cwd)
+        ]
+        hello = self._greeted(self._spares[0])
+        self.name: str = name or config.name or hello["name"]
+        self._spares[0].name = f"{self.name}-1"
+        self._is_async: bool = hello["is_async"]
+        try:
+            self._binding = Binding(self._config, Signature.of(hello["parameters"]))
+        except RewardError:
+            self._spares.pop().dispose()
+            raise
+        self._pools: dict[asyncio.AbstractEventLoop, WorkerPool] = {}
         self._reported: set[str] = set()
         self._told_shape = False
 
-    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if a row lacks a column that the function cannot do without."""
-        own_check = getattr(self._function, "check", None)
-        rows = list(rows)
-        for number, row in enumerate(rows):
-            for name in self._needs:
-                if name not in row:
-                    close = difflib.get_close_matches(name, [str(k) for k in row], n=1, cutoff=0.5)
-                    hint = f' Did you mean "{close[0]}"?' if close else ""
-                    raise RewardError(
-                        f"reward {self.name} needs the column {name}; row {number} has:"
-                        f" {', '.join(map(str, row)) or 'none'}.{hint} Set answer_column, or give"
-                        " the parameter a default."
-                    )
-        if own_check is not None:
-            own_check(rows)
-
-    async def values(self, samples: Sequence[RewardInput]) -> list[float | NoVerdict | None]:
-        """One value each. If the call as a whole fails, every sample gets a call of its own."""
-        arguments = self._arguments(samples)
+    def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
+        function = self._config.function
         try:
-            returned = await self._caller.call(lambda: self._function(**arguments))
-        except Exception as error:
-            if len(samples) == 1:
-                return [self._failure(error)]
-            if not isinstance(error, TimeoutError):
-                self._failure(error)
-            singles = await asyncio.gather(*(self.values([sample]) for sample in samples))
-            return [value for single in singles for value in single]
-        return self._checked(returned, len(samples))
-
-    def _arguments(self, samples: Sequence[RewardInput]) -> dict[str, Any]:
-        names = dict.fromkeys(name for sample in samples for name in sample.columns)
-        arguments: dict[str, Any] = {}
-        for name in names:
-            if self._wants(name):
-                arguments[name] = [sample.columns.get(name) for sample in samples]
-        for name in _STANDARD:
-            if self._wants(name):
-                arguments[name] = [_standard(name, sample) for sample in samples]
-        arguments.update(self._config.arguments if self._config.function not in BUILT_IN else {})
-        return arguments
-
-    def _wants(self, name: str) -> bool:
-        return self._takes_all or name in self._takes
-
-    def _failure(self, error: Exception) -> NoVerdict:
-        if isinstance(error, TimeoutError):
-            kind = f"took longer than timeout_s={self._config.timeout_s:g}"
-            self._report(kind, None)
-            return NoVerdict(f"{self.name} {kind}")
-        kind = type(error).__name__
-        self._report(kind, error)
-        return NoVerdict(f"{self.name} raised {kind}: {_shortened(str(error))}")
-
-    def _report(self, kind: str, error: Exception | None) -> None:
-        """The whole story in the log, once a kind."""
-        if kind not in self._reported:
-            self._reported.add(kind)
-            where = "" if error is None else _users_lines(error)
-            logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
-
-    def _checked(self, returned: Any, count: int) -> list[float | NoVerdict | None]:
-        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-            why = f"returned {type(returned).__name__}, not a list with one number per completion"
-        elif len(returned) != count:
-            why = f"returned {len(returned)} values for {count} completions"
+            hello = process.greet()
+        except WorkerEnded as error:
+            why = f'"{function}": importing it ended the worker ({error}).'
+        except TimeoutError:
+            why = f'"{function}": importing it took longer than {LOAD_TIMEOUT_S:g} s.'
         else:
-            return [self._number(value) for value in returned]
-        if not self._told_shape:
-            self._told_shape = True
-            self._report(why, None)
-        return [NoVerdict(f"{self.name} {why}")] * count
+            if "refused" not in hello:
+                return hello
+            why = hello["refused"]
+            if hello.get("complete"):
+                process.dispose()
+                raise RewardError(why)
+        process.dispose()
+        raise RewardError(f"reward {why}")
 
-    def _number(self, value: Any) -> float | NoVerdict | None:
-        if value is None:
-            return None
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            number = math.nan
-        if abs(number) <= MAX_REWARD:
-            return number
-        what = f"larger than {MAX_REWARD:g}" if math.isfinite(number) else "not a number"
-        why = f"returned {_shortened(repr(value))}, {what}"
-        self._report(f"returned a {type(value).__name__} that is {what}", None)
-        return NoVerdict(f"{self.name} {why}")
-
-
-class WeightedReward:
-    """The weighted sum of several functions. Meets the `Reward` protocol."""
-
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
-        self.names = tuple(function.name for function in functions)
-        self._functions = tuple(functions)
-
-    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` before a run starts if these rows' columns cannot be judged."""
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` if a row lacks a column that the function cannot do without."""
         rows = list(rows)
-        for function in self._functions:
-            function.check(rows)
+        of_its_own = "" if self._config.tasks is None else " of those it judges"
+        for number, row in enumerate(rows):
+            name = self._binding.missing_column(row)
+            if name is not None:
+                close = difflib.get_close_matches(name, [str(k) for k in row], n=1, cutoff=0.5)
+                hint = f' Did you mean "{close[0]}"?' if close else ""
+                raise RewardError(
+                    f"reward {self.name} needs the column {name}; row {number}{of_its_own} has:"
+                    f" {', '.join(map(str, row)) or 'none'}.{hint} Set answer_column, or give"
+                    " the parameter a default."
+                )
+        if self._own_check is not None:
+            self._own_check(rows)
 
-    async def score(self, samples: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order."""
+    # -- workers ----------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Let this loop use the worker that is there already, or start one when a call comes."""
+        self._pool()
+
+    def _pool(self) -> WorkerPool:
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            for other in [loop for loop in self._pools if loop.is_closed()]:
+                self._spares += self._pools.pop(other).give_idle()
+            spares, self._spares = self._spares, []
+            self._pools[loop] = WorkerPool(
+                self.name,
+                partial(WorkerProcess, load=self._load, cwd=self._cwd),
+                is_async=self._is_async,
+                max_workers=self._max_workers(),
+                workers=spares,
+            )
+        return self._pools[loop]
+
+    def _max_workers(self) -> int:
+        if self._config.workers != "auto":
+            return self._config.workers
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    def outage(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        """End every worker. Scoring again starts new ones."""
+        for loop, pool in list(self._pools.items()):
+            if loop.is_closed():
+                self._spares += pool.give_idle()
+                del self._pools[loop]
+        while self._spares:
+            self._spares.pop().dispose()
+        loop = asyncio.get_running_loop()
+        if loop in self._pools:
+            await self._pools.pop(loop).close()
+
+    # -- verdicts ---------------------------------------------------------------------------
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Verdict]:
+        """One verdict each. If a call as a whole fails, every sample gets a call of its own."""
         if not samples:
             return []
-        if len(self._functions) == 1:  # saves a task for each call
-            by_function = [await self._functions[0].values(samples)]
-        else:
-            calls = (function.values(samples) for function in self._functions)
-            by_function = await asyncio.gather(*calls)
-        return [self._verdict(values) for values in zip(*by_function, strict=True)]
+        limit = _Limit.of(self._config.timeout_s, timeout_s)
+        if self._binding.per_sample and len(samples) > 1:
+            return await self._one_by_one(samples, limit, alone=False)
+        return await self._judge(samples, limit)
 
-    def _verdict(self, values: Sequence[float | NoVerdict | None]) -> Scored | Failed:
-        parts = {
-            name: None if isinstance(value, NoVerdict) else value
-            for name, value in zip(self.names, values, strict=True)
-        }
-        failures = [value for value in values if isinstance(value, NoVerdict)]
-        if failures:
-            return Failed(reason="; ".join(failures), parts=parts)
-        terms = [
-            function.weight * value
-            for function, value in zip(self._functions, values, strict=True)
-            if isinstance(value, float)
-        ]
-        if not terms:
-            return Failed(reason=f"no verdict: {', '.join(self.names)} returned None", parts=parts)
-        value = math.fsum(terms)
-        if abs(value) > MAX_REWARD:
-            return Failed(reason=f"the weighted sum is larger than {MAX_REWARD:g}", parts=parts)
-        return Scored(value=value, parts=parts)
+    async def _one_by_one(
+        self, samples: Sequence[RewardInput], limit: _Limit, *, alone: bool
+    ) -> list[Verdict]:
+        calls = (self._judge([sample], limit, alone=alone) for sample in samples)
+        return [verdict for (verdict,) in await asyncio.gather(*calls)]
 
+    async def _judge(
+        self, samples: Sequence[RewardInput], limit: _Limit, *, alone: bool = False
+    ) -> list[Verdict]:
+        try:
+            payload = self._payload(samples)
+        except Exception as error:
+            if len(samples) > 1:
+                return await self._one_by_one(samples, limit, alone=False)
+            return [self._failed(f"cannot be called: {_said(error)}", _said(error))]
+        try:
+            reply = await self._pool().call(payload, limit.seconds, alone=alone)
+        except NoWorker as error:
+            why = f"no worker: {shortened(str(error))}"
+            return [self._failed(why, why, Cause.INFRASTRUCTURE)] * len(samples)
+        except (Overran, WorkerLost) as error:
+            if len(samples) > 1:
+                return await self._one_by_one(samples, limit, alone=True)
+            return [await self._second_chance(samples[0], payload, limit, error, alone)]
+        if "error" in reply and len(samples) > 1:
+            self._raised(reply)
+            return await self._one_by_one(samples, limit, alone=False)
+        return self._verdicts(reply, len(samples))
 
-def build_reward(configs: Sequence[RewardConfig]) -> WeightedReward:
-    """The reward that a config names. Raises `RewardError` for a function that cannot be used."""
-    functions: list[RewardFunction] = []
-    for config in configs:
-        function = _function_of(config)
-        name = config.name or getattr(function, "__name__", type(function).__name__)
-        taken = [f.name for f in functions]
-        if name in taken:
-            raise RewardError(f'two rewards are called "{name}"; give one of them another name.')
-        functions.append(RewardFunction(config, name, function))
-    return WeightedReward(functions)
+    def _payload(self, samples: Sequence[RewardInput]) -> bytes:
+        args, named = self._binding.bind(samples)
+        return pickle.dumps((self._binding.shape, len(samples), args, named))
 
+    async def _second_chance(
+        self,
+        sample: RewardInput,
+        payload: bytes,
+        limit: _Limit,
+        error: Overran | WorkerLost,
+        alone: bool,
+    ) -> Verdict:
+        """A single call has failed: was it this sample, another one in the same worker, or
+        neither? Asks once more where that is open, and there is time."""
+        left_s = limit.seconds
+        if isinstance(error, WorkerLost):
+            left_s = error.left_s
+            if error.stopped or left_s < limit.seconds / 2:
+                return self._lost(str(error))
+        elif alone or not error.shared:
+            return self._overran(limit)
+        try:
+            reply = await self._pool().call(payload, left_s, alone=True)
+        except Overran:
+            if isinstance(error, WorkerLost):
+                return self._lost(f"{error}; another ran out of time")
+            return self._overran(limit)
+        except WorkerLost as again:
+            if again.stopped:
+                return self._lost(str(again))
+            how = f"ended its worker twice, {again.how}"
+            return self._failed(how, how)
+        except NoWorker as none:
+            return self._lost(f"{error}; no other worker: {none}")
+        return self._verdicts(reply, 1)[0]
 
-def _function_of(config: RewardConfig) -> Callable[..., Any]:
-    if config.function in BUILT_IN:
-        maker = BUILT_IN[config.function]
-        known = list(inspect.signature(maker).parameters)
-        _refuse_unknown(config.arguments, known, config.function)
-        return maker(**config.arguments)  # type: ignore[no-any-return]
-    if ":" not in config.function:
-        close = difflib.get_close_matches(config.function, BUILT_IN, n=1, cutoff=0.5)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
-        raise RewardError(
-            f'there is no built-in reward "{config.function}".{hint} Built in:'
-            f' {", ".join(BUILT_IN)}; a function of your own is "module:function" or'
-            ' "path/to/file.py:function".'
-        )
-    try:
-        return load_function(config.function)
-    except ImportSpecError as error:
-        raise RewardError(f"reward {error}") from None
+    def _overran(self, limit: _Limit) -> Failed:
+        kind = f"took longer than {limit.name}"
+        return self._failed(kind, kind, Cause.DEADLINE)
 
+    def _lost(self, why: str) -> Failed:
+        return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
-def _signature(
-    function: Callable[..., Any], config: RewardConfig
-) -> tuple[set[str], list[str], bool]:
-    """Names it takes, columns it cannot do without, and whether it takes any name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return set(), [], True
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if positional:
-        raise RewardError(
-            f"reward {config.function}: its parameter {positional[0]} cannot be passed by name."
-        )
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes = {p.name for p in named}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if taken := set(_STANDARD) & set(config.arguments):
-        raise RewardError(
-            f"reward {config.function}: the run itself passes {min(taken)}; take it out of"
-            " arguments."
-        )
-    if not (takes or takes_all):
-        raise RewardError(
-            f"reward {config.function} takes no parameter; it must look like"
-            " f(prompts, completions, **columns)."
-        )
-    given = set(_STANDARD) | set(config.arguments)
-    needs = [p.name for p in named if p.default is p.empty and p.name not in given]
-    if config.function not in BUILT_IN and not takes_all:
-        _refuse_unknown(config.arguments, takes, config.function)
-    return takes, needs, takes_all
+    def _raised(self, reply: Mapping[str, Any]) -> Failed:
+        """The whole story goes to the log, once a kind."""
+        kind = shortened(str(reply["error"]))
+        said = shortened(str(reply.get("said", "")))
+        self._report(kind, str(reply.get("where", "")))
+        return Failed(reason=f"{self.name} raised {kind}: {said}")
 
+    def _failed(self, why: str, kind: str, cause: Cause = Cause.SAMPLE) -> Failed:
+        self._report(kind)
+        return Failed(reason=f"{self.name} {why}", cause=cause)
 
-def _refuse_unknown(arguments: Iterable[str], known: Iterable[str], function: str) -> None:
-    known = list(known)
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f' Did you mean "{close[0]}"?' if close else ""
-            raise RewardError(
-                f"reward {function} takes no argument {name}.{hint} It takes: {', '.join(known)}."
-            )
+    def _report(self, kind: str, where: str = "") -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
+    def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
+        """From a reply, of which nothing is taken on trust."""
+        if "error" in reply:
+            return [self._raised(reply)] * count
+        if "wrong" in reply:
+            why = shortened(str(reply["wrong"]), _MAX_REASON)
+            if not self._told_shape:
+                self._told_shape = True
+                self._report(why)
+            return [Failed(reason=f"{self.name} {why}")] * count
+        values, seconds = reply.get("values"), reply.get("seconds")
+        if not isinstance(values, list) or len(values) != count:
+            return [self._failed("sent a reply that makes no sense", "garbled reply")] * count
+        if self._config.deadline is None or not isinstance(seconds, float):
+            seconds = None
+        return [self._verdict(value, seconds) for value in values]
 
-def _standard(name: str, sample: RewardInput) -> Any:
-    match name:
-        case "prompts":
-            return sample.prompt
-        case "completions":
-            if isinstance(sample.prompt, str):
-                return sample.completion
-            return [{"role": "assistant", "content": sample.completion}]
-        case "completion_ids":
-            return list(sample.completion_tokens)
-        case _:
-            return sample.finish_reason
-
-
-def _users_lines(error: BaseException) -> str:
-    """What was raised and by which lines of the user's own code, the innermost last."""
-    while isinstance(error.__cause__, BaseException):
-        error = error.__cause__
-    said = "".join(traceback.format_exception_only(error)).strip()
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(_PACKAGE)
-    ]
-    return f" ({said})\n" + "".join(traceback.format_list(frames[-8:])).rstrip()
+    def _verdict(self, value: Any, seconds: float | None) -> Verdict:
+        if value is None:
+            return None
+        if isinstance(value, float) and abs(value) <= MAX_REWARD and math.isfinite(value):
+            return Scored(value=value, seconds=seconds)
+        if isinstance(value, dict) and "why" in value:
+            self._report(shortened(str(value.get("kind"))))
+            why = shortened(str(value["why"]), _MAX_REASON)
+            return Failed(reason=f"{self.name} {why}", seconds=seconds)
+        return self._failed("sent a reply that makes no sense", "garbled reply")
 
 
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 200 else text[:197] + "..."
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Limit:
+    """Of one call, and what to call it in a message."""
+
+    seconds: float
+    name: str
+
+    @classmethod
+    def of(cls, own_s: float, asked_s: float | None) -> _Limit:
+        if asked_s is None or own_s <= asked_s:
+            return cls(own_s, f"timeout_s={own_s:g}")
+        return cls(asked_s, f"its deadline of {asked_s:.3g} s")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it needs the column {error.args[0]}"
+    return shortened(f"its columns cannot be sent to a worker: {type(error).__name__}: {error}")

@@ -11,7 +11,8 @@ from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.data.prompts import load_prompts
 from rollpacker.rewards.base import RewardInput, Scored
-from rollpacker.rewards.functions import WeightedReward, build_reward
+from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.weighted import WeightedReward
 from tests.data.characters import character_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_gsm8k(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     prompts, _ = load_prompts(local.data, character_tokenizer())
     (made,) = prompts.rows
-    reward.check([made.columns])
+    reward.check([(None, made.columns)])
     for completion, expected in [
         ("It is 1234.\n#### 1234", 1.0),
         ("#### $1,234.00", 1.0),
@@ -68,7 +69,7 @@ def test_own_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prompts.rows) + len(held_out.rows) == 32
     assert len(prompts.rows) >= config.rollout.prompts_per_step * 1.25
     for row in prompts.rows:
-        reward.check([row.columns])
+        reward.check([(None, row.columns)])
         city = row.columns["answer"]
         assert value(reward, city, row.prompt, dict(row.columns)) > 1.0
         assert value(reward, "I do not know", row.prompt, dict(row.columns)) == 0.05

@@ -1,0 +1,86 @@
+"""The rewards that a config names: built-ins by name, functions by where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
+from rollpacker.rewards.completer import Completer
+from rollpacker.rewards.functions import RewardFunction
+from rollpacker.rewards.shapes import refuse_unknown
+from rollpacker.rewards.shared import Shared
+from rollpacker.rewards.weighted import Weighted, WeightedReward
+
+BUILT_IN: dict[str, str] = {
+    "math": "rollpacker.rewards.math:MathReward",
+    "code": "rollpacker.rewards.code:CodeReward",
+    "judge": "rollpacker.rewards.judge:JudgeReward",
+    "reward_model": "rollpacker.rewards.reward_model:RewardModel",
+    "reasoning_gym": "rollpacker.rewards.reasoning_gym:ReasoningGymScorer",
+}
+"""Imported when they are named."""
+
+FACTORIES = ("reward_model", "reasoning_gym")
+"""Their instances are plain functions, made of `arguments` in a worker and called there. The others
+are parts made of config, name and what the run shares."""
+
+_CHECKED_HERE = ("reasoning_gym",)
+"""Factories whose `check` looks at the rows, in this process."""
+
+
+def build_reward(
+    configs: Sequence[RewardConfig],
+    *,
+    sandbox: SandboxConfig | None = None,
+    engine_completer: Callable[[str], Completer] | None = None,
+) -> WeightedReward:
+    """The reward that a config names. Raises `RewardError` for one that cannot be used."""
+    shared = Shared(sandbox or SandboxConfig(), engine_completer=engine_completer)
+    parts: list[Weighted] = []
+    for config in configs:
+        part = _part(config, shared)
+        if part.name in [one.part.name for one in parts]:
+            raise RewardError(
+                f'two rewards are called "{part.name}"; give one of them another name.'
+            )
+        parts.append(Weighted(part, config))
+    return WeightedReward(parts, shared)
+
+
+def _part(config: RewardConfig, shared: Shared) -> RewardPart:
+    if config.function in BUILT_IN:
+        return _built_in(config, shared)
+    if ":" not in config.function:
+        close = difflib.get_close_matches(config.function, BUILT_IN, n=1, cutoff=0.5)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise RewardError(
+            f'there is no built-in reward "{config.function}".{hint} Built in:'
+            f' {", ".join(BUILT_IN)}; a function of your own is "module:function" or'
+            ' "path/to/file.py:function".'
+        )
+    return RewardFunction(config)
+
+
+def _built_in(config: RewardConfig, shared: Shared) -> RewardPart:
+    name = config.function
+    module, _, attribute = BUILT_IN[name].partition(":")
+    found: Any = getattr(importlib.import_module(module), attribute)
+    if config.shape not in ("auto", "trl"):
+        raise RewardError(f"reward {name} is built in and has no shape; take {config.shape} out.")
+    parameters = inspect.signature(found).parameters.values()
+    if name not in FACTORIES:
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        refuse_unknown(config.arguments, known, name)
+        part: RewardPart = found(config, config.name or name, shared, **config.arguments)
+        return part
+    refuse_unknown(config.arguments, [p.name for p in parameters], name)
+    check = found(**config.arguments).check if name in _CHECKED_HERE else None
+    config = dataclasses.replace(config, name=config.name or name, shape="trl")
+    if config.workers == "auto":  # a factory knows best how often it fits into this machine
+        config = dataclasses.replace(config, workers=getattr(found, "WORKERS", None) or "auto")
+    return RewardFunction(config, factory=BUILT_IN[name], check=check)

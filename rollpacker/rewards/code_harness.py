@@ -1,0 +1,332 @@
+"""What runs beside a program inside the sandbox: the grader sends the source text of this file.
+
+`answer` runs the program and then calls it, and says what came back. `judge` runs the code of a
+test, in a sandbox that the program never enters: each call to the program is answered from what
+`answer` said, and calls that are not known yet are asked for. Both write one JSON list to stdout.
+
+A program can reach everything in `answer`. That is harmless: nothing in there says what is
+expected, so that whatever it makes `answer` say is just its answer.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+import types
+from typing import Any
+
+MAX_DEPTH = 100
+MAX_ITEMS = 200_000
+"""Taken from an iterator."""
+MAX_BITS = 400_000
+"""Of an integer: about 120,000 digits."""
+SMALL = 10**15
+
+Tree = Any
+"""A value as JSON: null, true, false, a string, a small integer, or a list that begins with a tag:
+i integer, f float, c complex, b bytes, l list, t tuple, s set, z frozenset, d dict, q fraction,
+m decimal; h (in calls only) an object that stays with the program."""
+
+
+class Refused(Exception):
+    """A value that has no plain form."""
+
+
+def encode(value: Any, depth: int = 0) -> Tree:
+    """The plain form of a value. Only methods of the builtin types are asked; an instance of a
+    subclass counts as what it is for them. Raises `Refused`."""
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if depth > MAX_DEPTH:
+        raise Refused("nested too deeply")
+    if issubclass(kind, int):
+        return encode_int(int.__pos__(value))
+    if issubclass(kind, float):
+        return ["f", float.hex(value)]
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if issubclass(kind, list):
+        return ["l", *(encode(item, depth + 1) for item in list.__iter__(value))]
+    if issubclass(kind, tuple):
+        return ["t", *(encode(item, depth + 1) for item in tuple.__iter__(value))]
+    if issubclass(kind, dict):
+        pairs = [part for pair in dict.items(value) for part in pair]
+        return ["d", *(encode(part, depth + 1) for part in pairs)]
+    return encode_rare(value, kind, depth)
+
+
+def encode_int(number: int) -> Tree:
+    if -SMALL < number < SMALL:
+        return number
+    if number.bit_length() > MAX_BITS:
+        raise Refused("too many digits")
+    return ["i", f"{number:x}"]
+
+
+def encode_rare(value: Any, kind: type, depth: int) -> Tree:
+    for base, tag in ((set, "s"), (frozenset, "z")):
+        if issubclass(kind, base):
+            return [tag, *(encode(item, depth + 1) for item in base.__iter__(value))]
+    if issubclass(kind, bytes | bytearray):
+        return ["b", bytes(value).hex()]
+    if issubclass(kind, complex):
+        plain = complex.__pos__(value)
+        return ["c", plain.real.hex(), plain.imag.hex()]
+    origin = f"{kind.__module__}.{kind.__name__}"
+    if origin == "fractions.Fraction":
+        return ["q", f"{value.numerator:x}", f"{value.denominator:x}"]
+    if origin == "decimal.Decimal":
+        return ["m", str(value)]
+    if origin.startswith("numpy."):
+        return encode(value.tolist(), depth + 1)
+    listed = ("builtins.range", "builtins.dict_", "builtins.odict_", "collections.deque", "array.")
+    if hasattr(kind, "__next__") or origin.startswith(listed):
+        return ["l", *(encode(item, depth + 1) for item in limited(value))]
+    raise Refused(f"a {kind.__name__} has no plain form")
+
+
+def limited(items: Any) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        if len(found) == MAX_ITEMS:
+            raise Refused("too many items")
+        found.append(item)
+    return found
+
+
+def decode(tree: Tree, objects: Any = ()) -> Any:
+    """The value of a plain form."""
+    if type(tree) is not list:
+        return tree
+    tag, rest = tree[0], tree[1:]
+    if tag in "ltszd":
+        items = [decode(item, objects) for item in rest]
+        if tag == "d":
+            return dict(zip(items[::2], items[1::2], strict=True))
+        return {"l": list, "t": tuple, "s": set, "z": frozenset}[tag](items)
+    if tag == "i":
+        return int(rest[0], 16)
+    if tag == "f":
+        return float.fromhex(rest[0])
+    if tag == "c":
+        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+    if tag == "b":
+        return bytes.fromhex(rest[0])
+    if tag == "h":
+        return objects[rest[0]]
+    if tag == "q":
+        from fractions import Fraction
+
+        return Fraction(int(rest[0], 16), int(rest[1], 16))
+    from decimal import Decimal
+
+    return Decimal(rest[0])
+
+
+def take_stdout() -> int:
+    """A descriptor for the result; what is printed from now on is lost."""
+    out = os.dup(1)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except OSError:
+        nowhere = 2
+    os.dup2(nowhere, 1)
+    return out
+
+
+def emit(out: int, said: Tree) -> None:
+    data = json.dumps(said).encode()
+    while data:
+        data = data[os.write(out, data) :]
+    os._exit(0)
+
+
+# -- with the program ------------------------------------------------------------------
+
+
+def answer(payload: str) -> None:
+    """Run the program as a module, then the calls in order, and say what each gave."""
+    out = take_stdout()
+    task = json.loads(payload)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    try:
+        code = compile(task["source"], "solution.py", "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except BaseException:
+        emit(out, ["broken"])
+    objects: dict[int, Any] = {}
+    results = [
+        result_of(number, call, module, objects) for number, call in enumerate(task["calls"])
+    ]
+    emit(out, ["results", *results])
+
+
+def result_of(number: int, call: Tree, module: Any, objects: dict[int, Any]) -> Tree:
+    kind, target, name, args, kwargs = call
+    try:
+        given = [decode(arg, objects) for arg in args]
+        named = {key: decode(arg, objects) for key, arg in kwargs.items()}
+        if kind == "get":
+            return ["value", encode(getattr(objects[target], name))]
+        function = getattr(objects[target], name) if kind == "method" else find(module, name)
+        value = function(*given, **named)
+        if type(value) is types.CoroutineType:
+            import asyncio
+
+            value = asyncio.run(value)
+        if kind == "new":
+            objects[number] = value
+            return ["object", number]
+        return ["value", encode(value), *(changed(given) if value is None else [])]
+    except Refused:
+        return ["refused"]
+    except Exception as error:
+        return ["raised", builtin_name(type(error))]
+    except BaseException:
+        return ["refused"]
+
+
+def find(module: Any, name: str) -> Any:
+    if name not in module.__dict__ and "Solution" in module.__dict__:
+        return getattr(module.Solution(), name)
+    return getattr(module, name)
+
+
+def changed(args: list[Any]) -> list[Tree]:
+    """What a call that returns nothing may have changed in place."""
+    return [encode(a) if type(a) in (list, dict, set) else None for a in args]
+
+
+def builtin_name(kind: type) -> str:
+    for base in kind.__mro__:
+        if base.__module__ == "builtins":
+            return base.__name__
+    return "Exception"
+
+
+# -- without the program ---------------------------------------------------------------
+
+
+class Pending(BaseException):
+    """The result of a call is not known yet."""
+
+
+class Calls:
+    """The calls that a test makes, answered from what is known."""
+
+    def __init__(self, known: list[Any], ordered: bool) -> None:
+        self.ordered = ordered
+        self.count = 0
+        self.known = {self._key(n, call): result for n, (call, result) in enumerate(known)}
+        self.asked: dict[str, Tree] = {}
+
+    def _key(self, number: int, call: Tree) -> str:
+        return f"{number if self.ordered else ''} {json.dumps(call)}"
+
+    def ask(
+        self, kind: str, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        named = {key: argument(value) for key, value in kwargs.items()}
+        call = [kind, target, name, [argument(value) for value in args], named]
+        key = self._key(self.count, call)
+        self.count += 1
+        if key not in self.known:
+            self.asked[key] = call
+            raise Pending
+        said, *rest = self.known[key]
+        if said == "object":
+            return Object(self, rest[0])
+        if said == "value":
+            for old, new in zip(args, rest[1:], strict=False):
+                if new is not None:
+                    change(old, decode(new))
+            return decode(rest[0])
+        error = getattr(builtins, rest[0], None) if said == "raised" else None
+        if isinstance(error, type) and issubclass(error, Exception):
+            ends_loops = issubclass(error, StopIteration | StopAsyncIteration)
+            raise RuntimeError("the program") if ends_loops else error.__new__(error)
+        raise TypeError("what the program returned has no plain form")
+
+
+def argument(value: Any) -> Tree:
+    if type(value) is Object:
+        return ["h", object.__getattribute__(value, "_number")]
+    return encode(value)
+
+
+def change(old: Any, new: Any) -> None:
+    if type(old) is list:
+        old[:] = new
+    elif type(old) in (dict, set):
+        old.clear()
+        old.update(new)
+
+
+class Object:
+    """Stands for an object that the program made; its methods are calls to the program. Equal to
+    nothing but itself: what an object says about its equality is no evidence."""
+
+    __iter__ = None  # else an IndexError of __getitem__ would end a loop before its first turn
+
+    def __init__(self, calls: Calls, number: int) -> None:
+        self.__dict__.update(_calls=calls, _number=number)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Refused("a test cannot set attributes of the program's objects")
+
+    def __getattr__(self, name: str) -> Any:
+        return Member(self._calls, self._number, name)
+
+
+class Member:
+    """An attribute of such an object, called or (by `value_of`) read."""
+
+    def __init__(self, calls: Calls, number: int, name: str) -> None:
+        self.read = lambda: calls.ask("get", number, name, (), {})
+        self.call = lambda args, kwargs: calls.ask("method", number, name, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(args, kwargs)
+
+
+def forward(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        return Member(self._calls, self._number, name)(*args)
+
+    return method
+
+
+for special in ("len", "str", "repr", "getitem", "setitem", "delitem", "contains", "call"):
+    setattr(Object, f"__{special}__", forward(f"__{special}__"))
+
+
+def value_of(member: Any) -> Any:
+    return member.read() if type(member) is Member else member
+
+
+def judge(payload: str) -> None:
+    """Run a test: "passed" with the nonce, "failed", or the calls to be made first."""
+    out = take_stdout()
+    task = json.loads(payload)
+    calls = Calls(task["known"], task["ordered"])
+    scope: dict[str, Any] = {"__name__": "tests", "_value_of": value_of, "_Pending": Pending}
+    for name in task["names"]:
+        scope[name] = caller(calls, "new" if name in task["classes"] else "call", name)
+    if "random" in task["code"]:
+        import random
+
+        random.seed(0)  # the same calls in each pass
+    try:
+        exec(compile(task["code"], "test.py", "exec", dont_inherit=True), scope)
+        said = ["passed", task["nonce"]]
+    except BaseException as error:
+        said = ["unfit", str(error)] if isinstance(error, Refused) else ["failed"]
+    emit(out, ["ask", *calls.asked.values()] if calls.asked else said)
+
+
+def caller(calls: Calls, kind: str, name: str) -> Any:
+    return lambda *args, **kwargs: calls.ask(kind, None, name, args, kwargs)

@@ -1,0 +1,282 @@
+"""The built-in reward `reward_model`: a sequence classification head scores prompt and completion.
+
+Runs in a worker process of its own. Only safetensors are loaded, and no code from the model's
+folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rollpacker.rewards.base import RewardError
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 4096
+"""Where neither the user nor the model names a limit."""
+
+
+class RewardModel:
+    """Scores completions with a model that has one output (`num_labels=1`). Loads at once.
+
+    `model_path`: a Hugging Face folder. Chat prompts go through its chat template, the completion
+    as the assistant's message; a text prompt is followed by the completion as it is.
+    `max_tokens`: longer texts lose their beginning, since the score is read at the end; null: the
+    model's own limit. `batch_size`: texts in one forward pass, in the order of their length.
+    `device`, `dtype`: as of `model`, auto: CUDA with bfloat16 if there is one, else CPU with
+    float32. In float32 a score does not depend on what else is in the batch, but for rounding (less
+    than 1e-5 of it); bfloat16 rounds to about 1e-2.
+    The value is `(output - mean) / std`, then with `normalize="sigmoid"` a number from 0 to 1.
+    `threads`: of torch on a CPU.
+    """
+
+    __name__ = "reward_model"
+    WORKERS = 1
+    """Each holds a copy of the model."""
+
+    def __init__(
+        self,
+        model_path: str,
+        max_tokens: int | None = None,
+        batch_size: int = 8,
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        normalize: Literal["none", "sigmoid"] = "none",
+        mean: float = 0.0,
+        std: float = 1.0,
+        threads: int = 1,
+    ) -> None:
+        _check_arguments(max_tokens, batch_size, device, dtype, normalize, mean, std, threads)
+        self._path = checked_folder(model_path)
+        self._batch_size = batch_size
+        self._normalize, self._mean, self._std = normalize, mean, std
+        self._told_cut = False
+        self._load(device, dtype, threads)
+        own = self._own_limit()
+        self._max_tokens = min(max_tokens or own, own)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """One value each, in their order; NaN where the model's output is not a number."""
+        tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
+        order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
+        values = [math.nan] * len(tokens)
+        size = self._batch_size if self._pad is not None else 1
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            outputs = self._outputs([tokens[index] for index in batch])
+            for index, output in zip(batch, outputs, strict=True):
+                values[index] = self._value(output)
+        return values
+
+    # -- the model ---------------------------------------------------------------------
+
+    def _load(self, device: str, dtype: str, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._device = _device(device)
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
+        number = dtype
+        if dtype == "auto":
+            number = "bfloat16" if self._device.type == "cuda" else "float32"
+        try:
+            with _quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    self._path, trust_remote_code=False, local_files_only=True
+                )
+                model, info = AutoModelForSequenceClassification.from_pretrained(
+                    self._path,
+                    dtype=getattr(torch, number),
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # so that the message below can name one
+                )
+        except Exception as error:  # whatever transformers and safetensors raise on a bad folder
+            said = str(error).strip().split("\n")[0]
+            raise RewardError(
+                f"reward_model: cannot load {self._path}: {type(error).__name__}: {said}"
+            ) from error
+        wrong = [*sorted(info["missing_keys"]), *(key[0] for key in info["mismatched_keys"])]
+        if wrong:
+            raise RewardError(
+                f"reward_model: {self._path} has no weights for {wrong[0]}. It must be a reward"
+                " model (a sequence classification model with one output), not a language model."
+            )
+        self._special = _special_tokens(self._tokenizer)
+        self._model = model.to(self._device).eval()
+        self._pad = self._model.config.get_text_config().pad_token_id
+
+    def _own_limit(self) -> int:
+        config = self._model.config.get_text_config()
+        limits = [
+            getattr(config, "max_position_embeddings", None),
+            self._tokenizer.model_max_length,
+        ]
+        sound = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**9]
+        return min(sound, default=MAX_TOKENS)
+
+    def _outputs(self, batch: list[list[int]]) -> list[float]:
+        """The model's output on each; padded on the right, which it does not look at."""
+        import torch
+
+        width = max(map(len, batch))
+        pad = 0 if self._pad is None else self._pad
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in batch])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch])
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=ids.to(self._device), attention_mask=mask.to(self._device)
+            ).logits
+        outputs: list[float] = logits.float().reshape(len(batch)).tolist()
+        return outputs
+
+    # -- texts and values --------------------------------------------------------------
+
+    def _tokens(self, prompt: Any, completion: Any) -> list[int]:
+        answer = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        answer = self._without_special_tokens(answer)
+        if isinstance(prompt, str):
+            text, special = prompt + answer, True
+        else:
+            if not getattr(self._tokenizer, "chat_template", None):
+                raise RewardError(
+                    f"reward_model: the prompts are chat messages, but {self._path} has no chat"
+                    " template."
+                )
+            messages = [*prompt, {"role": "assistant", "content": answer}]
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            special = False
+        ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return self._cut(list(ids))
+
+    def _without_special_tokens(self, text: str) -> str:
+        """The answer must not end its own turn, nor begin another's."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise ValueError("prompt and completion have no tokens")
+        if len(ids) > self._max_tokens and not self._told_cut:
+            self._told_cut = True
+            logger.warning(
+                "reward_model: a text of %d tokens loses its beginning (max_tokens=%d)",
+                len(ids),
+                self._max_tokens,
+            )
+        return ids[-self._max_tokens :]
+
+    def _value(self, output: float) -> float:
+        value = (output - self._mean) / self._std
+        if self._normalize == "none" or math.isnan(value):
+            return value
+        return 1 / (1 + math.exp(-value)) if value > -700 else 0.0
+
+
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    added = tokenizer.added_tokens_decoder.values()
+    marks = {token.content for token in added if token.special or token.content.startswith("<")}
+    return tuple(token for token in {*marks, *tokenizer.all_special_tokens} if len(token) > 1)
+
+
+def checked_folder(path: str) -> str:
+    """The folder, if it can be loaded without running its code. Raises `RewardError`."""
+    folder = Path(path).expanduser()
+    config = _json(folder / "config.json", path)
+    if "auto_map" in config:
+        raise RewardError(
+            f"reward_model: {path} brings code of its own (auto_map in config.json), which is never"
+            " run. Take a model of an architecture that transformers has."
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise RewardError(
+            f"reward_model: {path} has no weights in safetensors, the only kind that is loaded."
+        )
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    if num_labels != 1:
+        raise RewardError(
+            f"reward_model: {path} has {num_labels} outputs (num_labels); a reward model has one."
+        )
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.is_file() and "auto_map" in _json(tokenizer, path):
+        raise RewardError(
+            f"reward_model: the tokenizer of {path} brings code of its own (auto_map in"
+            " tokenizer_config.json), which is never run."
+        )
+    return str(folder)
+
+
+def _json(file: Path, path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise RewardError(f"reward_model: model_path {path} has no {file.name}.") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RewardError(f"reward_model: {file.name} of {path} is no JSON object.")
+    return found
+
+
+def _check_arguments(
+    max_tokens: int | None,
+    batch_size: int,
+    device: str,
+    dtype: str,
+    normalize: str,
+    mean: float,
+    std: float,
+    threads: int,
+) -> None:
+    if min(batch_size, threads, 1 if max_tokens is None else max_tokens) < 1:
+        raise RewardError("reward_model: max_tokens, batch_size and threads must be at least 1.")
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise RewardError(f"reward_model: mean and std must be numbers, std > 0, not {mean, std}.")
+    for name, value, allowed in (
+        ("device", device, ("auto", "cpu", "cuda")),
+        ("dtype", dtype, ("auto", "float32", "bfloat16")),
+        ("normalize", normalize, ("none", "sigmoid")),
+    ):
+        if value not in allowed:
+            raise RewardError(
+                f"reward_model: {name} must be one of {', '.join(allowed)}, not {value!r}."
+            )
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RewardError("reward_model: device=cuda, but torch sees no CUDA device.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers reports missing weights in a table; the error says it in a line."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,138 @@
+"""What the rewards of a run have in common: one sandbox, and the engine that judges may use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rollpacker.rewards.base import SandboxConfig
+from rollpacker.rewards.completer import Completer
+from rollpacker.rewards.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The sandbox of one event loop."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    context: AbstractAsyncContextManager[Sandbox] | None = None
+    box: Sandbox | None = None
+
+
+class Shared:
+    """Opened at first use, in each event loop."""
+
+    def __init__(
+        self,
+        sandbox: SandboxConfig,
+        *,
+        engine_completer: Callable[[str], Completer] | None = None,
+    ) -> None:
+        self.config = sandbox
+        self.engine_completer = engine_completer
+        """Makes a judge's completer of a model folder. None: there is no engine here."""
+        self._capabilities: Capabilities | None = None
+        self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
+
+    def check_sandbox(self) -> Capabilities:
+        """Open and close a sandbox, once. Outside of any loop. Raises `SandboxUnavailable`."""
+        if self._capabilities is None:
+            self.run(self.sandbox)
+        assert self._capabilities is not None
+        return self._capabilities
+
+    @property
+    def unsandboxed(self) -> bool:
+        """A sandbox was opened, and nothing isolates what runs in it."""
+        return self._capabilities is not None and self._capabilities.backend == "none"
+
+    def run(self, coroutine_function: Callable[[], Awaitable[T]]) -> T:
+        """Run it to its end in a loop of its own, in a thread of its own if a loop runs here."""
+
+        async def main() -> T:
+            try:
+                return await coroutine_function()
+            finally:
+                await self.close()
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(main())
+        return _in_a_thread(lambda: asyncio.run(main()))
+
+    async def sandbox(self) -> Sandbox:
+        """The running loop's. Raises `SandboxUnavailable`."""
+        loop = asyncio.get_running_loop()
+        for other in [other for other in self._opened if other.is_closed()]:
+            del self._opened[other]
+        opened = self._opened.setdefault(loop, _Opened())
+        async with opened.lock:
+            if opened.box is None:
+                await self._open(opened)
+            assert opened.box is not None
+            return opened.box
+
+    async def _open(self, opened: _Opened) -> None:
+        allowed = self.config.allow_unsandboxed_code
+        try:
+            context = self._context(self.config.backend)
+            box = await context.__aenter__()
+        except SandboxUnavailable as error:
+            if allowed is None:
+                raise
+            logger.warning(
+                "model-written code runs WITHOUT ISOLATION, as allow_unsandboxed_code says: %s",
+                str(error).splitlines()[0],
+            )
+            context = self._context("none")
+            box = await context.__aenter__()
+        opened.context, opened.box = context, box
+        self._capabilities = box.capabilities
+
+    def _context(self, backend: str) -> AbstractAsyncContextManager[Sandbox]:
+        from rollpacker.rewards.sandbox import open_sandbox
+
+        config = self.config
+        return open_sandbox(
+            backend,
+            url=config.url,
+            token_env=config.token_env,
+            allow_unsandboxed_code=config.allow_unsandboxed_code,
+            memory_bytes=config.memory_mb << 20,
+            disk_bytes=config.disk_mb << 20,
+            output_bytes=config.output_kb << 10,
+        )
+
+    async def close(self) -> None:
+        """Close the running loop's sandbox. Asking for it again opens another."""
+        opened = self._opened.pop(asyncio.get_running_loop(), None)
+        if opened is not None and opened.context is not None:
+            await opened.context.__aexit__(None, None, None)
+
+
+def _in_a_thread(function: Callable[[], T]) -> T:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # carried over to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="rewards-check")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

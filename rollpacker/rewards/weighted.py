@@ -1,0 +1,221 @@
+"""All rewards of a run: which ones judge a sample, and what their values add up to.
+
+    row's task -> the parts that name it, and those that name none
+               -> sum of weight x value over those that apply
+
+A part that does not apply counts as None. One without a verdict leaves the sample without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.rewards.base import (
+    Cause,
+    Failed,
+    RewardConfig,
+    RewardError,
+    RewardInput,
+    RewardPart,
+    Scored,
+)
+from rollpacker.rewards.returned import MAX_REWARD, shortened
+from rollpacker.rewards.shared import Shared
+
+logger = logging.getLogger(__name__)
+
+Kind = tuple[int | None, AdaptiveDeadlineConfig | None]
+"""Checks at a time (None: batches of any size) and the limit of each (None: the reward's own)."""
+Verdict = Scored | Failed | None
+
+_BY_INFRASTRUCTURE = (Cause.INFRASTRUCTURE, Cause.DEADLINE, Cause.SAMPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """One reward and what the config says of it."""
+
+    part: RewardPart
+    config: RewardConfig
+
+    def applies_to(self, task: str | None) -> bool:
+        return self.config.tasks is None or task in self.config.tasks
+
+    @property
+    def workers(self) -> int | None:
+        if self.config.workers != "auto":
+            return self.config.workers
+        return getattr(self.part, "WORKERS", None)
+
+    @property
+    def deadline(self) -> AdaptiveDeadlineConfig | None:
+        return self.config.deadline or getattr(self.part, "DEADLINE", None)
+
+
+class WeightedReward:
+    """The weighted sum of several rewards. Meets the `Reward` protocol."""
+
+    def __init__(self, parts: Sequence[Weighted], shared: Shared) -> None:
+        self.names = tuple(one.part.name for one in parts)
+        self.shared = shared
+        self._parts = tuple(parts)
+        tasks = (task for one in parts for task in one.config.tasks or ())
+        self._tasks = tuple(dict.fromkeys(tasks))
+        self._judges_all = any(one.config.tasks is None for one in parts)
+
+    # -- before the run ---------------------------------------------------------------------
+
+    def check(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> None:
+        """Raise `RewardError` if these rows (task and other columns) cannot be judged. Outside of
+        any event loop."""
+        rows = list(rows)
+        for number, (task, _) in enumerate(rows):
+            if not self._is_judged(task):
+                raise RewardError(f"row {number}: {self._unnamed(task)}")
+        self._look_for_typos({task for task, _ in rows if task is not None})
+        for one in self._parts:
+            one.part.check([columns for task, columns in rows if one.applies_to(task)])
+
+    def _is_judged(self, task: str | None) -> bool:
+        return self._judges_all or task in self._tasks
+
+    def _unnamed(self, task: str | None) -> str:
+        named = ", ".join(self._tasks)
+        if task is None:
+            return f"there is no task, and every reward names its tasks ({named}); set task_column."
+        close = difflib.get_close_matches(task, self._tasks, n=1, cutoff=0.6)
+        hint = f'; did you mean "{close[0]}"?' if close else f"; they name {named}."
+        return f"task {task!r} is named by no reward{hint}"
+
+    def _look_for_typos(self, tasks: set[str]) -> None:
+        """A task that no row has may be meant: other rows come later. Unless it looks like one."""
+        for one in self._parts:
+            for named in set(one.config.tasks or ()) - tasks:
+                close = difflib.get_close_matches(named, tasks - set(self._tasks), n=1, cutoff=0.75)
+                if close:
+                    logger.warning(
+                        "reward %s names the task %s, which no row has; did you mean %s?",
+                        *(one.part.name, named, close[0]),
+                    )
+
+    def kinds(self) -> dict[str | None, Kind]:
+        """By task (None: any other): how its checks are scheduled, all rewards that apply taken
+        together."""
+        tasks = (*self._tasks, *((None,) if self._judges_all else ()))
+        return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
+
+    def _kind(self, parts: Sequence[Weighted]) -> Kind:
+        bounds = [one.workers for one in parts if one.workers is not None]
+        deadlines = [one.deadline for one in parts if one.deadline is not None]
+        longest = max(deadlines, key=lambda deadline: deadline.max_s, default=None)
+        return min(bounds, default=None), longest
+
+    # -- in the run -------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        await asyncio.gather(*(one.part.open() for one in self._parts))
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Scored | Failed]:
+        """Judge a batch; one verdict each, same order."""
+        if not samples:
+            return []
+        if len(self._parts) == 1:  # saves a task for each call
+            by_part = [await self._verdicts_of(self._parts[0], samples, timeout_s)]
+        else:
+            calls = (self._verdicts_of(one, samples, timeout_s) for one in self._parts)
+            by_part = await asyncio.gather(*calls)
+        return [
+            self._combined(sample, verdicts)
+            for sample, verdicts in zip(samples, zip(*by_part, strict=True), strict=True)
+        ]
+
+    async def _verdicts_of(
+        self, one: Weighted, samples: Sequence[RewardInput], timeout_s: float | None
+    ) -> list[Verdict]:
+        """None for samples that are not this reward's."""
+        chosen = [sample for sample in samples if one.applies_to(sample.task)]
+        if not chosen:
+            return [None] * len(samples)
+        try:
+            verdicts = await one.part.score(chosen, timeout_s=timeout_s)
+            assert len(verdicts) == len(chosen), "one verdict each"
+        except Exception as error:  # a reward's own mistake must not end the run
+            logger.exception("reward %s failed", one.part.name)
+            why = f"{one.part.name} failed: {type(error).__name__}: {shortened(str(error))}"
+            verdicts = [Failed(reason=why)] * len(chosen)
+        following = iter(verdicts)
+        return [next(following) if one.applies_to(s.task) else None for s in samples]
+
+    def _combined(self, sample: RewardInput, verdicts: Sequence[Verdict]) -> Scored | Failed:
+        if not self._is_judged(sample.task):
+            return Failed(reason=self._unnamed(sample.task), parts=dict.fromkeys(self.names))
+        parts = {
+            name: verdict.value if isinstance(verdict, Scored) else None
+            for name, verdict in zip(self.names, verdicts, strict=True)
+        }
+        seconds = max((v.seconds for v in verdicts if v and v.seconds is not None), default=None)
+        failures = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
+        if failures:
+            causes = {failure.cause for failure in failures}
+            return Failed(
+                reason="; ".join(failure.reason for failure in failures),
+                parts=parts,
+                cause=next(cause for cause in _BY_INFRASTRUCTURE if cause in causes),
+                seconds=seconds,
+            )
+        return self._sum(sample, verdicts, parts, seconds)
+
+    def _sum(
+        self,
+        sample: RewardInput,
+        verdicts: Sequence[Verdict],
+        parts: Mapping[str, float | None],
+        seconds: float | None,
+    ) -> Scored | Failed:
+        scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
+        if not scored:
+            asked = [one.part.name for one in self._parts if one.applies_to(sample.task)]
+            return Failed(reason=f"no verdict: {', '.join(asked)} returned None", parts=parts)
+        value = math.fsum(
+            one.config.weight * verdict.value
+            for one, verdict in zip(self._parts, verdicts, strict=True)
+            if isinstance(verdict, Scored)
+        )
+        if not abs(value) <= MAX_REWARD:
+            why = f"the weighted sum is larger than {MAX_REWARD:g}"
+            return Failed(reason=why, parts=parts, seconds=seconds)
+        timed = [verdict for verdict in scored if verdict.seconds is not None]
+        return Scored(
+            value=value,
+            parts=parts,
+            seconds=seconds,
+            correct=all(_is_correct(verdict) for verdict in timed) if timed else None,
+            timed_out=any(verdict.timed_out for verdict in scored),
+        )
+
+    def outage(self) -> str | None:
+        """What the rewards wait for, in words, while it is down."""
+        outages = [outage for one in self._parts if (outage := one.part.outage())]
+        return "; ".join(outages) or None
+
+    async def close(self) -> None:
+        """End every worker and the sandbox, even where one of them cannot be ended."""
+        closing = (one.part.close() for one in self._parts)
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        await self.shared.close()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+def _is_correct(verdict: Scored) -> bool:
+    return verdict.value > 0 if verdict.correct is None else verdict.correct
