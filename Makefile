@@ -11,11 +11,12 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test lint bench docs clean
+.PHONY: help quickstart test sandbox lint bench docs clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
 	@echo "make test         set up .venv and run linter, type checker and tests"
+	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make bench        run every benchmark, rewriting benchmarks/results (about two hours, quiet machine)"
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make clean        remove .venv and caches; runs/ stays"
@@ -34,12 +35,41 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	@touch $@
 
-quickstart: $(VENV)/.installed
+quickstart: sandbox $(VENV)/.installed
 	$(BIN)/python examples/quickstart/make_demonstrations.py
 	$(BIN)/rollpacker warmup configs/quickstart-warmup.yaml --overwrite
 	$(BIN)/rollpacker train configs/quickstart.yaml --overwrite
 
-test: $(VENV)/.installed-dev lint
+# Never fails: without it everything but code and math rewards works, and their tests are skipped.
+# As root it installs the package; it asks for no password and runs no sudo.
+sandbox:
+	@if ! command -v bwrap >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing bubblewrap (apt-get install bubblewrap) ..."; \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap; } \
+	    >/dev/null || true; \
+	fi; \
+	if ! command -v bwrap >/dev/null; then \
+	  echo; \
+	  echo "*** NO SANDBOX: code and math rewards cannot run here, and their tests are SKIPPED."; \
+	  if [ "$$(uname -s)" != Linux ]; then \
+	    echo "*** bubblewrap needs Linux. Set sandbox.url to a service such as SandboxFusion."; \
+	  else \
+	    echo "*** Debian, Ubuntu:  sudo apt-get install bubblewrap"; \
+	    echo "*** Fedora, RHEL:    sudo dnf install bubblewrap"; \
+	    echo "*** Arch:            sudo pacman -S bubblewrap"; \
+	    echo "*** or set sandbox.url to a service such as SandboxFusion."; \
+	  fi; \
+	  echo; \
+	elif ! why="$$(bwrap --unshare-all --ro-bind / / true 2>&1)"; then \
+	  echo; \
+	  echo "*** NO SANDBOX: bubblewrap is installed, but may not isolate here:"; \
+	  echo "*** $$why"; \
+	  echo "*** Code and math rewards cannot run, and their tests are SKIPPED."; \
+	  echo "*** 'rollpacker doctor' says what can be done about it."; \
+	  echo; \
+	fi
+
+test: sandbox $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-dev

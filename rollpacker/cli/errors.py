@@ -18,7 +18,8 @@ DEADLINE_EXIT_CODE = 4
 
 EXIT_CODES = {
     0: "done",
-    1: "a bug in RollPacker, or a part of it that failed: the traceback says where",
+    1: "a bug in RollPacker, or a part of it that failed: the traceback says where (of doctor:"
+    " training cannot start)",
     2: "something in the command, the config or the data is not right",
     3: "NaN or infinity in a reward, the loss or the gradient; no update was applied",
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",

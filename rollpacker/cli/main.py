@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
-VERBS = ("train", "warmup", "eval", "replay", "report", "simulate", "plan")
+VERBS = ("train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
 
 _EXAMPLES = """\
 examples:

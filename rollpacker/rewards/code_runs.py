@@ -93,10 +93,10 @@ async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limit
             said, *rest = await _judged(test, known, nonce, box, limits)
         if said == "unfit":
             return Outcome(False, slowest, unfit=str(rest[0]))
-        if said == "passed" and not calls:
-            return Outcome(False, slowest, unfit="it passes without calling the program")
         if said != "ask":
-            return Outcome(said == "passed" and rest == [nonce], slowest)
+            passed = said == "passed" and rest == [nonce]
+            idle = "it passes without calling the program" if passed and not calls else None
+            return Outcome(passed and not idle, slowest, unfit=idle)
         if not known:
             test.first_calls[:] = rest
         calls += rest

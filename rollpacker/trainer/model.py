@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -45,6 +46,7 @@ TOKENIZER_FILES = (
 )
 MIN_TOKENS = 256
 """transformers makes an almost empty tokenizer where the vocabulary's file is missing."""
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -100,7 +102,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Raises `ModelError`."""
     path = _checked_path(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=False)
     except _LOAD_ERRORS as error:
         hint = (
             "" if Path(path).is_dir() else f" (there is no folder {Path(path).absolute()} either)"
@@ -117,6 +119,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _tokenizer_class(path: str) -> Any:
+    """The plain class for a folder that says that its tokenizer.json is all there is. The automatic
+    one goes by the model's type instead, and gives a qwen2 model's characters another splitter."""
+    try:
+        named = json.loads((Path(path) / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return AutoTokenizer
+    plain = isinstance(named, dict) and named.get("tokenizer_class") in _PLAIN_TOKENIZERS
+    return PreTrainedTokenizerFast if plain else AutoTokenizer
 
 
 def _lacks_vocabulary(folder: Path) -> bool:

@@ -168,7 +168,10 @@ _POINTS = (
 def may_be_right(gold: str, response: str) -> bool:
     """The oracle finds them equal too, or somebody has looked."""
     answer = _last_answer(response)
-    return _same(gold, answer) or (_plain(gold), _plain(answer)) in _REVIEWED
+    named = re.sub(r"^(?:[a-z]{1,3}|\\text\{[a-z]+\})=", "", _plain(answer))
+    named = re.sub(r"\\text\{[a-z]*\}$", "", named)
+    known = {(_plain(gold), _plain(answer)), (_plain(gold), named)} & _REVIEWED
+    return bool(known) or _same(gold, answer)
 
 
 def _last_answer(response: str) -> str:
@@ -187,10 +190,14 @@ def _last_answer(response: str) -> str:
 
 def _plain(text: str) -> str:
     text = re.sub(r"\\(?:left|right|,|!|;|:| |displaystyle)|\$|\\\(|\\\)", "", text)
-    text = re.sub("[\u200b\u202e\ufeff~\\s]", "", text).translate(str.maketrans("−–１２٣", "--123"))
+    text = re.sub('[\u200b\u202e\ufeff~\\s"]', "", text).translate(
+        str.maketrans("−–１２٣", "--123")
+    )
     text = text.replace("½", r"\frac{1}{2}").replace("π", r"\pi").replace("∞", r"\infty")
     text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("²", "^2").replace("**", "^")
-    return text.strip(".,;").casefold()
+    text = re.sub(r"\\\\(?=[a-z(])", r"\\", text).replace("percent", r"\%")
+    text = text.rstrip(".,;").casefold()
+    return re.sub(r"(?<=\d)e(-?\d+)", r"\\cdot10^{\1}", text)
 
 
 _REVIEWED = {
@@ -200,6 +207,13 @@ _REVIEWED = {
         ("B", r"\sqrtB\sqrtB"),
         (r"\sin^2 x", r"1-\cos^2 x+0.0"),
         ("[3,\\infty)", "xnn>=3"),
+        (r"\frac{1}{3}", r".\overline{3}"),
+        (r"x=\{y,y\}", "y"),
+        ("x", r"\\left(x"),
+        ("3", r"\{3\}=3"),
+        ("f'(x)", "f'(x)-0"),
+        ("[0,1]", r"[-0,\frac{2}{2}]"),
+        (r"50\%", r"50=\tfrac12"),
         (r"\{1,2\}", r"\left\{1, 2\right, 2\right\}"),
         ("(25.98)^0", "(25.9'8)\"^0"),
         (r"x=\ln(26.86\cdot 26)", r"x１=\ln(26.86\cdot  26)"),
@@ -212,8 +226,13 @@ def _same(gold: str, answer: str) -> bool:
     one, other = _plain(gold), _plain(answer)
     if one == other:
         return True
-    if "=" in other and "=" not in one and all(_equal(one, side) for side in other.split("=")):
+    sides = re.sub(r"^[a-z]=", "", other).split("=")
+    if len(sides) > 1 and "=" not in one and all(_same(one, side) for side in sides):
         return True
+    if one.endswith("%") != other.endswith("%"):
+        share, plain = (one, other) if one.endswith("%") else (other, one)
+        share = share.rstrip("\\%")
+        return _equal(f"({share})/100", plain) or (len(plain) > 1 and _equal(share, plain))
     parts = _elements(one), _elements(other)
     if len(parts[0]) == len(parts[1]):
         return all(map(_equal, *parts)) or all(map(_equal, *map(sorted, parts)))
@@ -224,6 +243,7 @@ def _elements(text: str) -> list[str]:
     text = re.sub(r"(\d),(\d{3})(?!\d)", r"\1\2", text)
     text = re.sub(r"^(\\\{|\()(.*,.*)(\\\}|\))$", r"\2", text)
     text = re.sub(r"\\text\{(?:or|and)\}|or|and", ",", text)
+    text = re.sub(r"^\\pm(.*)$", r"\1,-\1", text)
     return [re.sub(r"^\\?[a-z]+(?:\([a-z]\))?=", "", part) for part in text.split(",")]
 
 

@@ -19,10 +19,9 @@ from rollpacker.rewards.base import (
     SandboxConfig,
     Scored,
 )
-from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.code import CodeReward, extract, grade
 from rollpacker.rewards.code_tests import BadTests, read_tests
-from rollpacker.rewards.sandbox import Limits, RunResult, SandboxUnavailable, Status
+from rollpacker.rewards.sandbox import Limits, RunResult, Status
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
 
@@ -390,22 +389,3 @@ def test_scores_a_batch_in_order(box: Box) -> None:
     assert isinstance(wrong, Scored) and wrong.value == 0.0 and not wrong.timed_out
     assert isinstance(endless, Scored) and endless.value == 0.0 and endless.timed_out
     assert isinstance(unknown, Failed) and "no column tests" in unknown.reason
-
-
-def test_the_reward_of_a_config_scores() -> None:
-    """As a run makes it, with a sandbox of its own."""
-    made = build_reward([RewardConfig(function="code", arguments={"partial": True})])
-    rows = [(None, GOOD)]
-
-    async def scored() -> list[Scored | Failed]:
-        try:
-            return await made.score([sample(DOUBLE, GOOD)], timeout_s=5.0)
-        finally:
-            await made.close()
-
-    try:
-        made.check(rows)
-    except SandboxUnavailable as error:
-        pytest.skip(f"NOT TESTED, no sandbox here: {str(error).splitlines()[0]}")
-    (verdict,) = asyncio.run(scored())
-    assert isinstance(verdict, Scored) and verdict.value == 1.0

@@ -24,7 +24,7 @@ from rollpacker.rewards.base import (
     SandboxConfig,
     Scored,
 )
-from rollpacker.rewards.math import MathReward, checker, parse_reply
+from rollpacker.rewards.math import PROGRAM, MathReward, checker, parse_reply
 from rollpacker.rewards.math_extract import Caps, extract, restates, same_text
 from rollpacker.rewards.sandbox.base import RunResult, SandboxUnavailable, Status
 from rollpacker.rewards.shared import Shared
@@ -32,6 +32,7 @@ from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 CAPS = Caps(chars=4096, nesting=32, digits=400, exponent=10_000, elements=200, boxes=100)
+OPTIONS = {"form": "evaluated", "percent": "lenient", "min_digits": 6}
 FIND = ("boxed", "hashes", "answer_is")
 
 
@@ -373,6 +374,29 @@ def test_no_text_is_ever_run(shared: Shared, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
+    """Should anything in there hand text to sympy after all."""
+    request = {"nonce": "n", "pairs": [], "options": {**OPTIONS, "strict": False}}
+    program = PROGRAM + "\nimport sympy\nprint('EVALUATED', sympy.sympify('7*6'))"
+
+    async def run() -> RunResult:
+        box = await shared.sandbox()
+        files = {"checker.py": checker()}
+        stdin = json.dumps(request)
+        return await box.run(program, stdin=stdin, files=files, profile="math")
+
+    result = shared.run(run)
+    assert result.status is Status.NONZERO
+    assert b"EVALUATED" not in result.stdout and b"never evaluated" in result.stderr
+
+
+def test_the_warm_checker_can_be_imported() -> None:
+    """What a warm interpreter loads before it forks; everything in it is of this package."""
+    code = "import rollpacker.rewards.math_warm as warm; print(len(warm.PAIRS))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
+
+
 class WatchingBox:
     """Adds to each run a last line on stderr: whether the payload's file was made inside."""
 
@@ -530,10 +554,21 @@ def test_right_answers_are_checked_before_training(shared: Shared) -> None:
     reward(shared, max_failing=0.1).check([*good, *bad])
 
 
-def test_a_broken_sandbox_stops_the_check_rather_than_the_rows() -> None:
-    fake = FakeShared(RunResult(status=Status.SANDBOX_ERROR, detail="no workers"))
-    with pytest.raises(RewardError, match="no workers"):
-        reward(fake).check([{"answer": "3"}])
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (RunResult(status=Status.SANDBOX_ERROR, detail="no workers"), "no workers"),
+        (
+            RunResult(status=Status.NONZERO, stderr=b"no module named math_verify"),
+            "no module named",
+        ),
+    ],
+)
+def test_a_broken_sandbox_stops_the_check_rather_than_the_rows(
+    result: RunResult, said: str
+) -> None:
+    with pytest.raises(RewardError, match=said):
+        reward(FakeShared(result)).check([{"answer": "3"}])
 
 
 # -- tasks ---------------------------------------------------------------------------------------

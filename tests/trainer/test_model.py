@@ -14,6 +14,7 @@ from rollpacker.trainer.model import (
     character_tokenizer,
     fingerprint,
     load_model,
+    load_tokenizer,
     new_model,
     write_character_tokenizer,
 )
@@ -53,6 +54,18 @@ def test_character_tokenizer_gives_back_every_text(tmp_path):
     assert tokenizer("1?")["input_ids"][1] == tokenizer.unk_token_id
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
     assert character_tokenizer(ALPHABET).get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_character_tokenizer_beside_any_model_keeps_spaces(tmp_path, model_type):
+    """The automatic class goes by the model's type, and for one of these it drops them."""
+    tokenizer = write_character_tokenizer(ALPHABET, tmp_path)
+    new_model({**ARCHITECTURE, "model_type": model_type}, tokenizer, seed=0).save_pretrained(
+        tmp_path
+    )
+    text = " 1 +\n 2 "
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.decode(loaded(text)["input_ids"]) == text
 
 
 @pytest.mark.parametrize(
