@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
-from rollpacker.rewards.completer import Completer
-from rollpacker.rewards.functions import RewardFunction
-from rollpacker.rewards.shapes import refuse_unknown
+from rollpacker.rewards.functions.part import RewardFunction
+from rollpacker.rewards.functions.shapes import refuse_unknown
+from rollpacker.rewards.judge.completer import Completer
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
 
 BUILT_IN: dict[str, str] = {
-    "math": "rollpacker.rewards.math:MathReward",
-    "code": "rollpacker.rewards.code:CodeReward",
-    "judge": "rollpacker.rewards.judge:JudgeReward",
+    "math": "rollpacker.rewards.math.part:MathReward",
+    "code": "rollpacker.rewards.code.grading:CodeReward",
+    "judge": "rollpacker.rewards.judge.part:JudgeReward",
     "reward_model": "rollpacker.rewards.reward_model:RewardModel",
     "reasoning_gym": "rollpacker.rewards.reasoning_gym:ReasoningGymScorer",
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollpacker.rewards.base import SandboxConfig
-from rollpacker.rewards.completer import Completer
+from rollpacker.rewards.judge.completer import Completer
 from rollpacker.rewards.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from rollpacker.rewards.base import (
     RewardPart,
     Scored,
 )
-from rollpacker.rewards.returned import MAX_REWARD, shortened
+from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
 from rollpacker.rewards.shared import Shared
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollpacker.rewards.base import Failed, Scored
-from rollpacker.rewards.code import grade
+from rollpacker.rewards.code.grading import grade
 from rollpacker.rewards.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
 
 AT_A_TIME = 4

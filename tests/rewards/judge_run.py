@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
-from rollpacker.rewards.judge import JudgeReward
+from rollpacker.rewards.judge.part import JudgeReward
 from tests.rewards.judge_attacks import QUESTION, RIGHT
 from tests.rewards.judge_stub import GULLIBLE, Answer, Asked, Stub, gullible_judge, serve
 

@@ -19,8 +19,8 @@ from rollpacker.rewards.base import (
     SandboxConfig,
     Scored,
 )
-from rollpacker.rewards.code import CodeReward, extract, grade
-from rollpacker.rewards.code_tests import BadTests, read_tests
+from rollpacker.rewards.code.cases import BadTests, read_tests
+from rollpacker.rewards.code.grading import CodeReward, extract, grade
 from rollpacker.rewards.sandbox import Limits, RunResult, Status
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
@@ -250,7 +250,6 @@ print(pages > 10, found)
 """
 
 
-@pytest.mark.xfail(reason="a worker keeps parts of requests and output", strict=True)
 @pytest.mark.parametrize("text", ["#{}\nx = {!r}", "print({!r} + 20 * {!r})"])
 def test_nothing_of_an_earlier_run_is_left_in_memory(box: Box, text: str) -> None:
     """The code of a test, and what other programs answered, pass through the same worker."""
@@ -353,7 +352,7 @@ def test_many_bad_rows_are_one_short_message(box: Box) -> None:
 def test_progress_is_told_when_the_check_takes_long(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollpacker.rewards.code._PROGRESS_S", 0.0)
+    monkeypatch.setattr("rollpacker.rewards.code.grading._PROGRESS_S", 0.0)
     with caplog.at_level("INFO"):
         reward(box).check([GOOD] * 3)
     assert "reward code: 3 of 3 reference solutions" in caplog.text

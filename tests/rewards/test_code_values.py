@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.rewards.code_harness import Refused, decode, encode
-from rollpacker.rewards.code_values import (
+from rollpacker.rewards.code.harness import Refused, decode, encode
+from rollpacker.rewards.code.values import (
     BadValue,
     check_tree,
     key_of,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollpacker.rewards.base import Cause
-from rollpacker.rewards.completer import CompletionFailed
-from rollpacker.rewards.endpoint import EndpointCompleter
-from rollpacker.rewards.endpoint_http import error_text, reply_text, retry_after_s
+from rollpacker.rewards.judge.completer import CompletionFailed
+from rollpacker.rewards.judge.endpoint import EndpointCompleter
+from rollpacker.rewards.judge.http import error_text, reply_text, retry_after_s
 from tests.rewards.judge_stub import Answer, Asked, Stub, serve
 
 ASK = [{"role": "user", "content": "Well?"}]

@@ -24,8 +24,8 @@ from rollpacker.rewards.base import (
     SandboxConfig,
     Scored,
 )
-from rollpacker.rewards.math import PROGRAM, MathReward, checker, parse_reply
-from rollpacker.rewards.math_extract import Caps, extract, restates, same_text
+from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
+from rollpacker.rewards.math.part import PROGRAM, MathReward, checker, parse_reply
 from rollpacker.rewards.sandbox.base import RunResult, SandboxUnavailable, Status
 from rollpacker.rewards.shared import Shared
 from tests.rewards.math_corpus import RIGHT, WRONG
@@ -392,7 +392,7 @@ def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
 
 def test_the_warm_checker_can_be_imported() -> None:
     """What a warm interpreter loads before it forks; everything in it is of this package."""
-    code = "import rollpacker.rewards.math_warm as warm; print(len(warm.PAIRS))"
+    code = "import rollpacker.rewards.math.warm as warm; print(len(warm.PAIRS))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
 
@@ -415,13 +415,13 @@ class WatchingBox:
 
 def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     code = (
-        "import sys, rollpacker.rewards.math, rollpacker.rewards.math_extract\n"
+        "import sys, rollpacker.rewards.math.part, rollpacker.rewards.math.extract\n"
         "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     folder = Path(sys.modules[MathReward.__module__].__file__ or "").parent
-    for name in ("math.py", "math_extract.py", "math_text.py", "math_structure.py"):
+    for name in ("part.py", "extract.py", "text.py", "structure.py"):
         text = (folder / name).read_text()
         for word in ("sympify(", "parse_expr(", " eval(", "literal_eval", "pickle"):
             assert word not in text, (name, word)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Shape
-from rollpacker.rewards.shapes import Binding, Signature, shape_of
+from rollpacker.rewards.functions.shapes import Binding, Signature, shape_of
 from tests.rewards.plain import reward, sample, scored, values
 
 VERL = """

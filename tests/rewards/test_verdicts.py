@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.rewards.verdicts import (
+from rollpacker.rewards.judge.verdicts import (
     MAX_REPLY_CHARS,
     MAX_VERDICT_CHARS,
     Scale,

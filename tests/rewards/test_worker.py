@@ -13,7 +13,7 @@ import pytest
 
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.worker import HEADER, Frames
+from rollpacker.rewards.functions.worker import HEADER, Frames
 from tests.rewards.plain import (
     FULL,
     LINUX,
@@ -33,7 +33,9 @@ from tests.rewards.plain import (
 
 
 def test_a_worker_is_light() -> None:
-    code = "import sys, rollpacker.rewards.worker, rollpacker.rewards.guardian\n"
+    code = (
+        "import sys, rollpacker.rewards.functions.worker, rollpacker.rewards.functions.guardian\n"
+    )
     code += "print(*sorted({'torch', 'numpy', 'asyncio', 'pydantic'} & set(sys.modules)))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -90,7 +92,7 @@ def test_replies_are_data(tmp_path: Path, reply: str, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     source = f"""
         import os, stat, sys
-        from rollpacker.rewards.worker import HEADER, REPLY
+        from rollpacker.rewards.functions.worker import HEADER, REPLY
         def f(completions):
             text = {reply}
             for fd in range(3, 50):

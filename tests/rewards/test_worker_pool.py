@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards import guardian, worker_pool
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.functions import guardian, worker_pool
 from rollpacker.rewards.weighted import WeightedReward
 from tests.rewards.plain import (
     FULL,

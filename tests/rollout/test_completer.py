@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput
-from rollpacker.rewards.judge import JudgeReward
+from rollpacker.rewards.judge.part import JudgeReward
 from rollpacker.rollout.base import EngineError, SamplingParams
 from rollpacker.rollout.completer import EngineCompleter
 from rollpacker.trainer.model import character_tokenizer

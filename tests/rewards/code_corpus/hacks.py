@@ -15,9 +15,7 @@ def right(n: int) -> int:
 SECRETS = (58, 1234, 90_417)
 TESTS = {
     "io": [{"type": "io", "stdin": f"{n}\n", "stdout": f"{right(n)}\n"} for n in SECRETS],
-    "call": [
-        {"type": "call", "function": "f", "args": [n], "expected": right(n)} for n in SECRETS
-    ],
+    "call": [{"type": "call", "function": "f", "args": [n], "expected": right(n)} for n in SECRETS],
     "call of floats": [
         {"type": "call", "function": "f", "args": [n], "expected": right(n) + 0.5} for n in SECRETS
     ],

@@ -1,0 +1,176 @@
+"""Stalls in a real training run: endless programs, and a reward worker that is stopped.
+
+A small model writes one-line programs that run in the sandbox; it was warmed up so that about 5 %
+of them never end. The run is short, so limits are scaled down alike, ten times: 30 s to 3 s, the
+least adaptive limit from 2 s to 0.2 s.
+
+- *deadlines*: steps per second with the adaptive limit against the fixed one, arms interleaved;
+- *stopped worker*: one interpreter of the sandbox is stopped (SIGSTOP) while steps go on. How much
+  longer do all other checks take than in the same run without, and when does the log name it?
+
+    python benchmarks/reward_stalls.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+from reward_runs import Warnings, entries, prepare, sandbox_workers, step_ends, train
+
+FIXED = "rewards.0.deadline={min_s: 0.2, factor: 1.5, max_s: 3.0, adaptive: false}"
+ADAPTIVE = "rewards.0.deadline={min_s: 0.2, factor: 1.5, max_s: 3.0}"
+COMMON = ("eval.every_steps=null", "checkpoint.every_steps=1000", "train.learning_rate=1.0e-5")
+SKIPPED = 3
+"""Steps until the first right answer set the limit."""
+
+
+def steps_per_s(log: Path) -> float:
+    ends = step_ends(log)[SKIPPED:]
+    return (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+def verdicts(log: Path) -> list[dict[str, Any]]:
+    return [
+        entry
+        for entry in entries(log)
+        if entry.get("event") == "SampleScored" and entry.get("cause") != "cancelled"
+    ]
+
+
+def deadlines(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
+    speeds: dict[str, list[float]] = {"fixed": [], "adaptive": []}
+    endless: list[float] = []
+    rewards: dict[str, list[float]] = {"fixed": [], "adaptive": []}
+    for number in range(rounds):
+        for arm, setting in (("fixed", FIXED), ("adaptive", ADAPTIVE)):
+            overrides = (setting, f"train.steps={steps}", f"seed={number}", *COMMON)
+            log = train(f"{arm}-{number}", overrides, folder)
+            speeds[arm].append(steps_per_s(log))
+            found = verdicts(log)
+            rewards[arm].append(
+                statistics.fmean(v["value"] for v in found if v["value"] is not None)
+            )
+            if arm == "fixed":
+                endless.append(sum(v["timed_out"] for v in found) / len(found))
+            print(f"  {arm:8} seed {number}: {speeds[arm][-1]:.3f} steps/s", flush=True)
+    ratios = [a / f for a, f in zip(speeds["adaptive"], speeds["fixed"], strict=True)]
+    return {
+        "steps_per_s": speeds,
+        "ratio": statistics.geometric_mean(ratios),
+        "ratios": ratios,
+        "endless_share": statistics.fmean(endless),
+        "mean_reward": {arm: statistics.fmean(values) for arm, values in rewards.items()},
+    }
+
+
+class Stopper(threading.Thread):
+    """Stops one interpreter of the sandbox, again and again, and remembers when."""
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__(daemon=True)
+        self.stopped: list[tuple[float, int]] = []
+        self._every_s = every_s
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            workers = [worker for worker in sandbox_workers() if worker.state != "T"]
+            if workers:
+                try:
+                    os.kill(workers[0].pid, signal.SIGSTOP)
+                except ProcessLookupError:
+                    continue
+                self.stopped.append((time.time(), workers[0].pid))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def stopped_worker(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
+    """Runs without endless programs' noise in the comparison: the same seeds with and without."""
+    ratios: list[float] = []
+    named_after: list[float] = []
+    unnamed = 0
+    for number in range(rounds):
+        overrides = (ADAPTIVE, f"train.steps={steps}", f"seed={number}", *COMMON)
+        plain = _check_time(train(f"plain-{number}", overrides, folder))
+        heard, stopper = Warnings(), Stopper(every_s=4.0)
+        logging.getLogger("rollpacker").addHandler(heard)
+        stopper.start()
+        log = train(f"stopped-{number}", overrides, folder)
+        stopper.end()
+        logging.getLogger("rollpacker").removeHandler(heard)
+        ratios.append(_check_time(log) / plain)
+        for when, pid in stopper.stopped:
+            lines = [t for t, line in heard.lines if str(pid) in line and t >= when]
+            unnamed += not lines
+            named_after += [lines[0] - when] if lines else []
+        print(
+            f"  seed {number}: {len(stopper.stopped)} stopped, other checks took"
+            f" {ratios[-1]:.3f} of the time without",
+            flush=True,
+        )
+    return {
+        "others_time_ratio": statistics.geometric_mean(ratios),
+        "ratios": ratios,
+        "stopped": len(named_after) + unnamed,
+        "not_named": unnamed,
+        "named_after_s": {
+            "median": statistics.median(named_after) if named_after else None,
+            "max": max(named_after, default=None),
+        },
+    }
+
+
+def _check_time(log: Path) -> float:
+    """Mean seconds of a check in which nothing failed, its queue included."""
+    asked: dict[str, float] = {}
+    ready: dict[str, float] = {}
+    took: list[float] = []
+    for entry in entries(log):
+        if entry.get("event") == "SampleGenerated":
+            ready[entry["sample"]] = entry["t"]
+        elif entry.get("event") == "SampleScored":
+            undisturbed = not (entry["cause"] or entry["timed_out"] or asked[entry["sample"]])
+            if undisturbed:
+                took.append(entry["t"] - ready[entry["sample"]])
+        for command in entry.get("commands", ()):
+            if command["command"] == "Score":
+                asked[command["sample"]] = command["retry"]
+    return statistics.fmean(took)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    prepare()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        print("adaptive against fixed limit")
+        limits = deadlines(folder, args.steps, args.rounds)
+        print(
+            f"  {limits['ratio']:.2f}x the steps per second (goal 1.4x);"
+            f" {100 * limits['endless_share']:.1f} % of the programs never end"
+        )
+        print("a stopped worker")
+        stops = stopped_worker(folder, args.steps, args.rounds)
+        print(f"  others: {stops['others_time_ratio']:.3f} (goal at most 1.05); {stops}")
+    write_result("reward_stalls", {"deadlines": limits, "stopped_worker": stops})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What a sandboxed run costs: latency, runs per second on one core, accuracy of the wall limit, and
+what is left after many runs.
+
+    python benchmarks/sandbox_speed.py [--runs 2000] [--quick]
+
+The arms (a bare interpreter, with and without `site`; a cold run; a warm run) take turns. "Warm" is
+paced: a run is asked for when the worker has had time to make the next one ready; back to back is
+what runs per second shows, measured with everything on one processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+from rollpacker.rewards.sandbox import Limits, Sandbox, Status, open_sandbox
+from rollpacker.rewards.sandbox.bwrap import interpreter
+
+HELLO = "print('hello')"
+PAUSE_S = 0.01
+TARGETS = {
+    "cold over bare, ms": 8.0,
+    "warm, ms": 5.0,
+    "cold runs/s per core": 45.0,
+    "warm runs/s per core": 200.0,
+    "killed after the limit, ms": 100.0,
+    "memory growth, MB": 10.0,
+}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "p95": round(ordered[int(len(ordered) * 0.95)], 2),
+        "min": round(ordered[0], 2),
+        "max": round(ordered[-1], 2),
+        "n": len(ordered),
+    }
+
+
+async def hello(box: Sandbox, profile: str) -> None:
+    result = await box.run(HELLO, profile=profile)
+    assert (result.status, result.stdout) == (Status.OK, b"hello\n"), result
+
+
+async def bare(*flags: str) -> None:
+    command = [interpreter(), *flags, "-c", "pass"]
+    subprocess.run(command, env={}, stdin=subprocess.DEVNULL, check=True)
+
+
+async def latencies(box: Sandbox, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each arm; they take turns."""
+    arms: dict[str, Callable[[], Awaitable[None]]] = {
+        "bare": lambda: bare("-I"),
+        "bare without site": lambda: bare("-I", "-S"),
+        "cold": lambda: hello(box, "cold"),
+        "warm": lambda: hello(box, "python"),
+        "warm math": lambda: hello(box, "math"),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(rounds + 3):
+        for name, run in arms.items():
+            await asyncio.sleep(PAUSE_S)
+            began = time.perf_counter()
+            await run()
+            if turn >= 3:
+                taken[name].append((time.perf_counter() - began) * 1e3)
+    return {name: summary(values) for name, values in taken.items()}
+
+
+async def throughput(rounds: int, each: int) -> dict[str, dict[str, float]]:
+    """Runs per second with all processes on one processor; the two kinds take turns."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})
+    rates: dict[str, list[float]] = {"cold": [], "warm": []}
+    try:
+        async with open_sandbox("bwrap", workers=1) as box:
+            for _ in range(rounds):
+                for name, profile in (("cold", "cold"), ("warm", "python")):
+                    await hello(box, profile)
+                    began = time.perf_counter()
+                    for _ in range(each):
+                        await hello(box, profile)
+                    rates[name].append(each / (time.perf_counter() - began))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return {name: summary(values) for name, values in rates.items()}
+
+
+async def kill_delays(box: Sandbox, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds from the wall limit to the verdict."""
+    programs = {"spins": "while True: pass", "sleeps": "import time; time.sleep(60)"}
+    limit_s = 0.3
+    late: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            began = time.perf_counter()
+            result = await box.run(program, limits=Limits(wall_s=limit_s))
+            assert result.status is Status.TIMEOUT, result
+            late[name].append((time.perf_counter() - began - limit_s) * 1e3)
+    return {name: summary(values) for name, values in late.items()}
+
+
+def rss_kb(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    return 0
+
+
+def below(pid: int) -> set[int]:
+    """All processes below this one, zombies included."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found: set[int] = set()
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found |= level
+    return found
+
+
+async def zygote() -> int:
+    """The Python below this process that has children of its own (its next run)."""
+    while True:
+        for pid in below(os.getpid()):
+            try:
+                name = Path(f"/proc/{pid}/comm").read_text()
+            except OSError:
+                continue
+            if name.startswith("python") and below(pid):
+                return pid
+        await asyncio.sleep(0.01)
+
+
+async def growth(num_runs: int) -> dict[str, Any]:
+    """Memory (MB) and leftovers after many runs, a tenth of which misbehave."""
+    bad = ("1/0", "import os; os.kill(os.getpid(), 9)", "print('x' * 2**21)", "x = b'x' * 10**10")
+    fds, processes = len(os.listdir("/proc/self/fd")), below(os.getpid())
+    workers, parents = [], []
+    async with open_sandbox("bwrap", workers=1) as box:
+        for i in range(num_runs):
+            await box.run(bad[i // 10 % 4] if i % 10 == 9 else HELLO)
+            if i % 1000 in (100, 950):
+                workers.append(rss_kb(await zygote()))
+            if i in (100, num_runs - 1):
+                parents.append(rss_kb(os.getpid()))
+    return {
+        "runs": num_runs,
+        "worker_mb": [round(value / 1024, 2) for value in workers],
+        "worker_growth_mb": round((max(workers) - workers[0]) / 1024, 2),
+        "parent_growth_mb": round((parents[-1] - parents[0]) / 1024, 2),
+        "processes_left": len(below(os.getpid()) - processes),
+        "descriptors_left": len(os.listdir("/proc/self/fd")) - fds,
+        "control_groups_left": sum(
+            f"-{os.getpid()}-" in folder for folder, *_ in os.walk("/sys/fs/cgroup")
+        ),
+    }
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    rounds = 10 if arguments.quick else 200
+    async with open_sandbox("bwrap", workers=2) as box:
+        capabilities = box.capabilities
+        found: dict[str, Any] = {
+            "memory": capabilities.memory,
+            "can_fork": capabilities.can_fork,
+            "latency_ms": await latencies(box, rounds),
+            "kill_delay_ms": await kill_delays(box, 3 if arguments.quick else 25),
+        }
+    found["runs_per_s_on_one_core"] = await throughput(2 if arguments.quick else 8, 50)
+    found["after_many_runs"] = await growth(150 if arguments.quick else arguments.runs)
+    return found
+
+
+def against_targets(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    latency, rates = found["latency_ms"], found["runs_per_s_on_one_core"]
+    after = found["after_many_runs"]
+    measured = {
+        "cold over bare, ms": latency["cold"]["median"] - latency["bare without site"]["median"],
+        "warm, ms": latency["warm"]["median"],
+        "cold runs/s per core": rates["cold"]["median"],
+        "warm runs/s per core": rates["warm"]["median"],
+        "killed after the limit, ms": max(each["max"] for each in found["kill_delay_ms"].values()),
+        "memory growth, MB": max(after["worker_growth_mb"], after["parent_growth_mb"]),
+    }
+    return {
+        name: {
+            "measured": round(value, 2),
+            "target": TARGETS[name],
+            "met": value >= TARGETS[name] if "runs/s" in name else value <= TARGETS[name],
+        }
+        for name, value in measured.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=2000, help="for the growth of memory")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments))
+    found["own_cpu_s"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 2)
+    found["targets"] = against_targets(found)
+    for name, values in {**found["latency_ms"], **found["kill_delay_ms"]}.items():
+        print(f"{name:20} median {values['median']:8.2f} ms   p95 {values['p95']:8.2f} ms")
+    print("after many runs:", found["after_many_runs"])
+    for name, row in found["targets"].items():
+        met = "met" if row["met"] else "MISSED"
+        print(f"{name:28} {row['measured']:8.2f}  target {row['target']:6.1f}  {met}")
+    if not arguments.quick:
+        print(write_result("sandbox_speed", found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Grading programs: `grade` for one answer, `CodeReward` for a run. Policy: docs/rewards-code.md.
+
+The verdict is computed here, outside the sandbox, from bytes. What a test expects never enters a
+sandbox that the program runs in, and how the program exits is no evidence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.rewards.code.cases import AssertTest, BadTests, CallTest, IoTest, Test, read_tests
+from rollpacker.rewards.code.runs import Outcome, run_test
+from rollpacker.rewards.sandbox.base import Limits, Sandbox
+
+if TYPE_CHECKING:
+    from rollpacker.rewards.shared import Shared
+
+logger = logging.getLogger(__name__)
+
+MAX_PROGRAM_BYTES = 200_000
+MAX_COMPLETION_CHARACTERS = 4_000_000
+PYTHON = frozenset({"python", "python3", "py", "py3"})
+_NAMED = 5
+"""So many bad rows are named in one message."""
+_PROGRESS_S = 2.0
+
+_FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
+
+
+def extract(completion: str) -> str | None:
+    """The program in a completion; None if there is none.
+
+    What follows the last `</think>` counts. In it: the last fenced block marked as Python, else the
+    last fenced block, else all of it. A block whose fence is not closed reaches to the end.
+    """
+    text = completion[-MAX_COMPLETION_CHARACTERS:].rpartition("</think>")[2]
+    blocks = _blocks(text)
+    marked = [block for language, block in blocks if language in PYTHON]
+    if marked:
+        program = marked[-1]
+    elif blocks:
+        program = blocks[-1][1]
+    else:
+        program = text
+    program = program.removeprefix("\ufeff")
+    if not program.strip() or "\0" in program:
+        return None
+    try:
+        size = len(program.encode())
+    except UnicodeEncodeError:
+        return None
+    return program if size <= MAX_PROGRAM_BYTES else None
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of each fenced block. A fence stands at the begin of its line, and only
+    a line of at least as many backquotes, with nothing behind them, closes it."""
+    blocks: list[tuple[str, str]] = []
+    lines: list[str] = []
+    language = fence = ""
+    for line in text.split("\n"):
+        found = _FENCE.fullmatch(line.rstrip())
+        if not fence and found:
+            fence, lines = found[1], []
+            language = (found[2].split() or [""])[0].lower()
+        elif fence and found and len(found[1]) >= len(fence) and not found[2].strip():
+            blocks.append((language, "\n".join(lines) + "\n"))
+            fence = ""
+        elif fence:
+            lines.append(line)
+    if fence:
+        blocks.append((language, "\n".join(lines)))
+    return blocks
+
+
+async def grade(
+    completion: str,
+    tests: Any,
+    box: Sandbox,
+    *,
+    limits: Limits | None = None,
+    partial: bool = False,
+    max_tests: int | None = None,
+) -> Scored | Failed:
+    """Judge the program in a completion by its tests (in any shape of `code_tests.read_tests`).
+
+    1.0 if it passes all of them, which stops at the first that fails, else 0.0; `partial`: the
+    share of tests passed, where those after one that ran out of time count as failed. `limits` are
+    those of one run. Never raises for what the program does; tests that cannot be used are a
+    `Failed`.
+    """
+    if not isinstance(tests, _Read):
+        try:
+            tests = _Read(read_tests(tests))
+        except BadTests as error:
+            return Failed(reason=f"the tests cannot be used: {error}")
+    program = extract(completion)
+    if program is None:
+        return Scored(value=0.0, seconds=0.0, correct=False)
+    return await _graded(program, tests[:max_tests], box, limits or Limits(), partial)
+
+
+class _Read(list[Test]):
+    """Tests that are read already."""
+
+
+async def _graded(
+    program: str, tests: Sequence[Test], box: Sandbox, limits: Limits, partial: bool
+) -> Scored | Failed:
+    passed, seconds, timed_out = 0, 0.0, False
+    for number, test in enumerate(tests):
+        outcome = await run_test(program, test, box, limits)
+        if no_verdict := _no_verdict(outcome, number):
+            return no_verdict
+        passed += outcome.passed
+        seconds = max(seconds, outcome.seconds)
+        timed_out = outcome.timed_out
+        if timed_out or not (outcome.passed or partial):
+            break
+    correct = passed == len(tests)
+    value = passed / len(tests) if partial else float(correct)
+    return Scored(value=value, seconds=seconds, correct=correct, timed_out=timed_out)
+
+
+def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
+    if outcome.sandbox_error is not None:
+        reason = f"the sandbox failed: {outcome.sandbox_error}"
+        return Failed(reason=reason, cause=Cause.INFRASTRUCTURE)
+    if outcome.unfit is not None:
+        return Failed(reason=f"test {number} cannot be used: {outcome.unfit}")
+    return None
+
+
+class CodeReward:
+    """Programs judged by the tests of their row (built-in `code`).
+
+    Arguments: `tests_column`; `language` (python); `partial`: the share of tests passed instead of
+    all or nothing; `max_tests`: only the first so many of a row; `reference_column`: a correct
+    solution for rows that have one, run before training; `allow_bad_tests`: start although up to
+    this share of them fails; `memory_mb` of one run (None: what the sandbox is set to).
+    """
+
+    DEADLINE = AdaptiveDeadlineConfig()
+    WORKERS = os.cpu_count()
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        name: str,
+        shared: Shared,
+        *,
+        tests_column: str = "tests",
+        language: str = "python",
+        partial: bool = False,
+        reference_column: str | None = "reference_solution",
+        allow_bad_tests: float = 0.0,
+        max_tests: int | None = None,
+        memory_mb: int | None = None,
+    ) -> None:
+        if language != "python":
+            raise RewardError(f'reward {name}: language "{language}" is unknown; there is python.')
+        if max_tests is not None and max_tests < 1:
+            raise RewardError(f"reward {name}: max_tests must be at least 1, not {max_tests}.")
+        if not 0 <= allow_bad_tests <= 1:
+            raise RewardError(f"reward {name}: allow_bad_tests is a share of the rows, 0 to 1.")
+        self.name = name
+        self._config = config
+        self._shared = shared
+        self._tests_column = tests_column
+        self._partial = partial
+        self._reference_column = reference_column
+        self._allow_bad_tests = allow_bad_tests
+        self._max_tests = max_tests
+        self._memory_mb = memory_mb
+        self._box: Sandbox | None = None
+
+    # -- before the run ----------------------------------------------------------------
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` if nothing isolates programs here, a row's tests cannot be used, or
+        tests fail their own reference solution."""
+        self._shared.check_sandbox()
+        tests, bad = {}, {}
+        for number, row in enumerate(rows):
+            try:
+                tests[number] = self._tests_of(row)
+            except BadTests as error:
+                bad[number] = str(error)
+        if bad:
+            raise RewardError(
+                f"reward {self.name}: the tests of {_counted(len(bad), len(rows))} cannot be used:"
+                f" {_listed(bad)}. Mend or remove them."
+            )
+        column = self._reference_column
+        known = [(n, row[column]) for n, row in enumerate(rows) if column and row.get(column)]
+        if known:
+            self._check_references([(n, str(solution), tests[n]) for n, solution in known])
+
+    def _tests_of(self, row: Mapping[str, Any]) -> _Read:
+        if self._tests_column not in row:
+            has = ", ".join(map(str, row)) or "none"
+            raise BadTests(f"no column {self._tests_column} (it has: {has}); set tests_column")
+        tests = row[self._tests_column]
+        if not isinstance(tests, str):
+            with contextlib.suppress(TypeError, ValueError):
+                tests = json.dumps(tests)  # text is read once for all responses to a prompt
+        return _Read(read_tests(tests))
+
+    def _check_references(self, known: Sequence[tuple[int, str, _Read]]) -> None:
+        bad = self._shared.run(lambda: self._failing(known))
+        if not bad:
+            return
+        what = f"the tests of {_counted(len(bad), len(known))} fail their own reference solution"
+        if len(bad) <= self._allow_bad_tests * len(known):
+            logger.warning("reward %s: %s: %s", self.name, what, _listed(bad))
+            return
+        raise RewardError(
+            f"reward {self.name}: {what}: {_listed(bad)}. Mend or remove these rows, or set"
+            f" allow_bad_tests to at least {len(bad) / len(known):.3f}."
+        )
+
+    async def _failing(self, known: Sequence[tuple[int, str, _Read]]) -> dict[int, str]:
+        """Rows whose reference solution is not right, and why."""
+        box = await self._shared.sandbox()
+        limits = self._limits(self._longest_s())
+        left = list(reversed(known))
+        bad: dict[int, str] = {}
+        told = time.monotonic()
+
+        async def work() -> None:
+            nonlocal told
+            while left:
+                number, solution, tests = left.pop()
+                if reason := await _why_wrong(solution, tests[: self._max_tests], box, limits):
+                    bad[number] = reason
+                if time.monotonic() - told > _PROGRESS_S:
+                    told = time.monotonic()
+                    done = len(known) - len(left)
+                    logger.info(
+                        "reward %s: %d of %d reference solutions", self.name, done, len(known)
+                    )
+
+        await asyncio.gather(*(work() for _ in range(self._num_workers())))
+        return dict(sorted(bad.items()))
+
+    def _num_workers(self) -> int:
+        workers = self._config.workers
+        return (os.cpu_count() or 1) if workers == "auto" else workers
+
+    def _longest_s(self) -> float:
+        return (self._config.deadline or self.DEADLINE).max_s
+
+    # -- in the run --------------------------------------------------------------------
+
+    async def open(self) -> None:
+        self._box = await self._shared.sandbox()
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Scored | Failed | None]:
+        """One verdict each. `timeout_s` limits every run of a program; without it the reward's own
+        `timeout_s` does."""
+        await self.open()
+        limits = self._limits(timeout_s or self._config.timeout_s)
+        return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))
+
+    async def _score(self, sample: RewardInput, limits: Limits) -> Scored | Failed:
+        assert self._box is not None
+        try:
+            tests = self._tests_of(sample.columns)
+        except BadTests as error:
+            return Failed(reason=f"{self.name}: the tests cannot be used: {error}")
+        return await grade(
+            sample.completion,
+            tests,
+            self._box,
+            limits=limits,
+            partial=self._partial,
+            max_tests=self._max_tests,
+        )
+
+    def _limits(self, wall_s: float) -> Limits:
+        sandbox = self._shared.config
+        return Limits(
+            wall_s=wall_s,
+            memory_bytes=(self._memory_mb or sandbox.memory_mb) << 20,
+            disk_bytes=sandbox.disk_mb << 20,
+            output_bytes=sandbox.output_kb << 10,
+        )
+
+    def outage(self) -> str | None:
+        """What the sandbox waits for, if it is a service elsewhere."""
+        ask = getattr(self._box, "outage", None)
+        return None if ask is None else ask()
+
+    async def close(self) -> None:
+        """The sandbox is shared; whoever made it closes it."""
+        self._box = None
+
+
+async def _why_wrong(
+    solution: str, tests: Sequence[Test], box: Sandbox, limits: Limits
+) -> str | None:
+    """Why a reference solution is not right; None if it is."""
+    program = extract(solution)
+    if program is None:
+        return "the reference solution is no program"
+    for number, test in enumerate(tests):
+        outcome = await run_test(program, test, box, limits)
+        if outcome.sandbox_error is not None:
+            outcome = await run_test(program, test, box, limits)
+        if outcome.sandbox_error is not None:
+            raise RewardError(f"the sandbox failed twice: {outcome.sandbox_error}")
+        if outcome.unfit is not None:
+            return f"test {number} ({_kind(test)}) cannot be used: {outcome.unfit}"
+        if not outcome.passed:
+            why = f"took longer than {limits.wall_s:g} s" if outcome.timed_out else "fails"
+            return f"test {number} ({_kind(test)}) {why}"
+    return None
+
+
+def _kind(test: Test) -> str:
+    return {IoTest: "io", CallTest: "call", AssertTest: "assert"}[type(test)]
+
+
+def _counted(bad: int, total: int) -> str:
+    return f"{bad:,} of {total:,} rows"
+
+
+def _listed(bad: Mapping[int, str]) -> str:
+    named = [f"row {number}: {reason}" for number, reason in list(bad.items())[:_NAMED]]
+    more = f"; and {len(bad) - _NAMED:,} more" if len(bad) > _NAMED else ""
+    return "; ".join(named) + more

@@ -1,0 +1,1 @@
+"""Plain functions as rewards: any framework's shape, run in worker processes."""

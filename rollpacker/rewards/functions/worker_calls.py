@@ -1,0 +1,92 @@
+"""Calls of a reward function, the workers of its pool, and how a call can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.rewards.functions.worker_process import WorkerProcess
+
+
+class Overran(Exception):
+    """The call took longer than its limit."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.shared = shared
+        """Other calls ran in the same worker, which hung: it may have been one of them."""
+
+
+class WorkerLost(Exception):
+    """The worker ended by itself, or was stopped; the message says which and how."""
+
+    def __init__(self, what: str, *, how: str = "", stopped: bool = False) -> None:
+        super().__init__(what)
+        self.how = how
+        self.stopped = stopped
+        self.left_s = 0.0
+        """Of the call's limit."""
+
+
+class NoWorker(Exception):
+    """No worker could be started; the message says why."""
+
+
+@dataclass(eq=False, slots=True)
+class PoolCall:
+    number: int
+    payload: bytes
+    limit_s: float
+    alone: bool
+    """No other call may run in its worker."""
+    future: asyncio.Future[dict[str, Any]]
+    worker: PoolWorker | None = None
+    timer: asyncio.TimerHandle | None = None
+    began: float = 0.0
+    """Loop time."""
+
+    def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
+        """Its worker is gone at loop time `now`."""
+        error = WorkerLost(what, how=how, stopped=stopped)
+        error.left_s = self.limit_s - (now - self.began)
+        self.settle(error)
+
+    def settle(self, result: dict[str, Any] | Exception) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(eq=False, slots=True)
+class PoolWorker:
+    process: WorkerProcess
+    ready: bool
+    idle_since: float
+    calls: dict[int, PoolCall] = field(default_factory=dict)
+    given_up: set[int] = field(default_factory=set)
+    """Calls whose reply nobody waits for, and that go on."""
+    draining: bool = False
+    """Takes no more calls."""
+    was_stopped: bool = False
+    unfinished: bytes = b""
+    """The line that it is printing."""
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls) + len(self.given_up)
+
+    def has_room(self, call: PoolCall, capacity: int) -> bool:
+        if not self.ready or self.draining:
+            return False
+        if call.alone or any(other.alone for other in self.calls.values()):
+            return self.num_calls == 0
+        return self.num_calls < capacity
+
+    def __str__(self) -> str:
+        return f"{self.process.name} (pid {self.process.pid})"

@@ -1,0 +1,394 @@
+"""The worker processes of one reward function, and who calls which of them.
+
+    call -> waits -> runs in a worker -> its reply
+                                      -> Overran, WorkerLost: the worker is ended and replaced
+                  -> NoWorker
+
+A blocking function has one call at a time in each worker, an async one many. There is one worker
+at first; calls that wait start more, and those idle for a minute end. One event loop, no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rollpacker.rewards.functions.guardian import OutputQuota
+from rollpacker.rewards.functions.worker import ACK, CALL, CANCEL
+from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, PoolCall, PoolWorker
+from rollpacker.rewards.functions.worker_process import (
+    LOAD_TIMEOUT_S,
+    Listener,
+    WorkerProcess,
+    is_hello,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_ASYNC_CALLS = 1000
+"""Of an async function in one worker."""
+IDLE_S = 60.0
+"""A worker that has been idle for so long ends, down to one."""
+GROW_AFTER_S = 0.02
+"""Calls that wait for so long start another worker."""
+WATCH_EVERY_S = 0.25
+"""A worker that is found stopped twice in a row is lost."""
+ANSWER_WITHIN_S = 0.25
+"""An event loop that does not react for so long is blocked."""
+GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
+"""A call that was given up may go on for so long before its worker is ended, if blocking or
+async."""
+LOST_AFTER_S = 2.0
+"""A worker that was told to end is waited for so long, then ended by force."""
+MAX_FAILED_STARTS = 3
+"""In a row: calls that wait are given up."""
+_MAX_LINE = 2000
+
+
+_Tell = Callable[[PoolWorker, list[PoolCall], str | None], None]
+"""Called with a worker that has ended, the calls it had, and how it ended."""
+
+
+class WorkerPool:
+    """Of the loop that runs when it is made."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[str], WorkerProcess],
+        *,
+        is_async: bool,
+        max_workers: int,
+        workers: list[WorkerProcess],
+    ) -> None:
+        """`start` makes a process of that name; `workers` are ready already."""
+        self.loop = asyncio.get_running_loop()
+        self._name = name
+        self._start_process = start
+        self._is_async = is_async
+        self._capacity = MAX_ASYNC_CALLS if is_async else 1
+        self._max_workers = max_workers
+        self._numbers = itertools.count(1)
+        self._names = itertools.count(1 + len(workers))
+        self._workers: list[PoolWorker] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._waiting: deque[PoolCall] = deque()
+        self._quota = OutputQuota(self.loop.time)
+        self._num_failed_starts = 0
+        self._grow_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
+        for process in workers:
+            self._add(process, ready=True)
+
+    # -- calls ----------------------------------------------------------------------------
+
+    async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
+        """The worker's reply. The limit begins when a worker has the call. Raises `Overran`,
+        `WorkerLost` and `NoWorker`."""
+        future: asyncio.Future[dict[str, Any]] = self.loop.create_future()
+        call = PoolCall(next(self._numbers), payload, limit_s, alone, future)
+        self._waiting.append(call)
+        self._dispatch()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(call)
+            raise
+
+    def _dispatch(self) -> None:
+        while self._waiting:
+            call = self._waiting[0]
+            if call.future.done():  # cancelled
+                self._waiting.popleft()
+                continue
+            free = (w for w in self._workers if w.has_room(call, self._capacity))
+            worker = next(free, None)
+            if worker is None:
+                self._plan_growth()
+                return
+            self._waiting.popleft()
+            self._begin(call, worker)
+
+    def _begin(self, call: PoolCall, worker: PoolWorker) -> None:
+        call.worker = worker
+        call.began = self.loop.time()
+        worker.calls[call.number] = call
+        worker.process.send(CALL, call.number, call.payload)
+        call.payload = b""
+        call.timer = self.loop.call_later(call.limit_s, self._overran, call, worker)
+        self._keep_watching()
+
+    def _message(self, worker: PoolWorker, kind: int, number: int, content: dict[str, Any]) -> None:
+        if kind == ACK:
+            self._reacted(worker, number)
+            return
+        call = worker.calls.pop(number, None)
+        if call is not None:
+            call.settle(content)
+        elif number == 0:
+            if is_hello(content):
+                self._loaded(worker, content)
+        else:
+            worker.given_up.discard(number)
+        self._freed(worker)
+
+    def _freed(self, worker: PoolWorker) -> None:
+        if worker.num_calls == 0:
+            worker.idle_since = self.loop.time()
+            if worker.draining:
+                self._retire(worker)
+            elif self._idle_timer is None and len(self._workers) > 1:
+                self._idle_timer = self.loop.call_later(IDLE_S, self._retire_idle)
+        self._dispatch()
+
+    # -- calls that do not end well ---------------------------------------------------------
+
+    def _overran(self, call: PoolCall, worker: PoolWorker) -> None:
+        if call.future.done():
+            return
+        if worker.process.is_stopped():
+            self._lose_stopped(worker)
+        elif self._is_async:
+            worker.process.send(CANCEL, call.number)
+            call.timer = self.loop.call_later(ANSWER_WITHIN_S, self._hangs, call, worker)
+        else:
+            self._hangs(call, worker)
+
+    def _hangs(self, call: PoolCall, worker: PoolWorker) -> None:
+        if call.future.done():
+            return
+        logger.warning(
+            "reward %s: a call in worker %s took longer than %g s; it is ended and replaced",
+            *(self._name, worker, call.limit_s),
+        )
+        shared = worker.num_calls > 1
+        calls = self._retire(worker)
+        for one in calls:
+            one.settle(Overran(shared=shared))
+
+    def _reacted(self, worker: PoolWorker, number: int) -> None:
+        """An async worker has heard that a call is over: others may go on there."""
+        call = worker.calls.pop(number, None)
+        if call is not None:
+            call.settle(Overran(shared=False))
+            self._give_up(worker, number)
+
+    def _cancel(self, call: PoolCall) -> None:
+        worker = call.worker
+        if call.timer is not None:
+            call.timer.cancel()
+        if worker is None:
+            self._dispatch()
+        elif worker.calls.pop(call.number, None) is not None:
+            if self._is_async:
+                worker.process.send(CANCEL, call.number)
+            self._give_up(worker, call.number)
+
+    def _give_up(self, worker: PoolWorker, number: int) -> None:
+        worker.given_up.add(number)
+        self.loop.call_later(
+            GIVE_IN_WITHIN_S[self._is_async], self._must_have_ended, worker, number
+        )
+
+    def _must_have_ended(self, worker: PoolWorker, number: int) -> None:
+        if number in worker.given_up and worker in self._workers:
+            worker.given_up.discard(number)
+            worker.draining = True
+            self._freed(worker)
+
+    def _watch(self) -> None:
+        """Look for workers that a signal holds."""
+        self._watch_timer = None
+        busy = [worker for worker in self._workers if worker.num_calls or not worker.ready]
+        for worker in busy:
+            is_stopped = worker.process.is_stopped()
+            if is_stopped and worker.was_stopped:
+                self._lose_stopped(worker)
+            worker.was_stopped = is_stopped
+        if busy:
+            self._keep_watching()
+
+    def _keep_watching(self) -> None:
+        if self._watch_timer is None:
+            self._watch_timer = self.loop.call_later(WATCH_EVERY_S, self._watch)
+
+    def _lose_stopped(self, worker: PoolWorker) -> None:
+        how = f"worker {worker} was stopped by a signal"
+        if worker.ready:
+            logger.warning("reward %s: %s; it is ended and replaced", self._name, how)
+        else:
+            self._start_failed(how)
+        for call in self._retire(worker):
+            call.lost(how, self.loop.time(), stopped=True)
+
+    def _ended(self, worker: PoolWorker) -> None:
+        """It hung up by itself, or talks nonsense."""
+        if worker in self._workers:
+            worker.process.kill()
+            self._end(worker, self._tell_lost)
+
+    def _tell_lost(self, worker: PoolWorker, calls: list[PoolCall], how: str | None) -> None:
+        how = how or "it hung up"
+        what = f"worker {worker} ended by itself ({how})"
+        if worker.ready:
+            logger.warning("reward %s: %s; it is replaced", self._name, what)
+        else:
+            self._start_failed(what)
+        for call in calls:
+            call.lost(what, self.loop.time(), how=how)
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def _add(self, process: WorkerProcess, *, ready: bool) -> PoolWorker:
+        worker = PoolWorker(process, ready, self.loop.time())
+        self._workers.append(worker)
+        process.attach(
+            self.loop,
+            Listener(
+                message=lambda kind, number, content: self._message(worker, kind, number, content),
+                output=lambda data: self._printed(worker, data),
+                ended=lambda: self._ended(worker),
+            ),
+        )
+        return worker
+
+    def _plan_growth(self) -> None:
+        if not self._workers:
+            self._grow()
+        elif self._grow_timer is None and len(self._workers) < self._max_workers:
+            self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
+
+    def _grow(self) -> None:
+        """As many again as there are, if so many calls wait."""
+        self._grow_timer = None
+        num_ready = sum(worker.ready for worker in self._workers)
+        num_starting = len(self._workers) - num_ready
+        room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
+        for _ in range(min(room, len(self._waiting) - num_starting)):
+            try:
+                process = self._start_process(f"{self._name}-{next(self._names)}")
+            except OSError as error:
+                logger.warning("reward %s: a worker was not started: %s", self._name, error)
+                self._not_started(f"a worker was not started: {error}")
+                return
+            worker = self._add(process, ready=False)
+            self.loop.call_later(LOAD_TIMEOUT_S, self._must_be_ready, worker)
+            self._keep_watching()
+
+    def _loaded(self, worker: PoolWorker, hello: dict[str, Any]) -> None:
+        if "refused" in hello:
+            logger.warning("reward %s: a worker was not started: %s", self._name, hello["refused"])
+            self._not_started(hello["refused"])
+            self._retire(worker)
+        else:
+            worker.ready = True
+            self._num_failed_starts = 0
+
+    def _must_be_ready(self, worker: PoolWorker) -> None:
+        if not worker.ready and worker in self._workers:
+            self._start_failed(f"worker {worker} was not ready within {LOAD_TIMEOUT_S:g} s")
+            self._retire(worker)
+
+    def _start_failed(self, why: str) -> None:
+        """It may have been an accident: only several in a row mean that there is no worker."""
+        logger.warning("reward %s: a worker was not started: %s", self._name, why)
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            self._not_started(why)
+
+    def _not_started(self, why: str) -> None:
+        """Nobody waits for what cannot be had."""
+        if not any(worker.ready for worker in self._workers):
+            waiting, self._waiting = self._waiting, deque()
+            for call in waiting:
+                call.settle(NoWorker(why))
+
+    def _retire_idle(self) -> None:
+        self._idle_timer = None
+        now = self.loop.time()
+        for worker in self._workers[:0:-1]:
+            if worker.ready and not worker.num_calls and now - worker.idle_since >= IDLE_S:
+                self._retire(worker)
+        if len(self._workers) > 1:
+            self._idle_timer = self.loop.call_later(IDLE_S / 4, self._retire_idle)
+
+    def _retire(self, worker: PoolWorker) -> list[PoolCall]:
+        """End it. Returns the calls that ran in it, for somebody to settle."""
+        worker.process.kill()
+        return self._end(worker, None)
+
+    def _end(
+        self,
+        worker: PoolWorker,
+        tell: _Tell | None,
+    ) -> list[PoolCall]:
+        calls = list(worker.calls.values())
+        worker.calls.clear()
+        worker.given_up.clear()
+        self._workers.remove(worker)
+        task = self.loop.create_task(self._bury(worker, calls, tell))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        self._dispatch()
+        return calls
+
+    async def _bury(
+        self,
+        worker: PoolWorker,
+        calls: list[PoolCall],
+        tell: _Tell | None,
+    ) -> None:
+        """Wait until it is gone, and close what is left of it."""
+        until = self.loop.time() + LOST_AFTER_S
+        while (how := worker.process.how_ended()) is None and self.loop.time() < until:
+            await asyncio.sleep(0.002)
+        worker.process.end_group()
+        worker.process.dispose()
+        self._log(worker.unfinished)
+        if tell is not None:
+            tell(worker, calls, how)
+
+    def _printed(self, worker: PoolWorker, data: bytes) -> None:
+        """Log whole lines; the last one is kept until it is whole."""
+        *lines, rest = (worker.unfinished + self._quota.take(data)).split(b"\n")
+        if len(rest) > _MAX_LINE:
+            lines, rest = [*lines, rest], b""
+        worker.unfinished = rest
+        for line in lines:
+            self._log(line)
+
+    def _log(self, line: bytes) -> None:
+        text = line[:_MAX_LINE].decode(errors="replace")
+        if text.strip():
+            shown = "".join(c if c.isprintable() else "\ufffd" for c in text.rstrip())
+            logger.info("reward %s: %s", self._name, shown)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def give_idle(self) -> list[WorkerProcess]:
+        """For a loop that has closed: its workers that are still good; the others end."""
+        idle = [w.process for w in self._workers if w.ready and not w.num_calls and not w.draining]
+        for worker in self._workers:
+            if worker.process not in idle:
+                worker.process.dispose()
+        self._workers.clear()
+        return idle
+
+    async def close(self) -> None:
+        """End every worker, and wait for that."""
+        for timer in (self._grow_timer, self._idle_timer, self._watch_timer):
+            if timer is not None:
+                timer.cancel()
+        waiting, self._waiting = self._waiting, deque()
+        calls = list(waiting)
+        for worker in list(self._workers):
+            calls += self._retire(worker)
+        for call in calls:
+            call.settle(NoWorker("the reward was closed"))
+        while self._ending:
+            await asyncio.wait(self._ending)

@@ -1,0 +1,1 @@
+"""Language models as judges: prompt, strict reading of replies, endpoints."""

@@ -1,0 +1,317 @@
+"""Completions from an OpenAI-compatible endpoint that may be slow, busy, down or hostile.
+
+complete -> a free place -> the breaker says go -> one request, limited in time and size
+               ^                  |                       |
+               +--- back-off, or what Retry-After says ---+
+
+While the endpoint is down or too busy, callers wait: they hold no connection, and nothing about
+their sample is decided. A mistake in the set-up (key, model, address) fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollpacker.rewards.base import Cause
+from rollpacker.rewards.breaker import Breaker
+from rollpacker.rewards.judge.completer import CompletionFailed
+from rollpacker.rewards.judge.http import (
+    checked_url,
+    connection_trouble,
+    error_text,
+    open_client,
+    reply_text,
+    retry_after_s,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+MAX_DETAIL_CHARS = 200
+
+_BUSY = {429}
+_PASSING = {408, 409, 425, *_BUSY}
+_REQUEST_ID = "rollpacker-"
+
+
+class _Passing(Exception):
+    """This attempt failed for a reason that may pass."""
+
+    def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+        self.busy = busy
+
+
+class _Refused(Exception):
+    """The endpoint refuses the request as it is (400, 413, 422)."""
+
+
+class EndpointCompleter:
+    """Asks one model behind one address. Meets `Completer`.
+
+    `url` is the base address, up to and with `/v1`. `schema`: a JSON schema for the reply, sent as
+    `response_format` until the endpoint turns out not to take it. `request`: further fields of each
+    request. An attempt that fails is repeated up to `max_retries` times, and, while the endpoint is
+    down or says that it is too busy, until it has been so for `outage_s` seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        token: str | None = None,
+        schema: Mapping[str, Any] | None = None,
+        request: Mapping[str, Any] | None = None,
+        concurrency: int = 16,
+        max_retries: int = 6,
+        outage_s: float = 1800.0,
+        probe_every_s: float = 5.0,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        self.name = f"the judge at {url}"
+        self._url, self._model, self._token = checked_url(url), model, token
+        self._schema = schema
+        self._request = dict(request or {})
+        self._concurrency = concurrency
+        self._max_retries = max_retries
+        self._outage_s = outage_s
+        self._probe_every_s = probe_every_s
+        self._first_backoff_s = first_backoff_s
+        self._random = random.Random(os.urandom(8))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.num_retries = 0
+        """Attempts after the first of each request."""
+        self.waited_s = 0.0
+        """Seconds that requests waited for an endpoint that was down or busy, in all."""
+
+    def outage(self) -> str | None:
+        return None if self._loop is None else self._breaker.outage()
+
+    async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
+        """The reply's text. `timeout_s` limits each attempt, not the waiting before it.
+
+        Raises:
+            CompletionFailed: after retries, after an outage of `outage_s`, or at once where trying
+                again cannot help.
+        """
+        self._bind()
+        async with self._places:
+            return await _Attempts(self, timeout_s).run(list(messages))
+
+    async def close(self) -> None:
+        """Close the connections of the running loop."""
+        if self._loop is asyncio.get_running_loop():
+            self._loop = None
+            await self._client.close()
+
+    def _bind(self) -> None:
+        """What belongs to one event loop, made for the running one."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        self._loop = loop
+        self._places = asyncio.Semaphore(self._concurrency)
+        self._breaker = Breaker(self.name, probe_every_s=self._probe_every_s)
+        self._failing_since: float | None = None
+        self._not_before = 0.0
+        self._client = open_client(self._url, self._token, self._concurrency)
+
+    # -- one attempt -------------------------------------------------------------------
+
+    async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
+        """One reply; with the schema first, and without it where the endpoint refuses it."""
+        if self._schema is None:
+            return await self._send(messages, timeout_s, None)
+        try:
+            return await self._send(messages, timeout_s, self._schema)
+        except _Refused:
+            reply = await self._send(messages, timeout_s, None)
+        if self._schema is not None:
+            self._schema = None
+            logger.warning("%s takes no response_format json_schema; going on without", self.name)
+        return reply
+
+    async def _send(
+        self,
+        messages: list[Mapping[str, str]],
+        timeout_s: float,
+        schema: Mapping[str, Any] | None,
+    ) -> str:
+        import openai
+
+        body: dict[str, Any] = {"model": self._model, "messages": messages}
+        if schema is not None:
+            shape = {"name": "verdict", "strict": True, "schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": shape}
+        request_id = _REQUEST_ID + uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(timeout_s):
+                raw = await self._client.chat.completions.with_raw_response.create(
+                    **body,
+                    extra_body=self._request,
+                    extra_headers={"X-Request-Id": request_id},
+                    timeout=timeout_s,
+                )
+        except (TimeoutError, openai.APITimeoutError):
+            raise _Passing(f"no answer within {timeout_s:g} s") from None
+        except openai.APIStatusError as error:
+            raise self._status(error) from None
+        except openai.APIConnectionError as error:
+            raise _Passing(connection_trouble(error)) from None
+        answered = raw.headers.get("x-request-id", request_id)
+        if answered.startswith(_REQUEST_ID) and answered != request_id:
+            raise _Passing("it answered another request")
+        reply = reply_text(raw.http_response.content)
+        if reply is None:
+            detail = self._safe(error_text(raw.http_response.content))[:MAX_DETAIL_CHARS]
+            raise _Passing(f"its answer is no chat completion: {detail}")
+        return reply
+
+    def _status(self, error: Any) -> Exception:
+        """What an HTTP status means: it passes, the request is refused, or the set-up is wrong."""
+        status, detail = error.status_code, self._detail(error)
+        if status in _PASSING or status >= 500:
+            after_s = retry_after_s(error.response.headers.get("retry-after"), time.time())
+            return _Passing(f"{status}{detail}", after_s=after_s, busy=status in _BUSY)
+        if status in (400, 413, 422):
+            return _Refused(f"{self.name} refuses the request ({status}{detail})")
+        match status:
+            case 401 | 403:
+                why = "refuses the key"
+                cure = "Set token_env to the environment variable that holds a valid key."
+            case 404:
+                why = f"has no model {self._model}, or the address is wrong"
+                cure = "Correct model or url (it usually ends in /v1)."
+            case _ if 300 <= status < 400:
+                why = "sends elsewhere, and redirects are not followed"
+                cure = "Put the final address into url."
+            case _:
+                why, cure = "refuses requests", "Correct url or request."
+        return CompletionFailed(
+            f"{self.name} {why} ({status}{detail}). {cure}",
+            Cause.INFRASTRUCTURE,
+            wrong_set_up=True,
+        )
+
+    def _detail(self, error: Any) -> str:
+        """What the endpoint says, in short and without the key."""
+        text = error_text(error.response.content)
+        return f": {self._safe(text)[:MAX_DETAIL_CHARS]}" if text else ""
+
+    def _safe(self, text: str) -> str:
+        return text.replace(self._token, "***") if self._token else text
+
+    async def _answers_others(self, timeout_s: float) -> bool:
+        """Whether it answers the simplest of requests."""
+        try:
+            await self._send([{"role": "user", "content": "Reply with OK."}], timeout_s, None)
+        except _Passing:
+            return False
+        except (_Refused, CompletionFailed):
+            return True
+        return True
+
+
+class _Attempts:
+    """One request until it is answered or given up."""
+
+    def __init__(self, endpoint: EndpointCompleter, timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._num_tried = 0
+        self._num_failed = 0
+        """Of those tried, without the ones that were told that the endpoint is busy."""
+        self._num_others_answered = 0
+
+    async def run(self, messages: list[Mapping[str, str]]) -> str:
+        endpoint, breaker = self._endpoint, self._endpoint._breaker
+        why = "it does not answer"
+        while True:
+            if not await self._go_ahead():
+                reason = breaker.outage() or f"{endpoint.name} could not be used ({why})"
+                raise CompletionFailed(reason, Cause.INFRASTRUCTURE)
+            try:
+                if self._num_failed > endpoint._max_retries:
+                    await self._suspect(why)
+                reply = await endpoint._attempt(messages, self._timeout_s)
+            except _Passing as error:
+                why = str(error)
+                await self._failed(error)
+            except _Refused as error:
+                self._answered()
+                raise CompletionFailed(str(error), Cause.SAMPLE) from None
+            except CompletionFailed:
+                self._answered()
+                raise
+            else:
+                self._answered()
+                return reply
+
+    async def _go_ahead(self) -> bool:
+        """Wait while the endpoint is down or wants to be left alone. False: for too long."""
+        endpoint, loop = self._endpoint, self._loop
+        since = loop.time()
+        try:
+            if not await endpoint._breaker.ready(self._until()):
+                return False
+            while (pause_s := endpoint._not_before - loop.time()) > 0:
+                if endpoint._not_before > self._until():
+                    return False
+                await asyncio.sleep(pause_s)
+            return loop.time() < self._until()
+        finally:
+            endpoint.waited_s += loop.time() - since
+
+    def _until(self) -> float:
+        """When the outage has lasted too long; a newcomer may wait for one probe all the same."""
+        endpoint = self._endpoint
+        if endpoint._failing_since is None:
+            return self._started + endpoint._outage_s
+        newcomer = self._started + min(2 * endpoint._probe_every_s, endpoint._outage_s)
+        return max(endpoint._failing_since + endpoint._outage_s, newcomer)
+
+    async def _failed(self, error: _Passing) -> None:
+        endpoint, loop = self._endpoint, self._loop
+        endpoint.num_retries += 1
+        if endpoint._failing_since is None:
+            endpoint._failing_since = loop.time()
+        endpoint._breaker.failed(str(error))
+        if not error.busy:
+            self._num_failed += 1
+        if error.after_s is not None:
+            endpoint._not_before = max(endpoint._not_before, loop.time() + error.after_s)
+        backoff_s = min(endpoint._first_backoff_s * 2 ** min(self._num_tried, 10), MAX_BACKOFF_S)
+        self._num_tried += 1
+        pause_s = endpoint._random.uniform(0.5, 1.0) * backoff_s
+        endpoint.waited_s += pause_s
+        await asyncio.sleep(pause_s)
+
+    async def _suspect(self, why: str) -> None:
+        """Many attempts failed. If the endpoint answers others, it is this request that it cannot
+        answer; one more chance, since the trouble may just have ended."""
+        endpoint = self._endpoint
+        if not await endpoint._answers_others(self._timeout_s):
+            raise _Passing(why)
+        self._num_others_answered += 1
+        if self._num_others_answered > 1:
+            raise CompletionFailed(
+                f"{endpoint.name} failed {self._num_failed} times on this request ({why}), while"
+                " it answers others",
+                Cause.INFRASTRUCTURE,
+            )
+
+    def _answered(self) -> None:
+        self._endpoint._failing_since = None
+        self._endpoint._breaker.succeeded()

@@ -1,0 +1,1 @@
+"""Math answers: extracted and capped here, compared inside the sandbox."""

@@ -1,0 +1,178 @@
+"""How bubblewrap is called: an empty environment, new namespaces of every kind, and read-only files
+of nothing but the interpreter. The zygote (`zygote.py`) runs inside."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import marshal
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollpacker.rewards.sandbox import zygote
+from rollpacker.rewards.sandbox.base import SandboxUnavailable
+
+PROFILES = ("python", "cold", "math")
+CHECKER = Path(__file__).resolve().parents[1] / "math"
+"""Our own part of the profile "math": what compares answers."""
+MATH_PACKAGES = ("sympy", "mpmath", "latex2sympy2_extended", "math_verify", "antlr4")
+MATH_METADATA = "antlr4-python3-runtime"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+
+def find_bwrap() -> str:
+    """Path of the program. Raises SandboxUnavailable."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxUnavailable(why_unavailable("the program bwrap (bubblewrap) is not installed"))
+    return path
+
+
+def why_unavailable(missing: str) -> str:
+    """The message for a machine where nothing isolates."""
+    return (
+        f"no sandbox for untrusted programs on this machine: {missing}.\n"
+        "Check it: `bwrap --version` and `unshare -Ur true` must both succeed.\n"
+        "Cures, one of:\n"
+        "  1. install the Debian package bubblewrap: apt-get install bubblewrap\n"
+        "  2. allow user namespaces: an AppArmor profile for bwrap, or `sysctl -w\n"
+        "     kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--security-opt\n"
+        "     seccomp=...` with a profile that allows unshare, clone, setns and mount\n"
+        "  3. set sandbox.url to a SandboxFusion service on another machine\n"
+        "To run programs without any isolation: sandbox.allow_unsandboxed_code (see its docs)."
+    )
+
+
+@functools.cache
+def compiled_zygote() -> bytes:
+    """zygote.py as the contents of a .pyc file, so that starting one compiles nothing."""
+    source = Path(zygote.__file__).read_bytes()
+    code = compile(source, "zygote.py", "exec", dont_inherit=True)
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
+@functools.cache
+def interpreter() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def mounts(profile: str) -> tuple[str, ...]:
+    """Arguments that make the file system: an interpreter, its libraries, four devices."""
+    multiarch = "/usr/lib/" + (sysconfig.get_config_var("MULTIARCH") or "none")
+    libraries = multiarch if os.path.isdir(multiarch) else "/usr/lib"
+    shown: list[str] = []
+    for path in (libraries, "/usr/lib64", *_python_folders(), "/usr/share/zoneinfo"):
+        if os.path.exists(path) and not any(path.startswith(f"{top}/") for top in shown):
+            shown.append(path)
+    arguments = [word for path in shown for word in ("--ro-bind", path, path)]
+    for folder in ("/lib", "/lib64"):
+        if os.path.islink(folder):
+            arguments += ("--symlink", os.readlink(folder), folder)
+        elif os.path.isdir(folder):
+            arguments += ("--ro-bind", folder, folder)
+    for folder in _package_folders(shown):
+        arguments += ("--tmpfs", folder, "--remount-ro", folder)
+    for device in DEVICES:
+        arguments += ("--dev-bind", device, device)
+    if profile == "math":
+        for folder in (*map(_folder_of, MATH_PACKAGES), _metadata_of(MATH_METADATA)):
+            arguments += ("--ro-bind", folder, f"{zygote.SITE}/{os.path.basename(folder)}")
+        arguments += ("--ro-bind", str(CHECKER), f"{zygote.SITE}/rollpacker/rewards/math")
+    return (*arguments, "--dir", zygote.TEMP)
+
+
+def _python_folders() -> list[str]:
+    """The interpreter, its standard library, and the libraries that it brings along."""
+    prefix = os.path.realpath(sys.base_prefix)
+    below = f"/{_python_name()}" if prefix == "/usr" else ""
+    return [interpreter(), f"{prefix}/lib{below}", f"{prefix}/lib64{below}"]
+
+
+def _package_folders(shown: Sequence[str]) -> list[str]:
+    """Installed packages lie within what is shown, but are not for programs."""
+    above = ("", f"/{_python_name()}", "/python3")
+    found = []
+    for top in shown:
+        for name in ("site-packages", "dist-packages"):
+            found += [f"{top}{folder}/{name}" for folder in above]
+    return [folder for folder in found if os.path.isdir(folder)]
+
+
+def _python_name() -> str:
+    return f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def usable_profiles() -> tuple[str, ...]:
+    """Those whose packages are installed."""
+    missing = [name for name in MATH_PACKAGES if importlib.util.find_spec(name) is None]
+    return tuple(name for name in PROFILES if name != "math" or not missing)
+
+
+def why_no_profile(profile: str) -> str:
+    """The message for a profile that is unknown, or not usable here."""
+    if profile in PROFILES:
+        needed = ", ".join(MATH_PACKAGES)
+        return f"the sandbox profile {profile!r} needs these packages installed here: {needed}"
+    return f"no sandbox profile {profile!r}; there are {', '.join(PROFILES)}"
+
+
+def _folder_of(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
+    return next(iter(spec.submodule_search_locations))
+
+
+def _metadata_of(distribution: str) -> str:
+    """The folder of an installed distribution's metadata: some packages ask for versions."""
+    files = importlib.metadata.distribution(distribution).files or ()
+    found = next(file for file in files if file.name == "METADATA")
+    return str(Path(found.locate()).parent)
+
+
+def command(bwrap: str, profile: str, zygote_fd: int, fds: Sequence[int]) -> list[str]:
+    """The whole command line. `zygote_fd` holds the compiled zygote, which gets `fds` by number."""
+    return [
+        *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+        *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"),
+        # Each further heap of the C library would reserve 64 MB of a run's address space.
+        *("--setenv", "MALLOC_ARENA_MAX", "1"),
+        *mounts(profile),
+        *("--ro-bind-data", str(zygote_fd), zygote.FILE, "--remount-ro", "/", "--chdir", "/"),
+        *("--", interpreter(), "-ISB", "-X", "utf8", zygote.FILE, profile, *map(str, fds)),
+    ]
+
+
+def start(
+    bwrap: str, profile: str, control: socket.socket, errors: int, entrances: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a zygote that is served over `control`, writes what goes wrong to the file `errors`,
+    and lets runs into the control groups with these `entrances`.
+
+    It ends with the thread that calls this. Raises OSError.
+    """
+    fds = (control.fileno(), *entrances)
+    code = os.memfd_create("zygote")
+    try:
+        with open(code, "wb", closefd=False) as file:
+            file.write(compiled_zygote())
+        os.lseek(code, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            command(bwrap, profile, code, fds),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=(*fds, code),
+            env={},
+            cwd="/",
+        )
+    finally:
+        os.close(code)

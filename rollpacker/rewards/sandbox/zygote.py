@@ -1,0 +1,591 @@
+"""Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only, and
+of that little: what is imported here is paid for by every cold run.
+
+Handed into the sandbox as one compiled file. It talks to the pool over one socket in frames of
+known length: a `START` with the system call filter, then per run one `REQUEST` with a payload
+that only the run itself takes apart, answered by one `REPLY`.
+
+    zygote -- clone --> init: pid 1 of the run's own process namespace, sleeps; killing it ends
+       |                      everything that the run has started
+       +------ fork --> run: waits with its own mounts for the next request, gives up every right,
+                             executes the program
+
+The run for the next request is made while nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import _signal
+import mmap
+import os
+import select
+import struct
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAGIC = b"rp1"
+START = struct.Struct("<3sI")
+"""Magic, bytes of the filter that follow."""
+REQUEST = struct.Struct("<3scQddQQQQQ")
+"""Magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes, number of
+files, bytes of the payload that follow."""
+REPLY = struct.Struct("<3scQiiddQII")
+"""Magic, one of `ENDED...`, id, exit code, signal, wall_s, cpu_s, peak memory, bytes of stdout and
+of stderr that follow."""
+LENGTH = struct.Struct("<Q")
+READY = b"k"
+ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
+OUT_OF_MEMORY_SIGNAL = 64
+"""A run whose program ends with MemoryError ends itself by this."""
+TEMP, WORK, SITE, FILE = "/tmp", "/tmp/work", "/site", "/zygote.pyc"
+"""The only writable place, where a run works in it, packages of a profile, this file."""
+MAX_TASKS = 128
+_CHUNK, _LARGE = 1 << 16, 1 << 20
+
+_COLD_ADDRESS_SPACE = 40 << 20
+"""Bytes that an interpreter has mapped when it has just started, generously."""
+
+_CLONE_VM, _CLONE_FILES, _CLONE_NEWNS = 0x100, 0x400, 0x20000
+_CLONE_NEWIPC, _CLONE_NEWPID = 0x08000000, 0x20000000
+_SIGINT, _SIGKILL, _SIGCHLD, _SIGXCPU = 2, 9, 17, 24
+_MS_NOSUID, _MS_NODEV = 2, 4
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
+_PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+_CAP_SETPCAP, _CAP_SYS_ADMIN = 8, 21
+
+
+class Kernel:
+    """The system calls that Python has no function for. Raises OSError."""
+
+    def __init__(self) -> None:
+        import ctypes
+
+        self._ctypes = ctypes
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._init_stack = ctypes.create_string_buffer(1 << 16)
+
+    def call(self, name: str, *arguments: object) -> int:
+        result = getattr(self._libc, name)(*arguments)
+        if result < 0:
+            number = self._ctypes.get_errno()
+            raise OSError(number, f"{name}: {os.strerror(number)}")
+        return result
+
+    def prctl(self, *arguments: int) -> None:
+        full = [self._ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:5]]
+        self.call("prctl", *full)
+
+    def sleeping_init(self) -> int:
+        """Start pid 1 of a new process namespace; return its pid here. It shares this process's
+        memory and only ever sleeps in pause(), so it costs no copy."""
+        ctypes = self._ctypes
+        pause = ctypes.cast(self._libc.pause, ctypes.c_void_p)
+        top = ctypes.addressof(self._init_stack) + len(self._init_stack)
+        flags = _CLONE_VM | _CLONE_FILES | _CLONE_NEWPID | _SIGCHLD
+        return self.call("clone", pause, ctypes.c_void_p(top & ~15), flags, None)
+
+    def mount_tmpfs(self, where: str, size: int, max_files: int) -> None:
+        # Mode and owner: this process is the only one who will ever see it.
+        options = f"size={size},nr_inodes={max_files + 8},mode=700"
+        self.call(
+            "mount",
+            b"tmpfs",
+            where.encode(),
+            b"tmpfs",
+            self._ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
+            options.encode(),
+        )
+
+    def give_up_rights(self) -> None:
+        """No capability is left, and none can come back."""
+        for capability in (_CAP_SYS_ADMIN, _CAP_SETPCAP):
+            self.prctl(_PR_CAPBSET_DROP, capability)
+        self.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+        header = struct.pack("<Ii", 0x20080522, 0)  # version 3, this process
+        self.call("capset", header, bytes(24))
+        self.prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+    def filter_system_calls(self, program: bytes) -> None:
+        buffer = self._ctypes.create_string_buffer(program, len(program))
+        address = self._ctypes.addressof(buffer)
+        described = struct.pack("@HP", len(program) // 8, address)
+        self.call(
+            "prctl",
+            _PR_SET_SECCOMP,
+            self._ctypes.c_ulong(2),
+            described,
+            self._ctypes.c_ulong(0),
+            self._ctypes.c_ulong(0),
+        )
+
+
+def receive_exactly(fd: int, size: int) -> bytes:
+    """Raises EOFError."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(fd, min(size - len(parts), _LARGE))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def send_all(fd: int, data: bytes | memoryview) -> None:
+    view, sent = memoryview(data), 0
+    while sent < len(view):
+        with view[sent:] as rest:
+            sent += os.write(fd, rest)
+    view.release()
+
+
+class Kept:
+    """Bytes of a run on their way through the zygote, in a mapping of their own: the memory of the
+    next run is a copy of the zygote's, and nothing of this one may be left in it."""
+
+    def __init__(self, most: int) -> None:
+        self._size = 0
+        self._mapping = mmap.mmap(-1, most, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, fd: int, most: int) -> int:
+        """Read once. Returns the number of bytes."""
+        with memoryview(self._mapping) as whole, whole[self._size : self._size + most] as free:
+            size = os.readv(fd, [free])
+        self._size += size
+        return size
+
+    def send(self, fd: int, size: int) -> None:
+        with memoryview(self._mapping) as whole, whole[:size] as part:
+            send_all(fd, part)
+
+    def clear(self) -> None:
+        self._size = 0
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+class Run:
+    """One run: made in advance, given its request, watched to its end."""
+
+    def __init__(self, kernel: Kernel, own_pidfd: int, *, alone: bool) -> None:
+        """In the child, `is_child` is True, and `request` and `ready` are its ends of the pipes.
+
+        `alone`: no run comes before or after this one, so it has the mounts to itself.
+        """
+        self.alone = alone
+        child_request, self.request = os.pipe()
+        self.ready, child_ready = os.pipe()
+        self._stdout, child_stdout = os.pipe()
+        self._stderr, child_stderr = os.pipe()
+        self.pid = self._fork_into_namespace(kernel, own_pidfd)
+        self.is_child = self.pid == 0
+        if self.is_child:
+            os.close(self.request)
+            self.request, self.ready = child_request, child_ready
+            os.dup2(child_stdout, 1)
+            os.dup2(child_stderr, 2)
+            return
+        for fd in (child_request, child_ready, child_stdout, child_stderr):
+            os.close(fd)
+        self._pidfd = os.pidfd_open(self.pid)
+        for fd in (self.ready, self._stdout, self._stderr):
+            os.set_blocking(fd, False)
+
+    def _fork_into_namespace(self, kernel: Kernel, own_pidfd: int) -> int:
+        self.init = kernel.sleeping_init()
+        pidfd = os.pidfd_open(self.init)
+        kernel.call("setns", pidfd, _CLONE_NEWPID)
+        pid = os.fork()
+        if pid:
+            kernel.call("setns", own_pidfd, _CLONE_NEWPID)
+            os.close(pidfd)
+        return pid
+
+    def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
+        """Until it ends or must end. Returns how, and leaves the rest in this object's fields."""
+        began = time.monotonic()
+        self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
+        how = self._follow(control, began + wall_s, cap)
+        if how is not ENDED:
+            self._end_everything()
+        _, status, usage = os.wait4(self.pid, 0)
+        self.wall_s = time.monotonic() - began
+        if how is ENDED and not self._drain(cap):
+            self._end_everything()
+            self._drain(cap)
+        if how is ENDED and any(len(kept) > cap for kept in self.output.values()):
+            how = FLOODED
+        self.exit_code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1
+        self.signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        self.cpu_s = usage.ru_utime + usage.ru_stime
+        self.peak_bytes = usage.ru_maxrss << 10
+        used_up = self.signal == _SIGKILL and self.cpu_s > 0.9 * cpu_s
+        if how is ENDED and (used_up or self.signal == _SIGXCPU):
+            how = TIMED_OUT
+        return how if how is CANCELLED or self._was_ready() else BROKEN
+
+    def _follow(self, control: int, until: float, cap: int) -> bytes:
+        poll = select.poll()
+        for fd in (self._pidfd, control, *self.output):
+            poll.register(fd, select.POLLIN)
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                return TIMED_OUT
+            for fd, _ in poll.poll(left * 1000 + 1):
+                if fd == self._pidfd:
+                    return ENDED
+                if fd == control:
+                    return CANCELLED
+                if not self._read(fd):
+                    poll.unregister(fd)
+                elif len(self.output[fd]) > cap:
+                    return FLOODED
+
+    def _read(self, fd: int) -> bool:
+        """One chunk. Returns whether there can be more."""
+        return self.output[fd].add(fd, _CHUNK) > 0
+
+    def _drain(self, cap: int) -> bool:
+        """What is left in the pipes. Returns whether nobody can write any more."""
+        closed = 0
+        for fd, kept in self.output.items():
+            try:
+                while len(kept) <= cap and self._read(fd):
+                    pass
+            except BlockingIOError:
+                continue
+            closed += 1
+        return closed == len(self.output)
+
+    def _was_ready(self) -> bool:
+        try:
+            return os.read(self.ready, 1) == READY
+        except BlockingIOError:
+            return False
+
+    def has_ended(self) -> bool:
+        """While it waits for its request."""
+        return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+
+    def _end_everything(self) -> None:
+        os.kill(self.init, _SIGKILL)
+
+    def reply(self, control: int, how: bytes, run_id: int, cap: int) -> None:
+        sizes = [min(len(kept), cap + 1) for kept in self.output.values()]
+        header = REPLY.pack(
+            *(MAGIC, how, run_id, self.exit_code, self.signal),
+            *(self.wall_s, self.cpu_s, self.peak_bytes, *sizes),
+        )
+        send_all(control, header)
+        for kept, size in zip(self.output.values(), sizes, strict=True):
+            kept.send(control, size)
+            kept.close()
+
+    def close(self) -> None:
+        self._end_everything()
+        os.waitpid(self.init, 0)
+        for fd in (self._pidfd, self.request, self.ready, self._stdout, self._stderr):
+            os.close(fd)
+
+
+def serve(kernel: Kernel, control: int, *, once: bool) -> tuple[Run, bytes] | None:
+    """Answer requests until the socket closes (None). Returns in every run as well, with the run
+    and the filter."""
+    magic, size = START.unpack(receive_exactly(control, START.size))
+    assert magic == MAGIC
+    program = receive_exactly(control, size)
+    own_pidfd = os.pidfd_open(os.getpid())
+    send_all(control, REPLY.pack(MAGIC, ENDED, 0, 0, 0, 0.0, 0.0, 0, 0, 0))
+    while True:
+        run = Run(kernel, own_pidfd, alone=once)
+        if run.is_child:
+            return run, program
+        header = _next_request(control)
+        while header and run.has_ended():  # for memory that was still counted for the one before
+            run.close()
+            run = Run(kernel, own_pidfd, alone=once)
+            if run.is_child:
+                return run, program
+        if not header or not _serve_one(run, control, header) or once:
+            return None
+        run.close()
+
+
+def _next_request(control: int) -> bytes:
+    """Its header; empty at the end of all requests."""
+    while True:
+        try:
+            header = receive_exactly(control, REQUEST.size)
+        except EOFError:
+            return b""
+        magic, kind, *_ = REQUEST.unpack(header)
+        assert magic == MAGIC
+        if kind == b"r":  # not: cancel a run that had ended by itself
+            return header
+
+
+def _serve_one(run: Run, control: int, header: bytes) -> bool:
+    """Returns False if the request ends early."""
+    _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
+    send_all(run.request, header)
+    if not _hand_over(control, run.request, size):
+        return False
+    how = run.watch(control, wall_s, cpu_s, cap)
+    run.reply(control, how, run_id, cap)
+    return True
+
+
+def _hand_over(source: int, target: int, size: int) -> bool:
+    """Returns False if it ends early."""
+    passing = Kept(_LARGE)
+    while size:
+        part = passing.add(source, min(size, _LARGE))
+        if not part:
+            return False
+        passing.send(target, part)
+        passing.clear()
+        size -= part
+    passing.close()
+    return True
+
+
+class Job:
+    """A request as the run itself reads it."""
+
+    def __init__(self, source: int) -> None:
+        header = REQUEST.unpack(receive_exactly(source, REQUEST.size))
+        _, _, _, self.wall_s, self.cpu_s, self.memory, _, self.disk, self.max_files, _ = header
+        self.program = self._field(source)
+        self.stdin = self._field(source)
+        (count,) = LENGTH.unpack(receive_exactly(source, LENGTH.size))
+        self.files = [(self._field(source), self._field(source)) for _ in range(count)]
+
+    @staticmethod
+    def _field(source: int) -> bytes:
+        (size,) = LENGTH.unpack(receive_exactly(source, LENGTH.size))
+        return receive_exactly(source, size)
+
+
+def interrupts(*, on: bool) -> None:
+    """Python's handler of SIGINT. The sleeping init shares this process's memory, and a process 1
+    is only safe from the signals of its own namespace as long as it has no handler for them."""
+    import _signal
+
+    _signal.signal(_SIGINT, _signal.default_int_handler if on else _signal.SIG_DFL)
+
+
+def prepare(kernel: Kernel, run: Run, entrances: list[int], program: bytes, base_bytes: int) -> Job:
+    """In the run: from a copy of the zygote to a process without any right, at its request."""
+    interrupts(on=True)
+    os.setsid()
+    kernel.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    for group in entrances:
+        os.write(group, b"0")
+    if not run.alone:
+        kernel.call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
+    job = Job(run.request)
+    kernel.mount_tmpfs(TEMP, job.disk, job.max_files)
+    os.mkdir(WORK)
+    os.chdir(WORK)
+    for name, data in job.files:
+        folder = os.path.dirname(name)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "xb") as file:
+            file.write(data)
+    _standard_input(job.stdin)
+    os.closerange(3, run.ready)
+    os.closerange(run.ready + 1, 1 << 16)
+    _limit(job, base_bytes)
+    kernel.give_up_rights()
+    kernel.filter_system_calls(program)
+    os.write(run.ready, READY)
+    os.close(run.ready)
+    return job
+
+
+def _standard_input(data: bytes) -> None:
+    """A file that nobody can change, so that no one has to feed a pipe."""
+    if not data:
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        return
+    import fcntl
+
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    send_all(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    every_seal = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, every_seal)
+    os.dup2(fd, 0)
+
+
+def _limit(job: Job, base_bytes: int) -> None:
+    import math
+    import resource
+
+    cpu = math.ceil(job.cpu_s)
+    stack = min(64 << 20, job.memory)
+    for which, soft, hard in (
+        (resource.RLIMIT_AS, base_bytes + job.memory, base_bytes + job.memory),
+        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        (resource.RLIMIT_FSIZE, job.disk, job.disk),
+        (resource.RLIMIT_NOFILE, 256, 256),
+        (resource.RLIMIT_NPROC, MAX_TASKS, MAX_TASKS),
+        (resource.RLIMIT_STACK, stack, stack),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        resource.setrlimit(which, (soft, hard))
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped: the smallest limit under which a page can be had."""
+    import mmap
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    low, high = 0, 1 << 34
+    while high - low > _CHUNK:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, hard))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except (OSError, MemoryError):
+            low = middle
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return high
+
+
+def _open_standard_streams() -> None:
+    """Those of the zygote were made for other files, and remember whether these can seek."""
+    streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
+    for fd, (name, mode, buffering, errors) in enumerate(
+        (*streams, ("stderr", "w", 1, "backslashreplace"))
+    ):
+        stream = open(  # noqa: SIM115
+            fd, mode, buffering, encoding="utf-8", errors=errors, closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def run_program(program: bytes) -> None:
+    """Run it as `__main__` and leave with its exit status, as an interpreter of its own would."""
+    main = type(sys)("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    sys.path.insert(0, WORK)
+    sys.argv = ["main.py"]
+    _signal.signal(_SIGINT, _signal.default_int_handler)
+    _open_standard_streams()
+    status = 1
+    out_of_memory = False
+    try:
+        exec(compile(program, "main.py", "exec", dont_inherit=True), main.__dict__)
+        status = 0
+    except SystemExit as stop:
+        status = _exit_status(stop)
+    except BaseException as error:
+        out_of_memory = isinstance(error, MemoryError)
+        _show(error)
+    _finish()
+    if out_of_memory:
+        os.kill(os.getpid(), OUT_OF_MEMORY_SIGNAL)
+    os._exit(status)
+
+
+def _exit_status(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    _quietly(lambda: print(stop.code, file=sys.stderr))
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """The traceback as usual, without the frame of this file."""
+    below = error.__traceback__ and error.__traceback__.tb_next
+    _quietly(lambda: sys.excepthook(type(error), error.with_traceback(below), below))
+
+
+def _finish() -> None:
+    """Threads, exit functions and buffers, in an interpreter's order."""
+    import atexit
+
+    if "threading" in sys.modules:
+        _quietly(lambda: sys.modules["threading"]._shutdown())
+    _quietly(atexit._run_exitfuncs)
+    _quietly(lambda: sys.stdout.flush())
+    _quietly(lambda: sys.stderr.flush())
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    """Whatever the program has made of it, the others still come."""
+    try:
+        action()
+    except BaseException:
+        return
+
+
+def _add_exit() -> None:
+    """`exit` and `quit`, which an interpreter started with -S lacks."""
+    import builtins
+    from _sitebuiltins import Quitter
+
+    for name in ("exit", "quit"):
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
+
+
+WARM = {
+    "python": (
+        *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
+        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
+        *("resource", "fcntl", "string", "threading", "traceback", "typing"),
+    ),
+    "math": (
+        *("fcntl", "resource", "sympy", "latex2sympy2_extended", "math_verify"),
+        "rollpacker.rewards.math.warm",
+    ),
+}
+"""What programs of a profile find imported already."""
+
+
+def _main(profile: str, control: int, entrances: list[int]) -> Job | None:
+    import gc
+
+    os.environ.clear()
+    os.environ.update(HOME=WORK, TMPDIR=TEMP, LANG="C.UTF-8", PATH="/usr/bin:/bin")
+    interrupts(on=False)
+    # The sleeping first process of a run shares this one's memory: a handler that its program could
+    # call in it, by a signal, would run on this process's state.
+    _signal.signal(_SIGINT, _signal.SIG_DFL)
+    kernel = Kernel()
+    sys.path.append(SITE)
+    for name in WARM.get(profile, ()):
+        __import__(name)
+    _add_exit()
+    base_bytes = _COLD_ADDRESS_SPACE if profile == "cold" else address_space()
+    if profile != "cold":  # copies then touch fewer pages; for one run it does not pay
+        gc.collect()
+        gc.freeze()
+    got = serve(kernel, control, once=profile == "cold")
+    return None if got is None else prepare(kernel, got[0], entrances, got[1], base_bytes)
+
+
+if __name__ == "__main__":
+    _fds = [int(number) for number in sys.argv[2:]]
+    _job = _main(sys.argv[1], _fds[0], _fds[1:])
+    if _job is None:
+        os._exit(0)  # what still runs ends with the sandbox's own process namespace
+    run_program(_job.program)
