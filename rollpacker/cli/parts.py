@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
+from rollpacker.data.base import TRAIN
 
 if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-TRAIN = "train"
-"""Source of the prompts to train on, where rewards do not tell tasks apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ def load_policy(
     )
 
 
-def _engine_completer(model_path: str) -> Any:
+def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
     """A judge's model on an engine of its own, beside the actor's."""
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.completer import EngineCompleter
@@ -103,7 +101,12 @@ def _engine_completer(model_path: str) -> Any:
 
     loaded = load_model(ModelConfig(path=model_path))
     install_attention(loaded.model)
-    return EngineCompleter(model=loaded.model, tokenizer=loaded.tokenizer)
+    return EngineCompleter(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        max_reply_tokens=max_reply_tokens,
+        concurrency=concurrency,
+    )
 
 
 def reward_kinds(config: RunConfig, policy: Policy) -> dict[str, RewardKindConfig]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollpacker.rewards.sandbox.base import Capabilities
 
 
-_READ = "See sandbox.* in docs/configuration.md."
+_READ = "See docs/sandbox.md."
 
 
 def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:

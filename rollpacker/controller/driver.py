@@ -75,7 +75,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job, Phase
 from rollpacker.core.records import Entry, Note, Observer, Record, Session
-from rollpacker.data.base import Cursor, PromptRow, PromptSet
+from rollpacker.data.base import TRAIN, Cursor, PromptRow, PromptSet
 from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
 from rollpacker.rollout.base import (
     NOT_NUMBERS,
@@ -90,6 +90,9 @@ from rollpacker.trainer.base import NonFiniteError, Trainer, TrainSample
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+EVALUATION_BATCH = 32
+"""Samples of an evaluation that are judged in one call; each batch is a sign of life."""
 
 NUM_SLOWEST = 10
 """So many of a step's slowest checks are kept with their text, trained on or not."""
@@ -197,6 +200,7 @@ class Controller:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         self.parts.engine.start(self._on_outputs, self._on_error)
+        await self.parts.reward.open()
         job = self.parts.job
         if job.phase is Phase.NEW:
             await self._evaluate(step=0)
@@ -484,6 +488,8 @@ class Controller:
                 self._save_samples(command, samples, self.parts.samples)
             await self._by("deadlines.train_s", training)
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        counts = self.parts.reward.metrics()
+        metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
 
     async def _accumulate(
@@ -614,12 +620,7 @@ class Controller:
         self._evaluated_step = step
         result = await evaluate(
             generate=self._generate,
-            score=lambda inputs: self._by(
-                "deadlines.reward_s",
-                self.parts.reward.score(inputs),
-                "the rewards of an evaluation",
-                self._rewards_wait,
-            ),
+            score=self._judge,
             decode=self.parts.decode,
             rows=dict(enumerate(prompts.rows[: config.max_prompts])),
             sampling=sampling,
@@ -627,6 +628,34 @@ class Controller:
             pass_threshold=config.pass_threshold,
         )
         self.note("evaluation", self.now() - began, step, result.metrics)
+
+    async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
+        """Verdicts of an evaluation, with the deadlines that the run has learnt."""
+        limit_of = self.parts.job.rewards.timeout_s
+        limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
+        verdicts: dict[int, Scored | Failed] = {}
+        num_seen = 0
+
+        async def judge(places: Sequence[int]) -> None:
+            batch = [inputs[place] for place in places]
+            found = await self.parts.reward.score(batch, timeout_s=limits[places[0]])
+            verdicts.update(zip(places, found, strict=True))
+
+        def lives() -> bool:
+            nonlocal num_seen
+            grown, num_seen = len(verdicts) > num_seen, len(verdicts)
+            return grown or self._rewards_wait()
+
+        same = [[n for n, s in enumerate(limits) if s == limit] for limit in dict.fromkeys(limits)]
+        batches = [
+            places[start : start + EVALUATION_BATCH]
+            for places in same
+            for start in range(0, len(places), EVALUATION_BATCH)
+        ]
+        judging = asyncio.gather(*map(judge, batches))
+        what = "the rewards of an evaluation"
+        await self._by("deadlines.reward_s", judging, what, lives)
+        return [verdicts[place] for place in range(len(inputs))]
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
         """The engine's responses to requests that the core does not know of."""

@@ -9,6 +9,9 @@ from typing import Any, Literal, Protocol
 
 from rollpacker.core.ids import PromptId
 
+TRAIN = "train"
+"""Source of the prompts to train on, where rewards do not tell tasks apart."""
+
 
 class DataError(ValueError):
     """The data cannot be used; the message says which row or column and what to do."""

@@ -14,7 +14,7 @@ from typing import Any
 from rollpacker.data.code_tasks import write_rows
 
 ALPHABET = "\n ()*+,-/0123456789:<>=%abcdefghijklmnopqrstuvwxyz"
-INPUTS = (0, 1, -3, 7, 12, 50, -81, 100)
+INPUTS = (0, 7, -3, 50, 100)
 """What the tests of every problem call `f` with."""
 
 FORMS = (

@@ -95,6 +95,10 @@ class Reward(Protocol):
         """What the rewards wait for outside of this machine, in words, while it is down."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start that some parts keep, as `PART/NAME`."""
+        ...
+
     async def close(self) -> None:
         """End every worker; nothing is left behind."""
         ...

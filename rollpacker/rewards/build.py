@@ -6,13 +6,13 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
 from rollpacker.rewards.functions.part import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
-from rollpacker.rewards.judge.completer import Completer
+from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
 
@@ -29,6 +29,9 @@ FACTORIES = ("reward_model", "reasoning_gym")
 """Their instances are plain functions, made of `arguments` in a worker and called there. The others
 are parts made of config, name and what the run shares."""
 
+SANDBOXED = ("math", "code")
+"""They share one sandbox."""
+
 _CHECKED_HERE = ("reasoning_gym",)
 """Factories whose `check` looks at the rows, in this process."""
 
@@ -37,10 +40,15 @@ def build_reward(
     configs: Sequence[RewardConfig],
     *,
     sandbox: SandboxConfig | None = None,
-    engine_completer: Callable[[str], Completer] | None = None,
+    engine_completer: MakeCompleter | None = None,
 ) -> WeightedReward:
     """The reward that a config names. Raises `RewardError` for one that cannot be used."""
-    shared = Shared(sandbox or SandboxConfig(), engine_completer=engine_completer)
+    bounds = [c.workers for c in configs if c.function in SANDBOXED and c.workers != "auto"]
+    shared = Shared(
+        sandbox or SandboxConfig(),
+        engine_completer=engine_completer,
+        workers=max(bounds, default=None),
+    )
     parts: list[Weighted] = []
     for config in configs:
         part = _part(config, shared)

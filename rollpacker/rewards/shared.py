@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollpacker.rewards.base import SandboxConfig
-from rollpacker.rewards.judge.completer import Completer
+from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,12 @@ class Shared:
         self,
         sandbox: SandboxConfig,
         *,
-        engine_completer: Callable[[str], Completer] | None = None,
+        engine_completer: MakeCompleter | None = None,
+        workers: int | None = None,
     ) -> None:
+        """`workers`: runs at a time; None: the backend's own number."""
         self.config = sandbox
+        self._workers = workers
         self.engine_completer = engine_completer
         """Makes a judge's completer of a model folder. None: there is no engine here."""
         self._capabilities: Capabilities | None = None
@@ -105,6 +108,7 @@ class Shared:
         config = self.config
         return open_sandbox(
             backend,
+            workers=self._workers,
             url=config.url,
             token_env=config.token_env,
             allow_unsandboxed_code=config.allow_unsandboxed_code,
@@ -112,6 +116,14 @@ class Shared:
             disk_bytes=config.disk_mb << 20,
             output_bytes=config.output_kb << 10,
         )
+
+    def outage(self) -> str | None:
+        """What the sandbox waits for, if it is a service elsewhere that is down."""
+        for opened in self._opened.values():
+            ask = getattr(opened.box, "outage", None)
+            if ask is not None and (outage := ask()):
+                return str(outage)
+        return None
 
     async def close(self) -> None:
         """Close the running loop's sandbox. Asking for it again opens another."""

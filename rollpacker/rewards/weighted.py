@@ -58,6 +58,14 @@ class Weighted:
     def deadline(self) -> AdaptiveDeadlineConfig | None:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
+    def limit_s(self, timeout_s: float | None) -> float | None:
+        """The limit of a check of this reward where its task's is `timeout_s`. One without a
+        deadline has its own limit, whatever another reward of the task learnt."""
+        deadline = self.deadline
+        if timeout_s is None or deadline is None:
+            return None
+        return min(timeout_s, deadline.max_s)
+
 
 class WeightedReward:
     """The weighted sum of several rewards. Meets the `Reward` protocol."""
@@ -146,7 +154,7 @@ class WeightedReward:
         if not chosen:
             return [None] * len(samples)
         try:
-            verdicts = await one.part.score(chosen, timeout_s=timeout_s)
+            verdicts = await one.part.score(chosen, timeout_s=one.limit_s(timeout_s))
             assert len(verdicts) == len(chosen), "one verdict each"
         except Exception as error:  # a reward's own mistake must not end the run
             logger.exception("reward %s failed", one.part.name)
@@ -193,7 +201,13 @@ class WeightedReward:
         if not abs(value) <= MAX_REWARD:
             why = f"the weighted sum is larger than {MAX_REWARD:g}"
             return Failed(reason=why, parts=parts, seconds=seconds)
-        timed = [verdict for verdict in scored if verdict.seconds is not None]
+        # An answer that one with a deadline found wrong without a check is wrong all the same.
+        timed = [
+            verdict
+            for one, verdict in zip(self._parts, verdicts, strict=True)
+            if isinstance(verdict, Scored)
+            and (verdict.seconds is not None or one.deadline is not None)
+        ]
         return Scored(
             value=value,
             parts=parts,
@@ -206,6 +220,15 @@ class WeightedReward:
         """What the rewards wait for, in words, while it is down."""
         outages = [outage for one in self._parts if (outage := one.part.outage())]
         return "; ".join(outages) or None
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start that some rewards keep, as `NAME/COUNT`."""
+        return {
+            f"{one.part.name}/{name}": value
+            for one in self._parts
+            if (metrics := getattr(one.part, "metrics", None)) is not None
+            for name, value in metrics().items()
+        }
 
     async def close(self) -> None:
         """End every worker and the sandbox, even where one of them cannot be ended."""

@@ -198,6 +198,9 @@ class FakeReward:
     def outage(self) -> str | None:
         return self.down
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None:
         self.closed = True
 

@@ -189,7 +189,7 @@ def test_what_an_engine_raises(
     engine = FakeEngine(fails)
 
     async def run() -> Any:
-        part = judge(None, FakeShared(lambda path: engine), model_path="m", model=None)
+        part = judge(None, FakeShared(lambda path, **_: engine), model_path="m", model=None)
         try:
             return await part.score([sample()])
         finally:

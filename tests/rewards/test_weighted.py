@@ -210,7 +210,8 @@ def test_kinds() -> None:
 
 
 def test_open_close_outage_and_limits() -> None:
-    a, b = Part("a", outage="the judge is down"), Part("b", outage="so is the sandbox")
+    a = Part("a", outage="the judge is down", deadline=AdaptiveDeadlineConfig(max_s=3.0))
+    b = Part("b", outage="so is the sandbox")
     one = weighted(a, b)
 
     async def run() -> None:
@@ -220,6 +221,17 @@ def test_open_close_outage_and_limits() -> None:
         await one.close()
 
     asyncio.run(run())
-    assert (a.num_open, b.num_open, a.timeout_s) == (0, 0, 3.5)
+    assert (a.num_open, b.num_open) == (0, 0)
+    # Never longer than its own longest, and nothing for one that has no deadline of its own.
+    assert (a.timeout_s, b.timeout_s) == (3.0, None)
     assert one.outage() == "the judge is down; so is the sandbox"
     assert weighted(Part("c")).outage() is None
+
+
+def test_a_bonus_does_not_make_an_answer_that_was_wrong_without_a_check_right() -> None:
+    """A math answer without a box is worth 0 without a check; its time says nothing."""
+    code = Part("code", Scored(value=0.0), deadline=AdaptiveDeadlineConfig())
+    style = Part("style", 0.1)
+    (verdict,) = asyncio.run(weighted(code, style).score([sample()]))
+    assert isinstance(verdict, Scored)
+    assert (verdict.value, verdict.correct) == (0.1, False)

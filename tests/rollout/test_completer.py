@@ -183,7 +183,7 @@ def test_as_a_judge() -> None:
     """A random model's reply is no verdict; the samples get none, and never a score."""
 
     class Shared:
-        def engine_completer(self, path: str) -> EngineCompleter:
+        def engine_completer(self, path: str, **settings: int) -> EngineCompleter:
             assert path == "folder"
             model_tokens = make_tokenizer()
             model = tiny_model(

@@ -268,10 +268,10 @@ class CodeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """One verdict each. `timeout_s` limits every run of a program; without it the reward's own
-        `timeout_s` does."""
+        """One verdict each. `timeout_s` limits every run of a program; without it the deadline's
+        `max_s` does."""
         await self.open()
-        limits = self._limits(timeout_s or self._config.timeout_s)
+        limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))
 
     async def _score(self, sample: RewardInput, limits: Limits) -> Scored | Failed:
@@ -299,9 +299,7 @@ class CodeReward:
         )
 
     def outage(self) -> str | None:
-        """What the sandbox waits for, if it is a service elsewhere."""
-        ask = getattr(self._box, "outage", None)
-        return None if ask is None else ask()
+        return self._shared.outage()
 
     async def close(self) -> None:
         """The sandbox is shared; whoever made it closes it."""

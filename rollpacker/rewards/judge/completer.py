@@ -8,6 +8,14 @@ from typing import Protocol
 from rollpacker.rewards.base import Cause
 
 
+class MakeCompleter(Protocol):
+    """Makes a completer of a model folder, on an engine of this process."""
+
+    def __call__(
+        self, model_path: str, *, max_reply_tokens: int, concurrency: int
+    ) -> Completer: ...
+
+
 class Completer(Protocol):
     """An endpoint, or an engine in this process. Besides these two methods it may have `outage()`,
     as of a `RewardPart`, and the counters `num_retries` and `waited_s`."""

@@ -223,7 +223,12 @@ class JudgeReward:
             else:
                 make = self._shared.engine_completer
                 assert make is not None, "check refuses this"
-                self._completer = await asyncio.to_thread(make, self._model_path)
+                self._completer = await asyncio.to_thread(
+                    make,
+                    self._model_path,
+                    max_reply_tokens=self._fields["max_tokens"],
+                    concurrency=self._places,
+                )
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None

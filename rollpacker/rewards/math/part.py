@@ -277,8 +277,7 @@ class MathReward:
         return Failed(reason=f"{self.name}: {why}", cause=cause, seconds=result.wall_s)
 
     def outage(self) -> str | None:
-        outage = getattr(self._shared, "outage", None)
-        return outage() if callable(outage) else None
+        return self._shared.outage()
 
     async def close(self) -> None:
         """The sandbox belongs to all rewards; whoever opened it closes it."""

@@ -46,7 +46,7 @@ def why_unavailable(missing: str) -> str:
         "     kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--security-opt\n"
         "     seccomp=...` with a profile that allows unshare, clone, setns and mount\n"
         "  3. set sandbox.url to a SandboxFusion service on another machine\n"
-        "To run programs without any isolation: sandbox.allow_unsandboxed_code (see its docs)."
+        "To run programs without any isolation: sandbox.allow_unsandboxed_code (docs/sandbox.md)."
     )
 
 
