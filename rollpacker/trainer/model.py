@@ -128,7 +128,8 @@ def _tokenizer_class(path: str) -> Any:
         named = json.loads((Path(path) / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return AutoTokenizer
-    plain = isinstance(named, dict) and named.get("tokenizer_class") in _PLAIN_TOKENIZERS
+    whole = (Path(path) / "tokenizer.json").is_file() and isinstance(named, dict)
+    plain = whole and named.get("tokenizer_class") in _PLAIN_TOKENIZERS
     return PreTrainedTokenizerFast if plain else AutoTokenizer
 
 

@@ -286,7 +286,6 @@ def test_a_reward_without_any_verdict_ends_the_run_and_says_why(command, body, m
 def test_a_reward_that_failed_can_be_mended_and_the_run_resumed(command):
     broken = command.reward("def f(completions, **columns): raise RuntimeError('boom')\n")
     assert command.train(rewards=[broken], train__steps=5) == 2
-    sys.modules.pop(next(name for name in sys.modules if name.startswith("rollpacker_file_rew")))
     command.reward(GOOD)
     assert command.train("--resume", train__steps=5) == 0
     assert command.steps() == 5
@@ -474,25 +473,37 @@ def test_a_signal_ends_at_the_steps_end_with_a_checkpoint(command, number):
     assert command.steps() == 2
 
 
+CONTROLLER = """
+import os, subprocess
+
+def controller():
+    # The parent of the guardian, which is the parent of this worker.
+    asked = ["ps", "-o", "ppid=", "-p", str(os.getppid())]
+    return int(subprocess.run(asked, capture_output=True, text=True).stdout)
+"""
+
+
 def _once(number: int) -> str:
-    """A reward that sends its own process one signal."""
-    return (
-        "import os\nsent = []\n"
+    """A reward that sends the controller one signal, whichever of its workers is first."""
+    return CONTROLLER + (
         "def f(completions, **columns):\n"
-        f"    sent or (sent.append(1), os.kill(os.getpid(), {number}))\n"
+        "    if not os.path.exists(__file__ + '.sent'):\n"
+        "        open(__file__ + '.sent', 'w').close()\n"
+        f"        os.kill(controller(), {number})\n"
         "    return [float(len(c) % 7) for c in completions]\n"
     )
 
 
-TWICE = """
-import os, signal, time
+TWICE = f"""
+{CONTROLLER}
+import signal, time
 from pathlib import Path
 
 def f(completions, **columns):
     if (Path(__file__).parent / "runs/tiny/checkpoints/latest").exists():
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(controller(), signal.SIGINT)
         time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(controller(), signal.SIGINT)
         time.sleep(60)
     return [float(len(c) % 7) for c in completions]
 """
