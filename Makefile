@@ -77,12 +77,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# The quickstart's warmed-up model must be in runs/ (make quickstart leaves it there).
+# The quickstart's warmed-up model must be in runs/ (make quickstart leaves it there), and that of
+# configs/code-tiny.yaml (its head says how).
 bench: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	for name in engine_speed batch_invariance train_throughput tail_batching vs_trl overhead \
 	  resume learning sim_calibration sim_predictions sim_speed sim_vs_real debias debias_run \
-	  beyond; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	  beyond sim_deadlines sandbox_speed sandbox_attacks code_corpus math_fuzz judge_fuzz \
+	  reward_faults reward_stalls; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md

@@ -3,6 +3,7 @@ of nothing but the interpreter. The zygote (`zygote.py`) runs inside."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollpacker.rewards.sandbox import zygote
+from rollpacker.rewards.sandbox import program, zygote
 from rollpacker.rewards.sandbox.base import SandboxUnavailable
 
 PROFILES = ("python", "cold", "math")
@@ -51,10 +52,10 @@ def why_unavailable(missing: str) -> str:
 
 
 @functools.cache
-def compiled_zygote() -> bytes:
-    """zygote.py as the contents of a .pyc file, so that starting one compiles nothing."""
-    source = Path(zygote.__file__).read_bytes()
-    code = compile(source, "zygote.py", "exec", dont_inherit=True)
+def compiled(path: str) -> bytes:
+    """A module as the contents of a .pyc file, so that starting it compiles nothing."""
+    source = Path(path).read_bytes()
+    code = compile(source, os.path.basename(path), "exec", dont_inherit=True, optimize=0)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
@@ -82,6 +83,7 @@ def mounts(profile: str) -> tuple[str, ...]:
         arguments += ("--tmpfs", folder, "--remount-ro", folder)
     for device in DEVICES:
         arguments += ("--dev-bind", device, device)
+    arguments += ("--symlink", zygote.TEMP, "/dev/shm")  # for multiprocessing
     if profile == "math":
         for folder in (*map(_folder_of, MATH_PACKAGES), _metadata_of(MATH_METADATA)):
             arguments += ("--ro-bind", folder, f"{zygote.SITE}/{os.path.basename(folder)}")
@@ -137,17 +139,20 @@ def _metadata_of(distribution: str) -> str:
     return str(Path(found.locate()).parent)
 
 
-def command(bwrap: str, profile: str, zygote_fd: int, fds: Sequence[int]) -> list[str]:
-    """The whole command line. `zygote_fd` holds the compiled zygote, which gets `fds` by number."""
+def command(
+    bwrap: str, profile: str, own: Sequence[tuple[int, str]], fds: Sequence[int]
+) -> list[str]:
+    """The whole command line. `own`: descriptors of our files, and where these go. The zygote gets
+    `fds` by number."""
+    ours = [word for fd, path in own for word in ("--ro-bind-data", str(fd), path)]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"),
-        # Each further heap of the C library would reserve 64 MB of a run's address space.
-        *("--setenv", "MALLOC_ARENA_MAX", "1"),
+        *("--setenv", program.FOR_THE_C_LIBRARY.decode(), "1"),
         *mounts(profile),
-        *("--ro-bind-data", str(zygote_fd), zygote.FILE, "--remount-ro", "/", "--chdir", "/"),
-        *("--", interpreter(), "-ISB", "-X", "utf8", zygote.FILE, profile, *map(str, fds)),
+        *(*ours, "--remount-ro", "/", "--chdir", "/"),
+        *("--", interpreter(), *zygote.FLAGS, zygote.FILE, profile, *map(str, fds)),
     ]
 
 
@@ -160,19 +165,21 @@ def start(
     It ends with the thread that calls this. Raises OSError.
     """
     fds = (control.fileno(), *entrances)
-    code = os.memfd_create("zygote")
-    try:
-        with open(code, "wb", closefd=False) as file:
-            file.write(compiled_zygote())
-        os.lseek(code, 0, os.SEEK_SET)
+    files = {zygote.FILE: zygote.__file__, zygote.PROGRAM: program.__file__}
+    with contextlib.ExitStack() as stack:
+        own = []
+        for inside, path in files.items():
+            file = stack.enter_context(open(os.memfd_create("sandbox"), "wb"))
+            file.write(compiled(path))
+            file.flush()
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            own.append((file.fileno(), inside))
         return subprocess.Popen(
-            command(bwrap, profile, code, fds),
+            command(bwrap, profile, own, fds),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            pass_fds=(*fds, code),
+            pass_fds=(*fds, *(fd for fd, _ in own)),
             env={},
             cwd="/",
         )
-    finally:
-        os.close(code)

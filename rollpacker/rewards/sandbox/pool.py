@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollpacker.rewards.sandbox import bwrap, cgroup, frames, seccomp, zygote
+from rollpacker.rewards.sandbox import bwrap, cgroup, frames, program, seccomp, zygote
 from rollpacker.rewards.sandbox.base import (
     Capabilities,
     Limits,
@@ -194,7 +194,7 @@ class Pool:
     async def _give_back(self, worker: Worker) -> None:
         age_s = asyncio.get_running_loop().time() - worker.started_at
         worn = worker.num_runs >= MAX_RUNS or age_s > MAX_AGE_S
-        if worn or worker.profile == "cold" or self._closing.is_set():
+        if worn or self._closing.is_set():
             await self._end(worker)
         else:
             self._put_back(worker)
@@ -246,7 +246,7 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
 def _status(reply: Reply) -> Status:
     if reply.how in _STATUS:
         return _STATUS[reply.how]
-    if reply.signal == zygote.OUT_OF_MEMORY_SIGNAL:
+    if reply.signal == program.OUT_OF_MEMORY_SIGNAL:
         return Status.MEMORY
     if reply.signal == 0 and reply.exit_code == 0:
         return Status.OK

@@ -1,5 +1,4 @@
-"""Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only, and
-of that little: what is imported here is paid for by every cold run.
+"""Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only.
 
 Handed into the sandbox as one compiled file. It talks to the pool over one socket in frames of
 known length: a `START` with the system call filter, then per run one `REQUEST` with a payload
@@ -8,7 +7,8 @@ that only the run itself takes apart, answered by one `REPLY`.
     zygote -- clone --> init: pid 1 of the run's own process namespace, sleeps; killing it ends
        |                      everything that the run has started
        +------ fork --> run: waits with its own mounts for the next request, gives up every right,
-                             executes the program
+                             executes the program; or, for the profile "cold", becomes a new
+                             interpreter that does
 
 The run for the next request is made while nobody waits for it.
 """
@@ -39,15 +39,18 @@ of stderr that follow."""
 LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
-OUT_OF_MEMORY_SIGNAL = 64
-"""A run whose program ends with MemoryError ends itself by this."""
-TEMP, WORK, SITE, FILE = "/tmp", "/tmp/work", "/site", "/zygote.pyc"
-"""The only writable place, where a run works in it, packages of a profile, this file."""
+TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
+"""The only writable place, where a run works in it, packages of a profile, this and `program.py`."""
+FILE, PROGRAM = f"{OWN}/_zygote.pyc", f"{OWN}/_program.pyc"
+FLAGS = ("-ISB", "-X", "utf8")
+"""Of every interpreter."""
 MAX_TASKS = 128
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
 _COLD_ADDRESS_SPACE = 40 << 20
 """Bytes that an interpreter has mapped when it has just started, generously."""
+_STACK, _COLD_STACK = 64 << 20, 8 << 20
+"""Bytes, at most; and of a new interpreter until its program begins."""
 
 _CLONE_VM, _CLONE_FILES, _CLONE_NEWNS = 0x100, 0x400, 0x20000
 _CLONE_NEWIPC, _CLONE_NEWPID = 0x08000000, 0x20000000
@@ -174,12 +177,8 @@ class Kept:
 class Run:
     """One run: made in advance, given its request, watched to its end."""
 
-    def __init__(self, kernel: Kernel, own_pidfd: int, *, alone: bool) -> None:
-        """In the child, `is_child` is True, and `request` and `ready` are its ends of the pipes.
-
-        `alone`: no run comes before or after this one, so it has the mounts to itself.
-        """
-        self.alone = alone
+    def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
+        """In the child, `is_child` is True, and `request` and `ready` are its ends of the pipes."""
         child_request, self.request = os.pipe()
         self.ready, child_ready = os.pipe()
         self._stdout, child_stdout = os.pipe()
@@ -296,7 +295,7 @@ class Run:
             os.close(fd)
 
 
-def serve(kernel: Kernel, control: int, *, once: bool) -> tuple[Run, bytes] | None:
+def serve(kernel: Kernel, control: int) -> tuple[Run, bytes] | None:
     """Answer requests until the socket closes (None). Returns in every run as well, with the run
     and the filter."""
     magic, size = START.unpack(receive_exactly(control, START.size))
@@ -305,16 +304,16 @@ def serve(kernel: Kernel, control: int, *, once: bool) -> tuple[Run, bytes] | No
     own_pidfd = os.pidfd_open(os.getpid())
     send_all(control, REPLY.pack(MAGIC, ENDED, 0, 0, 0, 0.0, 0.0, 0, 0, 0))
     while True:
-        run = Run(kernel, own_pidfd, alone=once)
+        run = Run(kernel, own_pidfd)
         if run.is_child:
             return run, program
         header = _next_request(control)
         while header and run.has_ended():  # for memory that was still counted for the one before
             run.close()
-            run = Run(kernel, own_pidfd, alone=once)
+            run = Run(kernel, own_pidfd)
             if run.is_child:
                 return run, program
-        if not header or not _serve_one(run, control, header) or once:
+        if not header or not _serve_one(run, control, header):
             return None
         run.close()
 
@@ -374,23 +373,16 @@ class Job:
         return receive_exactly(source, size)
 
 
-def interrupts(*, on: bool) -> None:
-    """Python's handler of SIGINT. The sleeping init shares this process's memory, and a process 1
-    is only safe from the signals of its own namespace as long as it has no handler for them."""
-    import _signal
-
-    _signal.signal(_SIGINT, _signal.default_int_handler if on else _signal.SIG_DFL)
-
-
-def prepare(kernel: Kernel, run: Run, entrances: list[int], program: bytes, base_bytes: int) -> Job:
-    """In the run: from a copy of the zygote to a process without any right, at its request."""
-    interrupts(on=True)
+def prepare(
+    kernel: Kernel, run: Run, entrances: list[int], program: bytes, base_bytes: int, *, cold: bool
+) -> bytes:
+    """In the run: from a copy of the zygote to a process without any right, at its request. Returns
+    the program; if `cold`, it goes on in a new interpreter instead."""
     os.setsid()
     kernel.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     for group in entrances:
         os.write(group, b"0")
-    if not run.alone:
-        kernel.call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
+    kernel.call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
     job = Job(run.request)
     kernel.mount_tmpfs(TEMP, job.disk, job.max_files)
     os.mkdir(WORK)
@@ -402,14 +394,25 @@ def prepare(kernel: Kernel, run: Run, entrances: list[int], program: bytes, base
         with open(name, "xb") as file:
             file.write(data)
     _standard_input(job.stdin)
-    os.closerange(3, run.ready)
-    os.closerange(run.ready + 1, 1 << 16)
-    _limit(job, base_bytes)
+    os.dup2(run.ready, 3)
+    os.closerange(4, 1 << 16)
+    source = _program_file(job.program) if cold else -1
+    _limit(job, base_bytes, _COLD_STACK if cold else _STACK)
     kernel.give_up_rights()
     kernel.filter_system_calls(program)
-    os.write(run.ready, READY)
-    os.close(run.ready)
-    return job
+    if cold:
+        arguments = [sys.executable, *FLAGS, PROGRAM, str(source), "3"]
+        os.execve(sys.executable, arguments, {**os.environ, "MALLOC_ARENA_MAX": "1"})
+    os.write(3, READY)
+    os.close(3)
+    return job.program
+
+
+def _program_file(program: bytes) -> int:
+    fd = os.memfd_create("program", 0)
+    send_all(fd, program)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _standard_input(data: bytes) -> None:
@@ -427,19 +430,19 @@ def _standard_input(data: bytes) -> None:
     os.dup2(fd, 0)
 
 
-def _limit(job: Job, base_bytes: int) -> None:
+def _limit(job: Job, base_bytes: int, stack_now: int) -> None:
     import math
     import resource
 
     cpu = math.ceil(job.cpu_s)
-    stack = min(64 << 20, job.memory)
+    stack = max(1 << 20, min(_STACK, job.memory))
     for which, soft, hard in (
         (resource.RLIMIT_AS, base_bytes + job.memory, base_bytes + job.memory),
         (resource.RLIMIT_CPU, cpu, cpu + 1),
         (resource.RLIMIT_FSIZE, job.disk, job.disk),
         (resource.RLIMIT_NOFILE, 256, 256),
         (resource.RLIMIT_NPROC, MAX_TASKS, MAX_TASKS),
-        (resource.RLIMIT_STACK, stack, stack),
+        (resource.RLIMIT_STACK, min(stack, stack_now), stack),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -466,88 +469,8 @@ def address_space() -> int:
     return high
 
 
-def _open_standard_streams() -> None:
-    """Those of the zygote were made for other files, and remember whether these can seek."""
-    streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
-    for fd, (name, mode, buffering, errors) in enumerate(
-        (*streams, ("stderr", "w", 1, "backslashreplace"))
-    ):
-        stream = open(  # noqa: SIM115
-            fd, mode, buffering, encoding="utf-8", errors=errors, closefd=False
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def run_program(program: bytes) -> None:
-    """Run it as `__main__` and leave with its exit status, as an interpreter of its own would."""
-    main = type(sys)("__main__")
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
-    sys.path.insert(0, WORK)
-    sys.argv = ["main.py"]
-    _signal.signal(_SIGINT, _signal.default_int_handler)
-    _open_standard_streams()
-    status = 1
-    out_of_memory = False
-    try:
-        exec(compile(program, "main.py", "exec", dont_inherit=True), main.__dict__)
-        status = 0
-    except SystemExit as stop:
-        status = _exit_status(stop)
-    except BaseException as error:
-        out_of_memory = isinstance(error, MemoryError)
-        _show(error)
-    _finish()
-    if out_of_memory:
-        os.kill(os.getpid(), OUT_OF_MEMORY_SIGNAL)
-    os._exit(status)
-
-
-def _exit_status(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    _quietly(lambda: print(stop.code, file=sys.stderr))
-    return 1
-
-
-def _show(error: BaseException) -> None:
-    """The traceback as usual, without the frame of this file."""
-    below = error.__traceback__ and error.__traceback__.tb_next
-    _quietly(lambda: sys.excepthook(type(error), error.with_traceback(below), below))
-
-
-def _finish() -> None:
-    """Threads, exit functions and buffers, in an interpreter's order."""
-    import atexit
-
-    if "threading" in sys.modules:
-        _quietly(lambda: sys.modules["threading"]._shutdown())
-    _quietly(atexit._run_exitfuncs)
-    _quietly(lambda: sys.stdout.flush())
-    _quietly(lambda: sys.stderr.flush())
-
-
-def _quietly(action: Callable[[], object]) -> None:
-    """Whatever the program has made of it, the others still come."""
-    try:
-        action()
-    except BaseException:
-        return
-
-
-def _add_exit() -> None:
-    """`exit` and `quit`, which an interpreter started with -S lacks."""
-    import builtins
-    from _sitebuiltins import Quitter
-
-    for name in ("exit", "quit"):
-        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
-
-
 WARM = {
+    "cold": ("fcntl", "math", "resource"),
     "python": (
         *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
         *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
@@ -561,31 +484,41 @@ WARM = {
 """What programs of a profile find imported already."""
 
 
-def _main(profile: str, control: int, entrances: list[int]) -> Job | None:
+def _main(profile: str, control: int, entrances: list[int]) -> None:
     import gc
 
     os.environ.clear()
     os.environ.update(HOME=WORK, TMPDIR=TEMP, LANG="C.UTF-8", PATH="/usr/bin:/bin")
-    interrupts(on=False)
     # The sleeping first process of a run shares this one's memory: a handler that its program could
     # call in it, by a signal, would run on this process's state.
     _signal.signal(_SIGINT, _signal.SIG_DFL)
     kernel = Kernel()
+    run_program = _runner()
     sys.path.append(SITE)
-    for name in WARM.get(profile, ()):
+    for name in WARM[profile]:
         __import__(name)
-    _add_exit()
-    base_bytes = _COLD_ADDRESS_SPACE if profile == "cold" else address_space()
-    if profile != "cold":  # copies then touch fewer pages; for one run it does not pay
-        gc.collect()
-        gc.freeze()
-    got = serve(kernel, control, once=profile == "cold")
-    return None if got is None else prepare(kernel, got[0], entrances, got[1], base_bytes)
+    cold = profile == "cold"
+    base_bytes = _COLD_ADDRESS_SPACE if cold else address_space()
+    gc.collect()
+    gc.freeze()  # copies then touch fewer pages
+    got = serve(kernel, control)
+    if got is None:
+        os._exit(0)  # what still runs ends with the sandbox's own process namespace
+    run, call_filter = got
+    run_program(prepare(kernel, run, entrances, call_filter, base_bytes, cold=cold))
+
+
+def _runner() -> Callable[[bytes], None]:
+    """`run_program`, without leaving a module that programs could import."""
+    sys.path.append(OWN)
+    found = __import__("_program")
+    sys.path.remove(OWN)
+    del sys.modules["_program"]
+    sys.path_importer_cache.pop(OWN, None)
+    found.add_exit()
+    return found.run_program
 
 
 if __name__ == "__main__":
     _fds = [int(number) for number in sys.argv[2:]]
-    _job = _main(sys.argv[1], _fds[0], _fds[1:])
-    if _job is None:
-        os._exit(0)  # what still runs ends with the sandbox's own process namespace
-    run_program(_job.program)
+    _main(sys.argv[1], _fds[0], _fds[1:])
