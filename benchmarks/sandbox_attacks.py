@@ -234,21 +234,41 @@ def main() -> int:
         print({key: value for key, value in leak.items() if key != "wrong"}, flush=True)
         poison = asyncio.run(poisoned(50 if options.quick else 1000, bait))
         print(poison, flush=True)
-    grown = max(leak["growth_mib"].values())
-    good = (
-        not any(result["not_contained"] for result in sandboxes.values())
-        and not (leak["left"] or leak["wrong"] or poison["changed"])
-        and grown < GROWTH_LIMIT_MIB
-    )
     for line in leak["wrong"][:20]:
         print("  WRONG", line)
+    goals = against_goals(sandboxes, leak, poison)
+    for name, row in goals.items():
+        met = "met" if row["met"] else "MISSED"
+        print(f"{name:44} {row['measured']!s:>8}  goal {row['goal']!s:>8}  {met}")
+    good = all(row["met"] for row in goals.values())
     print("nothing got through, nothing is left" if good else "NOT ALL IS WELL: see above")
     if not options.quick:
-        write_result(
-            "sandbox_attacks",
-            {"holds": good, "corpus": sandboxes, "many_runs": leak, "poisoned": poison},
-        )
+        found = {"corpus": sandboxes, "many_runs": leak, "poisoned": poison}
+        print(write_result("sandbox_attacks", {"holds": good, "goals": goals, **found}))
     return 0 if good else 1
+
+
+def against_goals(
+    sandboxes: dict[str, Any], leak: dict[str, Any], poison: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    rows: dict[str, tuple[float, float]] = {
+        f"contained, {name}": (result["contained"], result["attacks"])
+        for name, result in sandboxes.items()
+    }
+    rows["kinds of things left after all runs"] = (len(leak["left"]), 0)
+    rows["runs among attacks that went wrong"] = (len(leak["wrong"]), 0)
+    rows["honest runs that a poisoned one changed"] = (len(poison["changed"]), 0)
+    goals = {
+        name: {"measured": measured, "goal": goal, "met": measured == goal}
+        for name, (measured, goal) in rows.items()
+    }
+    for who, grown in leak["growth_mib"].items():
+        goals[f"growth of memory, {who}, MiB"] = {
+            "measured": grown,
+            "goal": f"< {GROWTH_LIMIT_MIB}",
+            "met": grown < GROWTH_LIMIT_MIB,
+        }
+    return goals
 
 
 if __name__ == "__main__":

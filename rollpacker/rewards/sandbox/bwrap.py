@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import marshal
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -73,7 +74,11 @@ def mounts(profile: str) -> tuple[str, ...]:
     for path in (libraries, "/usr/lib64", *_python_folders(), "/usr/share/zoneinfo"):
         if os.path.exists(path) and not any(path.startswith(f"{top}/") for top in shown):
             shown.append(path)
-    arguments = [word for path in shown for word in ("--ro-bind", path, path)]
+    above = {str(parent) for path in (*shown, *DEVICES) for parent in Path(path).parents} - {"/"}
+    # Open to every user, unlike those that bubblewrap makes unasked.
+    folders = sorted(above | {zygote.OWN, zygote.SITE})
+    arguments = [word for path in folders for word in ("--dir", path)]
+    arguments += [word for path in shown for word in ("--ro-bind", path, path)]
     for folder in ("/lib", "/lib64"):
         if os.path.islink(folder):
             arguments += ("--symlink", os.readlink(folder), folder)
@@ -87,7 +92,9 @@ def mounts(profile: str) -> tuple[str, ...]:
     if profile == "math":
         for folder in (*map(_folder_of, MATH_PACKAGES), _metadata_of(MATH_METADATA)):
             arguments += ("--ro-bind", folder, f"{zygote.SITE}/{os.path.basename(folder)}")
-        arguments += ("--ro-bind", str(CHECKER), f"{zygote.SITE}/rollpacker/rewards/math")
+        above = f"{zygote.SITE}/rollpacker"
+        arguments += ("--dir", above, "--dir", f"{above}/rewards")
+        arguments += ("--ro-bind", str(CHECKER), f"{above}/rewards/math")
     return (*arguments, "--dir", zygote.TEMP)
 
 
@@ -140,14 +147,20 @@ def _metadata_of(distribution: str) -> str:
 
 
 def command(
-    bwrap: str, profile: str, own: Sequence[tuple[int, str]], fds: Sequence[int]
+    bwrap: str,
+    profile: str,
+    own: Sequence[tuple[int, str]],
+    fds: Sequence[int],
+    users: Sequence[str],
 ) -> list[str]:
     """The whole command line. `own`: descriptors of our files, and where these go. The zygote gets
-    `fds` by number."""
-    ours = [word for fd, path in own for word in ("--ro-bind-data", str(fd), path)]
+    `fds` by number. `users`: arguments that say who it is."""
+    ours = [
+        word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
+    ]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
-        *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *("--hostname", "sandbox", "--cap-drop", "ALL", *users),
         *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"),
         *("--setenv", program.FOR_THE_C_LIBRARY.decode(), "1"),
         *mounts(profile),
@@ -156,11 +169,73 @@ def command(
     ]
 
 
+class Users:
+    """Who the zygote and its programs are. As a rule, whoever starts it, under another number.
+
+    `others`: the programs are a user of their own, which only the host's root can arrange: the
+    kernel does not limit how many tasks that one has. Then bubblewrap waits while we write the two
+    tables of users and groups.
+    """
+
+    def __init__(self, *, others: bool) -> None:
+        nobody = str(zygote.NOBODY)
+        self.arguments = ["--uid", nobody, "--gid", nobody]
+        self.fds: tuple[int, ...] = ()
+        if others:
+            waits, self._go = os.pipe()
+            self._told, tells = os.pipe()
+            self.fds = (waits, tells)
+            self.arguments = [
+                *("--uid", "0", "--gid", "0", "--userns-block-fd", str(waits)),
+                *("--info-fd", str(tells), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
+            ]
+
+    def started(self) -> None:
+        """Once bubblewrap was. Raises OSError."""
+        if not self.fds:
+            return
+        self._close_theirs()
+        with open(self._told, "rb", closefd=False) as file:
+            match = re.search(rb'"child-pid": *(\d+)', file.read())
+        if match is None:
+            raise OSError("bubblewrap did not say which process it started")
+        for table in ("uid_map", "gid_map"):
+            lines = f"0 0 1\n{zygote.NOBODY} {zygote.NOBODY} 1\n"
+            Path(f"/proc/{int(match[1])}/{table}").write_text(lines)
+        os.write(self._go, b"1")
+
+    def _close_theirs(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
+
+    def close(self) -> None:
+        self._close_theirs()
+        for name in ("_told", "_go"):
+            if name in vars(self):
+                os.close(vars(self).pop(name))
+
+
+def is_host_root() -> bool:
+    """The one user whose tasks the kernel does not count."""
+    try:
+        first, outside, _ = Path("/proc/self/uid_map").read_text().split()[:3]
+    except (OSError, ValueError):
+        return os.getuid() == 0
+    return os.getuid() == 0 and first == outside == "0"
+
+
 def start(
-    bwrap: str, profile: str, control: socket.socket, errors: int, entrances: Sequence[int]
+    bwrap: str,
+    profile: str,
+    control: socket.socket,
+    errors: int,
+    entrances: Sequence[int],
+    *,
+    tasks_are_counted: bool,
 ) -> subprocess.Popen[bytes]:
     """Start a zygote that is served over `control`, writes what goes wrong to the file `errors`,
-    and lets runs into the control groups with these `entrances`.
+    and lets runs into the control groups with these `entrances`, which may count their tasks.
 
     It ends with the thread that calls this. Raises OSError.
     """
@@ -174,12 +249,21 @@ def start(
             file.flush()
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             own.append((file.fileno(), inside))
-        return subprocess.Popen(
-            command(bwrap, profile, own, fds),
+        users = Users(others=is_host_root() and not tasks_are_counted)
+        stack.callback(users.close)
+        process = subprocess.Popen(
+            command(bwrap, profile, own, fds, users.arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            pass_fds=(*fds, *(fd for fd, _ in own)),
+            pass_fds=(*fds, *users.fds, *(fd for fd, _ in own)),
             env={},
             cwd="/",
         )
+        try:
+            users.started()
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+        return process

@@ -165,6 +165,7 @@ class Group:
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         self._folders = [folder / _name(unique) for folder in place.folders]
         self._memory = self._folders[0]
+        self.counts_tasks = place.tasks is not None
         self._limit = 0
         for folder in self._folders:
             folder.mkdir()

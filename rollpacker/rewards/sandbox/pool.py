@@ -1,9 +1,10 @@
 """The pool of zygotes: the backend "bwrap".
 
 A run takes an idle worker of its profile (or starts one), sends it one request and waits for the
-reply. The worker ends the run at its limit; a worker that does not reply within `GRACE_S` after it,
-that died, or that sends anything but a reply is killed, named in the log and replaced, and its run
-is a `sandbox_error`. Waiting for a worker, or for one to start, is not counted as time of the run.
+reply. The worker ends the run at its limit. A worker that was stopped, that died, that does not
+reply within `GRACE_S` after the limit, or that sends anything but a reply is killed, named in the
+log and replaced, and its run is a `sandbox_error`. Waiting for a worker, or for one to start, is
+not counted as time of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollpacker.rewards.sandbox import bwrap, cgroup, frames, program, seccomp, zygote
+from rollpacker.rewards.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.rewards.sandbox.base import (
     Capabilities,
     Limits,
@@ -24,6 +25,7 @@ from rollpacker.rewards.sandbox.base import (
     SandboxUnavailable,
     Status,
 )
+from rollpacker.rewards.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.rewards.sandbox.worker import Reply, Worker, WorkerError, last_line
 
 MAX_RUNS, MAX_AGE_S = 1000, 600.0
@@ -112,13 +114,14 @@ class Pool:
     ) -> RunResult:
         if profile not in self.capabilities.profiles:
             raise ValueError(bwrap.why_no_profile(profile))
-        request = frames.payload(program, stdin, files or {})
+        limits = limits or self._defaults
+        request = frames.payload(program, stdin, files or {}, limits)
         await self._slots.acquire()
         if self._closing.is_set():
             self._slots.release()
             raise RuntimeError("this sandbox is closed")
         call = _Call(asyncio.get_running_loop().create_future())
-        task = asyncio.create_task(self._run(call, request, limits or self._defaults, profile))
+        task = asyncio.create_task(self._run(call, request, limits, profile))
         self._calls[task] = call
         task.add_done_callback(self._on_done)
         try:
@@ -154,7 +157,7 @@ class Pool:
             _log.warning("sandbox worker failed and is replaced: %s", error)
             call.finish(RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
             if worker is not None:
-                await self._end(worker)
+                await self._replace(worker)
             return
         call.finish(result_of(reply, limits))
         await self._give_back(worker)
@@ -163,11 +166,22 @@ class Pool:
         idle = self._idle.get(profile, [])
         while idle:
             worker = idle.pop()
-            if worker.is_alive:
+            trouble = worker.trouble()
+            if not trouble:
                 return worker
-            _log.warning("sandbox worker died while idle and is replaced: %s", worker)
+            _log.warning("sandbox worker failed while idle and is replaced: %s", trouble)
             await self._end(worker)
         return await self._started(profile)
+
+    async def _replace(self, worker: Worker) -> None:
+        """At once, so that the next run need not wait for one to start."""
+        await self._end(worker)
+        if self._closing.is_set():
+            return
+        try:
+            self._put_back(await self._started(worker.profile))
+        except (WorkerError, OSError) as error:
+            _log.warning("sandbox worker cannot be replaced: %s", error)
 
     async def _started(self, profile: str) -> Worker:
         name = f"{profile}-{next(self._names)}"
@@ -246,7 +260,7 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
 def _status(reply: Reply) -> Status:
     if reply.how in _STATUS:
         return _STATUS[reply.how]
-    if reply.signal == program.OUT_OF_MEMORY_SIGNAL:
+    if reply.signal == OUT_OF_MEMORY_SIGNAL:
         return Status.MEMORY
     if reply.signal == 0 and reply.exit_code == 0:
         return Status.OK

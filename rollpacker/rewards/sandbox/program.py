@@ -2,12 +2,11 @@
 
 Handed into the sandbox as one compiled file. A warm run calls `run_program` in its copy of the
 zygote; a cold run is a new interpreter that was started with this file. Imports only what is built
-in: a cold run pays for the rest.
+in (not even `__future__`): a cold run pays for the rest.
 """
 
-from __future__ import annotations
-
 import _signal
+import _thread
 import posix
 import sys
 
@@ -19,6 +18,8 @@ WORK = "/tmp/work"
 """Where a run works."""
 READY = b"k"
 """Written when what comes next is the program's own doing."""
+THREAD_STACK = 8 << 20
+"""Bytes. The C library's default is the limit of the first thread's stack, which is larger here."""
 OUT_OF_MEMORY_SIGNAL = 64
 """A run whose program ends with MemoryError ends itself by this."""
 FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
@@ -91,7 +92,7 @@ def _finish() -> None:
     _quietly(lambda: sys.stderr.flush())
 
 
-def _quietly(action: Callable[[], object]) -> None:
+def _quietly(action: "Callable[[], object]") -> None:
     """Whatever the program has made of it, the others still come."""
     try:
         action()
@@ -108,15 +109,6 @@ def add_exit() -> None:
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
 
 
-def _grow_stack() -> None:
-    """To the hard limit. When the interpreter started the limit was lower, since the C library
-    makes that the size of every thread's stack."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (hard, hard))
-
-
 def _read_all(fd: int) -> bytes:
     with open(fd, "rb") as file:
         return file.read()
@@ -127,7 +119,7 @@ def _main(program: int, ready: int) -> None:
     posix.environ.pop(FOR_THE_C_LIBRARY, None)
     posix.unsetenv(FOR_THE_C_LIBRARY)
     add_exit()
-    _grow_stack()
+    _thread.stack_size(THREAD_STACK)
     text = _read_all(program)
     posix.write(ready, READY)
     posix.close(ready)

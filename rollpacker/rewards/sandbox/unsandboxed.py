@@ -65,7 +65,7 @@ class Unsandboxed:
         if profile not in PROFILES:
             raise ValueError(f"no sandbox profile {profile!r}; there are {', '.join(PROFILES)}")
         limits = limits or self._defaults
-        contents = {**checked_files(files or {}), "main.py": as_bytes(program)}
+        contents = {**checked_files(files or {}, limits), "main.py": as_bytes(program)}
         async with self._slots:
             with tempfile.TemporaryDirectory(
                 prefix="rollpacker-", ignore_cleanup_errors=True

@@ -8,13 +8,16 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rollpacker.rewards.sandbox import bwrap, frames, zygote
+from rollpacker.rewards.sandbox import bwrap, frames, processes, zygote
 from rollpacker.rewards.sandbox.base import Limits
 from rollpacker.rewards.sandbox.cgroup import Group
 
 GRACE_S = 0.5
 """After a run's limit, for the worker to end it and to reply."""
+LOOK_S = 0.05
+"""While a run is under way its worker is looked at this often."""
 START_LIMIT_S = 60.0
 """For a new worker to report itself."""
 
@@ -46,6 +49,7 @@ class Worker:
         self.name = name
         self.profile = profile
         self.pid = 0
+        """The zygote's, as this process sees it; bubblewrap's own until that has started."""
         self.num_runs = 0
         self.started_at = self.idle_since = asyncio.get_running_loop().time()
         self.group = group
@@ -61,8 +65,14 @@ class Worker:
             await self._spawn(program)
             assert self._writer is not None
             self._writer.write(zygote.START.pack(zygote.MAGIC, len(call_filter)) + call_filter)
-            async with asyncio.timeout(START_LIMIT_S):
-                await self._reader.readexactly(zygote.REPLY.size)
+            reported = asyncio.ensure_future(self._reader.readexactly(zygote.REPLY.size))
+            trouble = await self._watch(reported, START_LIMIT_S)
+            if not reported.done():
+                reported.cancel()
+                await asyncio.wait({reported})
+                raise WorkerError(trouble or f"{self} did not report itself")
+            reported.result()
+            self._find_zygote()
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             raise WorkerError(f"{self} did not start: {self.last_words() or error!r}") from error
 
@@ -70,18 +80,37 @@ class Worker:
         ours, theirs = socket.socketpair()
         entrances = self.group.entrances if self.group else ()
         with theirs:
-            self._process = bwrap.start(program, self.profile, theirs, self._errors, entrances)
+            self._process = bwrap.start(
+                program,
+                self.profile,
+                theirs,
+                self._errors,
+                entrances,
+                tasks_are_counted=self.group is not None and self.group.counts_tasks,
+            )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
 
+    def _find_zygote(self) -> None:
+        """Raises OSError while there is none."""
+        if self.pid == self._process.pid:
+            self.pid = processes.only_grandchild(self.pid)
+
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._ended.done() and not self._reader.at_eof()
+    def trouble(self) -> str:
+        """What is wrong with it, to be seen without asking it; "" if nothing is."""
+        if self._ended.done() or self._reader.at_eof():
+            return f"{self} died: {self.last_words() or 'nobody knows why'}"
+        with contextlib.suppress(OSError):
+            self._find_zygote()
+        state = processes.state(self.pid)
+        if state in ("T", "t"):
+            return f"{self} was stopped by a signal"
+        return f"{self} died" if state in ("", "Z", "X") else ""
 
     async def run(self, request: bytes, limits: Limits) -> Reply:
         """`request`: the payload. Raises WorkerError."""
@@ -106,20 +135,30 @@ class Worker:
 
     async def _run(self, request: bytes, limits: Limits) -> Reply:
         exchange = asyncio.ensure_future(self._exchange(request, limits))
-        loop = asyncio.get_running_loop()
-        until = loop.time() + limits.wall_s + GRACE_S
-        await asyncio.wait({exchange}, timeout=limits.wall_s + GRACE_S)
-        if not exchange.done() and loop.time() > until + 0.1:
-            # This loop was busy with something else: what it did not look at may be there by now.
-            await asyncio.wait({exchange}, timeout=GRACE_S)
+        trouble = await self._watch(exchange, limits.wall_s + GRACE_S)
         if not exchange.done():
             exchange.cancel()
             await asyncio.wait({exchange})
-            raise WorkerError(f"{self} did not answer within its limit")
+            raise WorkerError(trouble or f"{self} did not answer within its limit")
         try:
             return exchange.result()
         except (asyncio.IncompleteReadError, OSError) as error:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
+
+    async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
+        """Until it is done, out of time, or will never be done for the trouble that is returned."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit_s
+        while not exchange.done() and (left := until - loop.time()) > 0:
+            await asyncio.wait({exchange}, timeout=min(left, LOOK_S))
+            if not exchange.done() and (trouble := self.trouble()):
+                # Its last reply may have come just now.
+                await asyncio.wait({exchange}, timeout=0.01)
+                return trouble
+        if not exchange.done() and loop.time() > until + 0.1:
+            # This loop was busy with something else: what it did not look at may be there by now.
+            await asyncio.wait({exchange}, timeout=GRACE_S)
+        return ""
 
     async def _exchange(self, request: bytes, limits: Limits) -> Reply:
         self._writer.write(frames.header(b"r", self.num_runs, limits, len(request)))

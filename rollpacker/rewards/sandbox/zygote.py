@@ -40,17 +40,19 @@ LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
-"""The only writable place, where a run works in it, packages of a profile, this and `program.py`."""
+"""The only writable place, where a run works in it, packages of a profile, our own files."""
 FILE, PROGRAM = f"{OWN}/_zygote.pyc", f"{OWN}/_program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
 """Of every interpreter."""
 MAX_TASKS = 128
+NOBODY = 65534
+"""User and group of every program, in here."""
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
 _COLD_ADDRESS_SPACE = 40 << 20
 """Bytes that an interpreter has mapped when it has just started, generously."""
-_STACK, _COLD_STACK = 64 << 20, 8 << 20
-"""Bytes, at most; and of a new interpreter until its program begins."""
+_STACK = 64 << 20
+"""Bytes of the first thread's stack, at most."""
 
 _CLONE_VM, _CLONE_FILES, _CLONE_NEWNS = 0x100, 0x400, 0x20000
 _CLONE_NEWIPC, _CLONE_NEWPID = 0x08000000, 0x20000000
@@ -58,7 +60,7 @@ _SIGINT, _SIGKILL, _SIGCHLD, _SIGXCPU = 2, 9, 17, 24
 _MS_NOSUID, _MS_NODEV = 2, 4
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
-_CAP_SETPCAP, _CAP_SYS_ADMIN = 8, 21
+_CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP, _CAP_SYS_ADMIN = 6, 7, 8, 21
 
 
 class Kernel:
@@ -93,7 +95,8 @@ class Kernel:
 
     def mount_tmpfs(self, where: str, size: int, max_files: int) -> None:
         # Mode and owner: this process is the only one who will ever see it.
-        options = f"size={size},nr_inodes={max_files + 8},mode=700"
+        owner = f"uid={NOBODY},gid={NOBODY}"
+        options = f"size={size},nr_inodes={max_files + 8},mode=700,{owner}"
         self.call(
             "mount",
             b"tmpfs",
@@ -105,8 +108,13 @@ class Kernel:
 
     def give_up_rights(self) -> None:
         """No capability is left, and none can come back."""
-        for capability in (_CAP_SYS_ADMIN, _CAP_SETPCAP):
+        for capability in (_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN, _CAP_SETPCAP):
             self.prctl(_PR_CAPBSET_DROP, capability)
+        if os.getuid() != NOBODY:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        self.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
         self.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
         header = struct.pack("<Ii", 0x20080522, 0)  # version 3, this process
         self.call("capset", header, bytes(24))
@@ -379,12 +387,12 @@ def prepare(
     """In the run: from a copy of the zygote to a process without any right, at its request. Returns
     the program; if `cold`, it goes on in a new interpreter instead."""
     os.setsid()
-    kernel.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     for group in entrances:
         os.write(group, b"0")
     kernel.call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
     job = Job(run.request)
     kernel.mount_tmpfs(TEMP, job.disk, job.max_files)
+    kernel.give_up_rights()
     os.mkdir(WORK)
     os.chdir(WORK)
     for name, data in job.files:
@@ -395,10 +403,10 @@ def prepare(
             file.write(data)
     _standard_input(job.stdin)
     os.dup2(run.ready, 3)
+    os.set_inheritable(3, cold)
     os.closerange(4, 1 << 16)
     source = _program_file(job.program) if cold else -1
-    _limit(job, base_bytes, _COLD_STACK if cold else _STACK)
-    kernel.give_up_rights()
+    _limit(job, base_bytes)
     kernel.filter_system_calls(program)
     if cold:
         arguments = [sys.executable, *FLAGS, PROGRAM, str(source), "3"]
@@ -430,7 +438,7 @@ def _standard_input(data: bytes) -> None:
     os.dup2(fd, 0)
 
 
-def _limit(job: Job, base_bytes: int, stack_now: int) -> None:
+def _limit(job: Job, base_bytes: int) -> None:
     import math
     import resource
 
@@ -442,7 +450,7 @@ def _limit(job: Job, base_bytes: int, stack_now: int) -> None:
         (resource.RLIMIT_FSIZE, job.disk, job.disk),
         (resource.RLIMIT_NOFILE, 256, 256),
         (resource.RLIMIT_NPROC, MAX_TASKS, MAX_TASKS),
-        (resource.RLIMIT_STACK, min(stack, stack_now), stack),
+        (resource.RLIMIT_STACK, stack, stack),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),

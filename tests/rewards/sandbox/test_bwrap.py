@@ -25,6 +25,7 @@ from rollpacker.rewards.sandbox import (
 )
 
 HELLO = "print('hello')"
+ENDLESS = "while True: pass"
 
 
 def _cannot_run() -> str:
@@ -81,16 +82,28 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-async def zygotes() -> list[int]:
-    """The interpreters below this process that have their next run ready."""
+def interpreters(profile: str) -> list[int]:
+    """Those below this process that serve a profile, or are about to."""
+    found = []
+    for pid, name in descendants(os.getpid()).items():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if name.startswith("python") and profile.encode() in command:
+                found.append(pid)
+    return found
+
+
+async def zygotes(box: Sandbox) -> list[int]:
+    """Warm interpreters of this box, once each has its next run (or its present one) ready."""
+    idle = box._idle.get("python", [])
+    busy = [call.worker for call in box._calls.values() if call.worker is not None]
+    pids = [worker.pid for worker in (*idle, *busy) if worker.profile == "python"]
     async with asyncio.timeout(20.0):
-        while True:
-            below = descendants(os.getpid())
-            pythons = [pid for pid, name in below.items() if name.startswith("python")]
-            found = [pid for pid in pythons if descendants(pid)]
-            if found:
-                return found
+        while not all(map(descendants, pids)):
             await asyncio.sleep(0.01)
+    below = descendants(os.getpid())
+    assert all(below[pid].startswith("python") for pid in pids)
+    return pids
 
 
 ENDINGS = [
@@ -234,19 +247,23 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def test_math_profile_has_its_packages() -> None:
     pytest.importorskip("math_verify")
     program = """
-import sys
+import os, sys
 print("sympy" in sys.modules)
 from math_verify import parse, verify
 print(verify(parse("$\\\\frac{1}{2}$", parsing_timeout=None), parse("$0.5$", parsing_timeout=None),
              timeout_seconds=None))
-try:
-    import rollpacker
-    print("project found")
-except ImportError:
-    print("no project")
+from rollpacker.rewards.math import check
+import rollpacker.rewards
+print(sorted(os.listdir("/site/rollpacker")), sorted(os.listdir("/site/rollpacker/rewards")))
+for other in ("rollpacker.cli", "rollpacker.rewards.code", "rollpacker.rewards.sandbox"):
+    try:
+        __import__(other)
+        print(other, "was found")
+    except ImportError:
+        pass
 """
     result = one(program, profile="math")
-    assert result.stdout == b"True\nTrue\nno project\n", result.stderr
+    assert result.stdout == b"True\nTrue\n['rewards'] ['math']\n", result.stderr
 
 
 @needs_bwrap
@@ -254,6 +271,75 @@ except ImportError:
 def test_file_names_that_leave_the_folder_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a file of a run"):
         one(HELLO, files={name: "x"})
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"x": bytes((64 << 20) + 1)}, "these need 67112960"),
+        ({str(i): b"x" for i in range((64 << 20) // 4096 + 1)}, "1024 files and folders"),
+        ({f"{i}/{i}": "" for i in range(513)}, "was given 1026"),
+        ({"a": "", "a/b": ""}, "a folder as well: 'a'"),
+        ({"/".join("x" * 600): ""}, "more than 1024 bytes"),
+    ],
+    ids=["size", "number", "folders", "both", "deep"],
+)
+def test_files_that_do_not_fit_are_refused(files: dict[str, str | bytes], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one(HELLO, files=files)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("profile", ["python", "cold"])
+def test_files_that_just_fit_are_all_there(profile: str) -> None:
+    limits = Limits(disk_bytes=16 * 4096, max_files=16)
+    files = {f"{i}/{i}": "x" for i in range(8)} | {"big": b""}
+    del files["7/7"]
+    files["big"] = bytes(9 * 4096)
+    program = "import os\nprint(sum(len(files) for _, _, files in os.walk('.')))"
+    result = one(program, files=files, limits=limits, profile=profile)
+    assert (result.status, result.stdout) == (Status.OK, b"8\n"), result
+
+
+@needs_bwrap
+@pytest.mark.parametrize("profile", ["python", "cold"])
+def test_what_honest_programs_expect_of_an_interpreter(profile: str) -> None:
+    program = """
+import multiprocessing, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+print(__name__, os.path.basename(__file__), sys.argv, sorted(os.environ))
+with ThreadPoolExecutor(16) as pool:
+    print(sum(pool.map(lambda i: time.sleep(0.05) or i, range(16))))
+lock = multiprocessing.Lock()
+with lock:
+    print("locked")
+def deep(n):
+    return n and 1 + deep(n - 1)
+sys.setrecursionlimit(60_000)
+print(deep(50_000))
+"""
+    result = one(program, profile=profile)
+    assert result.stdout.decode().splitlines() == [
+        "__main__ main.py ['main.py'] ['HOME', 'LANG', 'PATH', 'TMPDIR']",
+        "120",
+        "locked",
+        "50000",
+    ], result.stderr
+
+
+@needs_bwrap
+def test_a_cold_run_is_a_new_interpreter() -> None:
+    program = "import os, sys\nprint('json' in sys.modules, hash('x'), os.getpid() > 1)"
+
+    async def use(box: Sandbox) -> None:
+        warm = [(await box.run(program)).stdout.split() for _ in range(2)]
+        cold = [(await box.run(program, profile="cold")).stdout.split() for _ in range(3)]
+        assert {words[0] for words in warm} == {b"True"}
+        assert {words[0] for words in cold} == {b"False"}
+        assert len({words[1] for words in cold}) == 3
+
+    in_box(use, workers=1)
 
 
 @needs_bwrap
@@ -266,7 +352,7 @@ def test_unknown_profile_is_refused() -> None:
 def test_cancelling_ends_the_run_and_the_worker_goes_on() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        before = await zygotes()
+        before = await zygotes(box)
         running = asyncio.create_task(box.run("while True: pass", limits=Limits(wall_s=60.0)))
         await asyncio.sleep(0.3)
         running.cancel()
@@ -274,7 +360,7 @@ def test_cancelling_ends_the_run_and_the_worker_goes_on() -> None:
             await running
         async with asyncio.timeout(20.0):
             assert (await box.run(HELLO)).stdout == b"hello\n"
-        assert await zygotes() == before
+        assert await zygotes(box) == before
 
     in_box(use, workers=1)
 
@@ -286,7 +372,7 @@ def test_a_failed_worker_is_named_and_replaced(
 ) -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        (victim,) = await zygotes()
+        (victim,) = await zygotes(box)
         slow = asyncio.create_task(
             box.run("import time; time.sleep(0.5)", limits=Limits(wall_s=1.0))
         )
@@ -294,15 +380,76 @@ def test_a_failed_worker_is_named_and_replaced(
         os.kill(victim, how)
         result = await slow
         assert result.status is Status.SANDBOX_ERROR
-        assert "python-1 (pid " in result.detail
+        assert f"python-1 (pid {victim})" in result.detail
         assert (await box.run(HELLO)).stdout == b"hello\n"
         assert victim not in descendants(os.getpid())
+        victims.append(victim)
 
+    victims: list[int] = []
     with caplog.at_level(logging.WARNING):
         in_box(use, workers=1)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
-    assert "python-1 (pid " in warnings[0]
+    assert f"python-1 (pid {victims[0]})" in warnings[0]
+
+
+@needs_bwrap
+def test_a_stopped_worker_is_noticed_long_before_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use(box: Sandbox) -> None:
+        await box.run(HELLO)
+        stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
+        await asyncio.sleep(0.2)
+        (victim,) = await zygotes(box)
+        os.kill(victim, signal.SIGSTOP)
+        async with asyncio.timeout(10.0):
+            result = await stuck
+            assert (await box.run(HELLO)).stdout == b"hello\n"
+        assert result.status is Status.SANDBOX_ERROR
+        assert f"(pid {victim}) was stopped" in result.detail
+
+    with caplog.at_level(logging.WARNING):
+        in_box(use, workers=1)
+    assert len(caplog.records) == 1
+
+
+@needs_bwrap
+def test_a_worker_that_is_stopped_while_it_starts_is_noticed() -> None:
+    async def use(box: Sandbox) -> None:
+        starting = asyncio.create_task(box.run(HELLO, profile="cold"))
+        async with asyncio.timeout(20.0):
+            while not (victims := interpreters("cold")) and not starting.done():
+                await asyncio.sleep(0.001)
+            os.kill(victims[0], signal.SIGSTOP)
+            result = await starting
+            assert result.status in (Status.SANDBOX_ERROR, Status.OK)
+            assert (await box.run(HELLO, profile="cold")).stdout == b"hello\n"
+
+    in_box(use, workers=1)
+
+
+@needs_bwrap
+def test_a_failed_worker_is_replaced_before_anyone_asks() -> None:
+    async def use(box: Sandbox) -> None:
+        running = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
+        await asyncio.sleep(0.3)
+        (victim,) = await zygotes(box)
+        os.kill(victim, signal.SIGKILL)
+        assert (await running).status is Status.SANDBOX_ERROR
+        async with asyncio.timeout(10.0):
+            while not await zygotes(box):
+                await asyncio.sleep(0.01)
+        assert await zygotes(box) != [victim]
+
+    in_box(use, workers=1)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("profile", ["python", "cold"])
+def test_a_program_that_stops_itself_is_no_stopped_worker(profile: str) -> None:
+    program = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+    assert one(program, limits=Limits(wall_s=0.5), profile=profile).status is Status.TIMEOUT
 
 
 @needs_bwrap
@@ -324,10 +471,10 @@ def test_cancelling_at_any_moment_harms_no_worker(caplog: pytest.LogCaptureFixtu
 def test_cancelling_does_not_wait_for_a_stopped_worker() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        (victim,) = await zygotes()
+        stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=100.0)))
+        await asyncio.sleep(0.2)
+        (victim,) = await zygotes(box)
         os.kill(victim, signal.SIGSTOP)
-        stuck = asyncio.create_task(box.run(HELLO, limits=Limits(wall_s=100.0)))
-        await asyncio.sleep(0.1)
         stuck.cancel()
         async with asyncio.timeout(20.0):
             assert (await box.run(HELLO)).stdout == b"hello\n"
@@ -351,12 +498,12 @@ print("alive")
 
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        (worker,) = await zygotes()
+        (worker,) = await zygotes(box)
         for profile in ("python", "cold"):
             result = await box.run(program, limits=Limits(wall_s=5.0), profile=profile)
             assert (result.status, result.stdout) == (Status.OK, b"alive\n"), result
         assert (await box.run(HELLO)).stdout == b"hello\n"
-        assert await zygotes() == [worker]
+        assert await zygotes(box) == [worker]
 
     in_box(use, workers=1)
 
@@ -365,7 +512,7 @@ print("alive")
 def test_a_worker_that_sends_no_reply_is_replaced() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        (victim,) = await zygotes()
+        (victim,) = await zygotes(box)
         running = asyncio.create_task(box.run("import time; time.sleep(1)"))
         await asyncio.sleep(0.2)
         (worker,) = [call.worker for call in box._calls.values()]
@@ -395,24 +542,28 @@ def test_a_closed_sandbox_runs_nothing() -> None:
 @needs_bwrap
 def test_a_stopped_worker_delays_nobody_else() -> None:
     async def use(box: Sandbox) -> None:
-        await box.run(HELLO)
-        (victim,) = await zygotes()
-        os.kill(victim, signal.SIGSTOP)
-        stuck = asyncio.create_task(box.run(HELLO, limits=Limits(wall_s=3.0)))
-        await asyncio.sleep(0.05)
-        assert (await box.run(HELLO)).stdout == b"hello\n"
-        assert not stuck.done()
+        both = [asyncio.create_task(box.run("import time; time.sleep(0.4)")) for _ in range(2)]
+        await asyncio.gather(*both)
+        stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
+        await asyncio.sleep(0.2)
+        (call,) = box._calls.values()
+        os.kill(call.worker.pid, signal.SIGSTOP)
+        for _ in range(20):
+            began = time.monotonic()
+            assert (await box.run(HELLO)).stdout == b"hello\n"
+            assert time.monotonic() - began < 5.0
         assert (await stuck).status is Status.SANDBOX_ERROR
 
     in_box(use, workers=2)
 
 
 @needs_bwrap
-def test_an_idle_worker_that_died_costs_no_run() -> None:
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_an_idle_worker_that_failed_costs_no_run(how: signal.Signals) -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
-        (victim,) = await zygotes()
-        os.kill(victim, signal.SIGKILL)
+        (victim,) = await zygotes(box)
+        os.kill(victim, how)
         await asyncio.sleep(0.3)
         assert (await box.run(HELLO)).status is Status.OK
 
@@ -424,7 +575,7 @@ def test_more_runs_than_workers_wait_their_turn() -> None:
     async def use(box: Sandbox) -> None:
         results = await asyncio.gather(*(box.run(f"print({i})") for i in range(40)))
         assert [int(result.stdout) for result in results] == list(range(40))
-        assert len(await zygotes()) <= 2
+        assert len(await zygotes(box)) <= 2
 
     in_box(use, workers=2)
 

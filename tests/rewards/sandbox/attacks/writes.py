@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.rewards.sandbox.base import Status
-from tests.rewards.sandbox.attacks.record import ANY_END, LIMITS, Attack
+from tests.rewards.sandbox.attacks.record import LIMITS, Attack
 
 _GUARD = "the bait's folder changed"
 
@@ -289,7 +288,6 @@ for folder, folders, _ in itertools.islice(os.walk("/"), 20000):
         escape="the box, not the program, is at fault",
         program="print('ran')",
         files={"big.bin": bytes(LIMITS.disk_bytes + 1)},
-        statuses=ANY_END | {Status.SANDBOX_ERROR},
-        raw=True,
+        refused=True,
     ),
 )
