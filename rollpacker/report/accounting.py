@@ -43,7 +43,7 @@ CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
     "tail_idle": "slots empty while the rest of the round finished",
     "reward_wait": "nothing left to generate, verdicts still out",
-    "training": "gradients and the optimizer step, in a reward wait too",
+    "training": "gradients and the optimizer step, also in waits",
     "sync": "new weights on their way to the engine",
     "checkpoint": "making the step durable",
     "controller": "decisions, fetching prompts, gaps",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMMARY_FILE = "summary.json"
 _LAST_STEPS = 5
 _NUM_REASONS = 5
-_REASON_WIDTH = 40
+_REASON_WIDTH = 38
 _TELLING_S = 0.5
 
 
@@ -277,7 +277,7 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("mean trained length", _number(lengths["trained_mean"], 1))
     table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
     if lengths["shift"] is not None:
-        table.add_row("length shift of what is trained on", f"{100 * lengths['shift']:+.0f} %")
+        table.add_row("length shift of training", f"{100 * lengths['shift']:+.0f} %")
         share = f"{100 * lengths['tail_trained_share']:.0f} %"
         table.add_row("trained on, of its longest 5 %", share)
     if lengths["weighted_mean"] is not None:
@@ -301,7 +301,10 @@ def _is_telling(kind: Mapping[str, Any]) -> bool:
     return kind["longest_s"] >= _TELLING_S or any(counts)
 
 
-def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> Table:
+def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     table = _table("checks", "count", "mean s", "longest", "queued s", "limit", "out", "failed")
     for name, kind in kinds.items():
         table.add_row(
@@ -318,9 +321,8 @@ def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> Table:
         (one for kind in kinds.values() for one in kind["slowest"]),
         key=lambda one: -one["seconds"],
     )
-    for one in slowest[:3]:
-        table.add_row(f"[dim]slow: {one['sample']}[/]", "", "", _number(one["seconds"]))
-    return table
+    lines = [f"slowest {one['seconds']:9.3f} s  {one['sample']}" for one in slowest[:3]]
+    return Group(table, Text("\n".join(lines) + "\n", style="dim", overflow="fold"))
 
 
 def _paths_table(paths: Mapping[str, str]) -> Table:

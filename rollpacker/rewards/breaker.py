@@ -99,6 +99,11 @@ class Breaker:
             self._probe_every_s,
         )
 
+    @property
+    def why(self) -> str:
+        """What the last call that failed said."""
+        return self._why
+
     def outage(self) -> str | None:
         """The outage in words, with its length and its last reason; None while closed."""
         if not self._is_open:

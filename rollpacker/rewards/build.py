@@ -54,7 +54,8 @@ def build_reward(
         part = _part(config, shared)
         if part.name in [one.part.name for one in parts]:
             raise RewardError(
-                f'two rewards are called "{part.name}"; give one of them another name.'
+                f'two rewards are called "{part.name}"; give one of them another name'
+                f" (rewards.{len(parts)}.name)."
             )
         parts.append(Weighted(part, config))
     return WeightedReward(parts, shared)

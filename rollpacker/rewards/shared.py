@@ -93,10 +93,11 @@ class Shared:
         except SandboxUnavailable as error:
             if allowed is None:
                 raise
-            logger.warning(
-                "model-written code runs WITHOUT ISOLATION, as allow_unsandboxed_code says: %s",
-                str(error).splitlines()[0],
-            )
+            if not self.unsandboxed:  # said already when it was opened before
+                logger.warning(
+                    "model-written code runs WITHOUT ISOLATION, as allow_unsandboxed_code says: %s",
+                    str(error).splitlines()[0],
+                )
             context = self._context("none")
             box = await context.__aenter__()
         opened.context, opened.box = context, box
@@ -111,7 +112,7 @@ class Shared:
             workers=self._workers,
             url=config.url,
             token_env=config.token_env,
-            allow_unsandboxed_code=config.allow_unsandboxed_code,
+            allow_unsandboxed_code=config.allow_unsandboxed_code if backend == "none" else None,
             memory_bytes=config.memory_mb << 20,
             disk_bytes=config.disk_mb << 20,
             output_bytes=config.output_kb << 10,

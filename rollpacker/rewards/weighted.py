@@ -89,7 +89,10 @@ class WeightedReward:
                 raise RewardError(f"row {number}: {self._unnamed(task)}")
         self._look_for_typos({task for task, _ in rows if task is not None})
         for one in self._parts:
-            one.part.check([columns for task, columns in rows if one.applies_to(task)])
+            judged = [columns for task, columns in rows if one.applies_to(task)]
+            if rows and not judged:
+                self._tell_idle(one, len(rows), {task for task, _ in rows})
+            one.part.check(judged)
 
     def _is_judged(self, task: str | None) -> bool:
         return self._judges_all or task in self._tasks
@@ -112,6 +115,16 @@ class WeightedReward:
                         "reward %s names the task %s, which no row has; did you mean %s?",
                         *(one.part.name, named, close[0]),
                     )
+
+    def _tell_idle(self, one: Weighted, num_rows: int, tasks: set[str | None]) -> None:
+        """No mistake for certain: the rows of an evaluation may have fewer tasks."""
+        there = sorted("none" if task is None else repr(task) for task in tasks)
+        more = f" and {len(there) - 5} more" if len(there) > 5 else ""
+        logger.warning(
+            "reward %s judges none of these %d rows: it names the tasks %s, the rows have %s%s",
+            *(one.part.name, num_rows, ", ".join(map(repr, one.config.tasks or ()))),
+            *(", ".join(there[:5]), more),
+        )
 
     def kinds(self) -> dict[str | None, Kind]:
         """By task (None: any other): how its checks are scheduled, all rewards that apply taken

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from reward_faults import check_log  # noqa: E402
+from reward_faults import check_log
 
 A, B = "code/0/1#0.0", "code/0/1#0.1"
 

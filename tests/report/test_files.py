@@ -105,6 +105,24 @@ def test_the_table_fits_and_says_it_all(run, width):
     assert max(map(len, table.splitlines())) <= width
 
 
+def test_the_slowest_checks_stand_on_one_line_each_below_the_table(run):
+    slowest = [{"sample": "long-task-name/0/1234#1.12", "seconds": 12.5}]
+    kind = {
+        "checks": 10,
+        "mean_s": 1.0,
+        "longest_s": 12.5,
+        "mean_queue_s": 0.1,
+        "deadline_s": None,
+        "timed_out": 0,
+        "retries": 0,
+        "failed": {},
+        "slowest": slowest,
+    }
+    console = Console(width=80, record=True)
+    console.print(render({**write_reports(run), "checks": {"one": kind, "other": kind}}))
+    assert "slowest    12.500 s  long-task-name/0/1234#1.12" in console.export_text()
+
+
 def test_reports_land_in_the_folder(run):
     summary = write_reports(run)
     assert json.loads((run / "summary.json").read_text()) == json.loads(json.dumps(summary))

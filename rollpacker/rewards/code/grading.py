@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -183,6 +184,8 @@ class CodeReward:
         self._max_tests = max_tests
         self._memory_mb = memory_mb
         self._box: Sandbox | None = None
+        self._has_references = False
+        """Rows that were checked had some; those of an evaluation may do without."""
 
     # -- before the run ----------------------------------------------------------------
 
@@ -203,8 +206,21 @@ class CodeReward:
             )
         column = self._reference_column
         known = [(n, row[column]) for n, row in enumerate(rows) if column and row.get(column)]
+        asked_for = "reference_column" in self._config.arguments
+        if rows and column and asked_for and not (known or self._has_references):
+            self._refuse_reference_column(column, rows)
         if known:
+            self._has_references = True
             self._check_references([(n, str(solution), tests[n]) for n, solution in known])
+
+    def _refuse_reference_column(self, column: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        has = list(dict.fromkeys(str(name) for row in rows for name in row))
+        close = difflib.get_close_matches(column, has, n=1, cutoff=0.5)
+        hint = f' Did you mean "{close[0]}"?' if close and close[0] != column else ""
+        raise RewardError(
+            f"reward {self.name}: no row has a reference solution in {column} (there are:"
+            f" {', '.join(has) or 'none'}).{hint} Correct reference_column, or set it to null."
+        )
 
     def _tests_of(self, row: Mapping[str, Any]) -> _Read:
         if self._tests_column not in row:
@@ -336,6 +352,13 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    named = [f"row {number}: {reason}" for number, reason in list(bad.items())[:_NAMED]]
+    """Rows by number, and each reason once."""
+    rows: dict[str, list[str]] = {}
+    for number, reason in list(bad.items())[:_NAMED]:
+        rows.setdefault(reason, []).append(str(number))
+    named = [
+        f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)}: {reason}"
+        for reason, numbers in rows.items()
+    ]
     more = f"; and {len(bad) - _NAMED:,} more" if len(bad) > _NAMED else ""
     return "; ".join(named) + more

@@ -236,12 +236,11 @@ class _Attempts:
         self._num_others_answered = 0
 
     async def run(self, messages: list[Mapping[str, str]]) -> str:
-        endpoint, breaker = self._endpoint, self._endpoint._breaker
+        endpoint = self._endpoint
         why = "it does not answer"
         while True:
             if not await self._go_ahead():
-                reason = breaker.outage() or f"{endpoint.name} could not be used ({why})"
-                raise CompletionFailed(reason, Cause.INFRASTRUCTURE)
+                raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
             try:
                 if self._num_failed > endpoint._max_retries:
                     await self._suspect(why)
@@ -258,6 +257,14 @@ class _Attempts:
             else:
                 self._answered()
                 return reply
+
+    def _given_up(self, why: str) -> str:
+        """Without a number of seconds that grows: samples are counted by it."""
+        endpoint = self._endpoint
+        if endpoint._breaker.outage() is None:
+            return f"{endpoint.name} could not be used ({why})"
+        limit = f"outage_s={endpoint._outage_s:g}"
+        return f"{endpoint.name} was down for longer than {limit} ({endpoint._breaker.why})"
 
     async def _go_ahead(self) -> bool:
         """Wait while the endpoint is down or wants to be left alone. False: for too long."""

@@ -183,7 +183,8 @@ def _parse(text: str) -> Any:
     except RecursionError:
         raise
     except Exception as error:
-        raise Unreadable(f"the parser says: {type(error).__name__}") from None
+        said = str(error).split("\n")[0].strip()[:80] or type(error).__name__
+        raise Unreadable(f"the parser says: {said}") from None
     if expression is None or isinstance(expression, list | dict | str | bool):
         raise Unreadable("no expression")
     if expression.has(sympy.nan, sympy.zoo):
