@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, Scored
 from rollpacker.rewards.build import build_reward
 from tests.rewards.plain import reward, sample, scored, values, write
@@ -217,7 +218,7 @@ def test_deadline_spares_the_samples_that_are_quick(tmp_path: Path) -> None:
 
 def test_a_shorter_deadline_may_be_asked_for(tmp_path: Path) -> None:
     source = "import time\ndef f(completions):\n    time.sleep(20)\n"
-    one = reward(tmp_path, source)
+    one = reward(tmp_path, source, deadline=AdaptiveDeadlineConfig())
 
     async def run() -> list[Scored | Failed]:
         return await one.score([sample()], timeout_s=0.1)
