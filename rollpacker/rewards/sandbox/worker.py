@@ -58,6 +58,8 @@ class Worker:
         self._pidfd = -1
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
+        self._asked = False
+        """The request of the run at hand was written."""
 
     async def start(self, program: str, call_filter: bytes) -> None:
         """Raises WorkerError."""
@@ -115,6 +117,7 @@ class Worker:
     async def run(self, request: bytes, limits: Limits) -> Reply:
         """`request`: the payload. Raises WorkerError."""
         self.num_runs += 1
+        self._asked = False
         try:
             return await self._run_in_group(request, limits)
         finally:
@@ -163,12 +166,20 @@ class Worker:
     async def _exchange(self, request: bytes, limits: Limits) -> Reply:
         self._writer.write(frames.header(b"r", self.num_runs, limits, len(request)))
         self._writer.write(request)
+        self._asked = True
+        if self._impatient is not None:  # cancelled before it was asked for
+            self._ask_to_cancel()
         await self._writer.drain()
         return await self._reply(self.num_runs, limits.output_bytes)
 
     def cancel_run(self) -> None:
         """Let the worker end its run now; it then replies as usual, or is killed."""
         self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
+        if self._asked:
+            self._ask_to_cancel()
+
+    def _ask_to_cancel(self) -> None:
+        """After the request, or the worker would not know which run is meant."""
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 
     async def _reply(self, run_id: int, cap: int) -> Reply:
