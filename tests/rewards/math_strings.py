@@ -22,7 +22,7 @@ ALPHABET = (
     *(r"\boxed{", r"\le", r"\in", r"\{", r"\}", r"\left(", r"\right)", r"\int", r"\sum_{k=1}^{9}"),
     *(r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\sin", r"\log_", r"\binom", r"\overline{"),
     *("−", "½", "²", "π", "∞", "１", "٣", "\u202e", "\u200b", "\x00", "\ud800", "nan", "inf"),
-    *("__import__('os').system('touch /tmp/work/canary')", "lambda:0", "exec('1')"),
+    *("__import__('os')._exit(77)", "lambda:0", "exec('1')"),
 )
 
 

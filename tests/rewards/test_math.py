@@ -27,6 +27,7 @@ from rollpacker.rewards.base import (
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
 from rollpacker.rewards.math.part import PROGRAM, MathReward, checker, parse_reply
 from rollpacker.rewards.sandbox.base import RunResult, SandboxUnavailable, Status
+from rollpacker.rewards.sandbox.program import WORK
 from rollpacker.rewards.shared import Shared
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_strings import fuzzed, may_be_right
@@ -351,7 +352,7 @@ OTHERS = (
 
 def test_no_text_is_ever_run(shared: Shared, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    inside = PAYLOAD.format("/tmp/work/canary")
+    inside = PAYLOAD.format(f"{WORK}/canary")
     made = reward(shared)
     pairs = [("3", place.format(PAYLOAD.format(canary))) for place in PLACES]
     pairs += [("x+1", place.format(inside)) for place in PLACES]
@@ -407,7 +408,7 @@ class WatchingBox:
     async def run(self, program: str, **options: Any) -> RunResult:
         program += (
             "\nimport os, sys"
-            "\nprint('\\n---' + str(os.path.exists('/tmp/work/canary')) + '---', file=sys.stderr)"
+            f"\nprint('\\n---' + str(os.path.exists('{WORK}/canary')) + '---', file=sys.stderr)"
         )
         self.results.append(await self.box.run(program, **options))
         return self.results[-1]
