@@ -80,7 +80,6 @@ lint: $(VENV)/.installed-dev
 # The quickstart's warmed-up model must be in runs/ (make quickstart leaves it there), and that of
 # configs/code-tiny.yaml (its head says how).
 bench: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --editable ".[bench]"
 	for name in engine_speed batch_invariance train_throughput tail_batching vs_trl overhead \
 	  resume learning sim_calibration sim_predictions sim_speed sim_vs_real debias debias_run \
 	  beyond sim_deadlines sandbox_speed sandbox_attacks code_corpus math_fuzz judge_fuzz \

@@ -1,37 +1,42 @@
-"""Training throughput: length-sorted micro-batches under a token budget, against padded ones of 64.
+"""Training throughput: the trainer's micro-batches, sorted or packed, against padded ones of 64.
 
     python benchmarks/train_throughput.py            # one thread, a few minutes
 
 Forward and backward of one step's samples whose response lengths have a tail (longest at least ten
-times the median), on a character-level model, arms interleaved in one process. The padded arm takes
-64 samples at a time in launch order (lengths mixed) and in finishing order (as if all had decoded
-side by side: shortest first). All arms must give the same gradient.
+times the median), on a character-level model, arms interleaved in one process. The padded arms are
+a plain loop over 64 samples at a time in launch order (lengths mixed) and in finishing order (as if
+all had decoded side by side: shortest first), and over all samples at once. The others are the
+trainer itself: rows of like length, or rows end to end with attention in groups. All arms must give
+the same gradient; what runs on CUDA only is compared in float64, on a few samples, by torch's
+unfused FlexAttention.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
 from machine import write_result
+from torch.nn.attention import flex_attention as torch_flex
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.base import Response
 from rollpacker.trainer.base import TrainConfig, TrainSample
-from rollpacker.trainer.batches import collate, plan_micro_batches
-from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.batches import Batcher, MicroBatch, Row, collate, row_length
+from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import character_tokenizer, new_model
+from rollpacker.trainer.packing import KINDS, pack, packed_attention
+from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.samples import build_train_samples
-from rollpacker.trainer.torch_trainer import TorchTrainer
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -47,6 +52,9 @@ ALPHABET = "0123456789+-=;! "
 PADDED_ROWS = 64
 BUDGETS = (2048, 4096, 8192)
 BASELINE = "padded_64_launch_order"
+ALL_TOGETHER = "padded_all_together"
+CHECKED_SAMPLES = 24
+CPU = torch.device("cpu")
 
 
 def make_samples(num_prompts: int, group_size: int, seed: int) -> list[TrainSample]:
@@ -72,100 +80,143 @@ def make_samples(num_prompts: int, group_size: int, seed: int) -> list[TrainSamp
     return samples
 
 
-def new_trainer(budget: int) -> TorchTrainer:
-    model = new_model(ARCHITECTURE, character_tokenizer(ALPHABET), seed=0)
-    return TorchTrainer(
-        model=model,
-        config=TrainConfig(steps=1, micro_batch_tokens=budget),
+def new_learner(budget: int, layout: str) -> Learner:
+    return Learner(
+        model=new_model(ARCHITECTURE, character_tokenizer(ALPHABET), seed=0),
+        tokenizer=None,
+        pad_token_id=0,
+        config=TrainConfig(steps=1, micro_batch_tokens=budget, micro_batches=layout),
         algorithm=AlgorithmConfig(),
         temperature=1.0,
         total_steps=1,
-        pad_token_id=0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    trainer: TorchTrainer
-    run: Callable[[], int]
-    """One forward and backward of all samples; returns the padded tokens."""
+    learner: Learner
+    run: Callable[[], None]
+    """One forward and backward of all samples."""
+    padded_tokens: int
+    max_repeats: int | None = None
 
 
-def padded_rows(trainer: TorchTrainer, samples: Sequence[TrainSample]) -> int:
-    """What a plain loop does: 64 rows at a time as they come, padded to the longest of them."""
-    padded = 0
-    for first in range(0, len(samples), PADDED_ROWS):
-        rows = samples[first : first + PADDED_ROWS]
-        pairs = [(s.prompt_tokens, s.response_tokens) for s in rows]
-        batch = collate(pairs, 0, torch.device("cpu"))
-        log_probs, _ = response_log_probs(trainer.model, batch, 1.0)
-        weights = torch.cat(
-            [torch.full((len(s.response_tokens),), s.advantage * s.token_weight) for s in rows]
-        )
-        (-(log_probs - log_probs.detach()).exp() * weights).sum().backward()
-        padded += batch.input_ids.numel()
-    return padded
+def rows_of(samples: Sequence[TrainSample]) -> list[Row]:
+    return [(s.prompt_tokens, s.response_tokens) for s in samples]
 
 
-def length_sorted(trainer: TorchTrainer, samples: Sequence[TrainSample], budget: int) -> int:
-    asyncio.run(trainer.accumulate(samples))
-    lengths = sorted(len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples)
-    runs = plan_micro_batches(lengths, budget)
-    return sum((run.stop - run.start) * lengths[run.stop - 1] for run in runs)
+def add_gradient(policy: Policy, batch: MicroBatch, samples: Sequence[TrainSample]) -> None:
+    """What a plain loop does with one micro-batch."""
+    log_probs, _ = policy(batch, 1.0)
+    weights = torch.tensor([s.advantage * s.token_weight for s in samples], dtype=log_probs.dtype)
+    weights = weights.repeat_interleave(torch.tensor(batch.num_targets))
+    (-(log_probs - log_probs.detach()).exp() * weights).sum().backward()
+
+
+def padded_arm(samples: Sequence[TrainSample], num_rows: int, **settings: int) -> Arm:
+    """`num_rows` rows at a time as they come, padded to the longest of them."""
+    learner = new_learner(1, "sorted")
+    policy = Policy(learner.model)
+    parts = [samples[first : first + num_rows] for first in range(0, len(samples), num_rows)]
+
+    def run() -> None:
+        for part in parts:
+            add_gradient(policy, collate(rows_of(part), 0, CPU), part)
+
+    padded = sum(len(part) * max(map(row_length, rows_of(part))) for part in parts)
+    return Arm(learner=learner, run=run, padded_tokens=padded, **settings)
+
+
+def trainer_arm(samples: Sequence[TrainSample], budget: int, layout: str) -> Arm:
+    learner = new_learner(budget, layout)
+    batcher = Batcher(learner.model, layout=layout, max_tokens=budget, pad_token_id=0, device=CPU)
+    rows = rows_of(samples)
+    plan = batcher.plan([row_length(row) for row in rows])
+    padded = sum(batcher.batch([rows[i] for i in places]).input_ids.numel() for places in plan)
+    return Arm(learner=learner, run=partial(learner.accumulate, samples), padded_tokens=padded)
 
 
 def make_arms(samples: Sequence[TrainSample]) -> dict[str, Arm]:
     finished = sorted(samples, key=lambda s: len(s.response_tokens))
-    launch, finishing = new_trainer(1), new_trainer(1)
     arms = {
-        BASELINE: Arm(trainer=launch, run=partial(padded_rows, launch, samples)),
-        "padded_64_finishing_order": Arm(
-            trainer=finishing, run=partial(padded_rows, finishing, finished)
-        ),
+        BASELINE: padded_arm(samples, PADDED_ROWS),
+        "padded_64_finishing_order": padded_arm(finished, PADDED_ROWS),
+        ALL_TOGETHER: padded_arm(samples, len(samples), max_repeats=3),
     }
-    for budget in BUDGETS:
-        trainer = new_trainer(budget)
-        arms[f"length_sorted_{budget}"] = Arm(
-            trainer=trainer, run=partial(length_sorted, trainer, samples, budget)
-        )
+    for layout in ("sorted", "packed"):
+        for budget in BUDGETS:
+            arms[f"{layout}_{budget}"] = trainer_arm(samples, budget, layout)
     return arms
+
+
+def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: gradient.clone() for name, gradient in learner.gradients().items()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def measure(samples: Sequence[TrainSample], repeats: int) -> dict[str, dict[str, float]]:
     """Medians of each arm, after one untimed pass that compares the gradients."""
     arms = make_arms(samples)
-    padded: dict[str, int] = {}
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     for name, arm in arms.items():
-        padded[name] = arm.run()
-        gradients[name] = {n: g.clone() for n, g in arm.trainer.gradients().items()}
-        arm.trainer.discard()
+        arm.run()
+        gradients[name] = gradients_of(arm.learner)
+        arm.learner.discard()
     wall: dict[str, list[float]] = {name: [] for name in arms}
     processor: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for name, arm in arms.items():
+            if arm.max_repeats is not None and repeat >= arm.max_repeats:
+                continue
             wall_start, processor_start = time.perf_counter(), time.process_time()
             arm.run()
             wall[name].append(time.perf_counter() - wall_start)
             processor[name].append(time.process_time() - processor_start)
-            arm.trainer.discard()
-    real = sum(len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples)
+            arm.learner.discard()
+    real = sum(row_length(row) for row in rows_of(samples))
     result = {}
-    for name in arms:
-        expected = gradients[BASELINE]
-        difference = max((gradients[name][n] - g).abs().max().item() for n, g in expected.items())
+    for name, arm in arms.items():
+        difference = largest_difference(gradients[name], gradients[BASELINE])
         assert difference < 1e-6, (name, difference)
         median_s, processor_s = statistics.median(wall[name]), statistics.median(processor[name])
         result[name] = {
             "median_s": median_s,
             "median_processor_s": processor_s,
+            "repeats": len(wall[name]),
             "real_tokens_per_s": real / median_s,
             "speed_up": statistics.median(wall[BASELINE]) / median_s,
             "speed_up_processor_time": statistics.median(processor[BASELINE]) / processor_s,
-            "padded_to_real_tokens": padded[name] / real,
+            "padded_to_real_tokens": arm.padded_tokens / real,
             "largest_gradient_difference": difference,
         }
     return result
+
+
+def compare_packed_attention(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """In float64: the largest difference between the gradient of a pack and that of padded rows,
+    for each packed attention that a CPU can run."""
+    model = new_model(ARCHITECTURE, character_tokenizer(ALPHABET), seed=0).double().eval()
+    policy, rows = Policy(model), rows_of(samples)
+
+    def gradient(batch: MicroBatch) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        add_gradient(policy, batch, samples)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradient(collate(rows, 0, CPU))
+    differences = {}
+    for kind in KINDS:
+        if kind == "varlen":
+            continue  # a CUDA kernel
+        # torch refuses FlexAttention's backward on a CPU, though its unfused form has one.
+        with mock.patch.object(torch_flex, "_validate_device"), packed_attention(model, kind):
+            differences[kind] = largest_difference(gradient(pack(rows, CPU)), expected)
+        assert differences[kind] < 1e-10, (kind, differences)
+    return differences
 
 
 def main() -> None:
@@ -180,6 +231,7 @@ def main() -> None:
     lengths = [len(s.response_tokens) for s in samples]
     tail = max(lengths) / statistics.median(lengths)
     assert tail >= 10, f"the workload has no tail: longest / median = {tail:.1f}"
+    float64 = compare_packed_attention(samples[:CHECKED_SAMPLES])
     arms = measure(samples, args.repeats)
     workload = {
         "samples": len(samples),
@@ -193,13 +245,17 @@ def main() -> None:
         "torch_threads": torch.get_num_threads(),
         "architecture": ARCHITECTURE,
     }
-    write_result("train_throughput", {"workload": workload, "arms": arms})
+    write_result(
+        "train_throughput",
+        {"workload": workload, "arms": arms, "largest_float64_gradient_difference": float64},
+    )
     for name, row in arms.items():
         print(
             f"{name:28} {row['median_s']:7.3f} s  {row['real_tokens_per_s']:9,.0f} tokens/s  "
             f"x{row['speed_up']:.2f} (x{row['speed_up_processor_time']:.2f} in processor time)  "
             f"padded/real {row['padded_to_real_tokens']:.2f}"
         )
+    print("largest float64 gradient difference of packs:", float64)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,261 @@
-"""What an algorithm is configured by. Light: no torch."""
+"""What an algorithm is configured by. Light: no torch.
+
+An algorithm is a row of switches (`algo.table`); each switch can be set by itself. A switch left at
+None takes the value of the algorithm's row when the config is made, so that a saved config shows
+what ran.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-LossAggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
+from rollpacker.algo.row import (
+    Advantage,
+    ImportanceRatio,
+    KlEstimator,
+    KlIn,
+    LossAggregation,
+    NormalizeMean,
+    NormalizeStd,
+    Objective,
+    Row,
+)
+from rollpacker.algo.table import ALGORITHMS
+
+Name = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "distillation",
+]
+MismatchCorrection = Literal[
+    "none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """The algorithm and its switches (`algorithm.*`)."""
 
-    name: Literal["grpo"] = "grpo"
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation. Off is the Dr. GRPO choice."""
-    clip_low: float = 0.2
+    name: Name = "grpo"
+    """Which row of switches. Every one below that is null takes the row's value."""
+
+    # -- from rewards to advantages ----------------------------------------------------
+    advantage: Advantage | None = None
+    """What an advantage is made of: a sample's reward, a critic's estimates (gae), or a teacher's
+    log-probs against the policy's."""
+    normalize_mean: NormalizeMean | None = None
+    """What is subtracted from a reward: the mean of its group, of the others of its group, of the
+    step, or nothing."""
+    normalize_std: NormalizeStd | None = None
+    """What it is divided by: the standard deviation of its group, of the step, or nothing."""
+    whiten: bool | None = None
+    """Bring the finished advantages of all tokens of the step to mean 0 and standard deviation
+    1."""
+    gamma: float = 1.0
+    """Discount per token, of the critic's estimates and of penalties per token."""
+    gae_lambda: float = 0.95
+    """How far advantages look ahead with a critic: 0 to the next token, 1 to the end."""
+    overlong_buffer_tokens: int = 0
+    """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
+    loses up to `overlong_penalty` of reward, linearly. 0: off."""
+    overlong_penalty: float = 1.0
+    """See overlong_buffer_tokens."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off at the limit out of the loss and its denominators."""
+
+    # -- the loss ----------------------------------------------------------------------
+    objective: Objective | None = None
+    """clipped: PPO's clipped surrogate. cispo: log-prob times the ratio, cut and detached."""
+    importance_ratio: ImportanceRatio | None = None
+    """token: each token's own probability ratio. sequence: the geometric mean over its response
+    (GSPO). sequence-product: their product over its response (RLOO)."""
+    clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low ..."""
-    clip_high: float = 0.28
+    clip_high: float | None = None
     """... and above at 1 + clip_high."""
-    loss_aggregation: LossAggregation = "token-mean"
+    clip_dual: float | None = None
+    """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
+    loss_aggregation: LossAggregation | None = None
+    """How tokens add up to one loss: token-mean, all tokens of the step alike;
+    sequence-mean-token-mean, the mean of each response's mean; sequence-mean-token-sum, the mean of
+    each response's sum; fixed-length, that divided by a constant."""
+    fixed_length: int | None = None
+    """What "fixed-length" divides each response's sum by. None: rollout.max_response_tokens."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
     """What the ratio's denominator is. "recomputed": the trainer's own, under the weights that
     sampled; with one optimizer step a round the ratio is then exactly 1. "rollout": the engine's,
     so that the ratio also corrects the difference between the two implementations."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    # -- the reference model -----------------------------------------------------------
     kl_coef: float = 0.0
-    """Weight of the KL penalty (k3 estimator) against the model that the run started from. 0: no
-    reference model is kept."""
+    """Weight of the KL penalty against the model that the run started from. 0: no reference model
+    is kept."""
+    kl_estimator: KlEstimator | None = None
+    """Per token, with d = log-prob of the policy minus that of the reference: k1 is d, k2 is d²/2,
+    k3 is exp(-d) + d - 1."""
+    kl_in: KlIn | None = None
+    """Where the penalty goes: into the loss of each token, or into the reward."""
+    kl_bias_correction: bool = False
+    """Multiply the penalty in the loss by the probability ratio, so that its gradient is that of
+    the divergence itself."""
+
+    # -- engine against trainer --------------------------------------------------------
+    mismatch_correction: MismatchCorrection = "none"
+    """Weigh each token by trainer's over engine's probability of it (or of the whole response), cut
+    at mismatch_max; or leave out what lies outside of the two bounds."""
+    mismatch_max: float = 2.0
+    """The upper bound."""
+    mismatch_min: float | None = None
+    """The lower bound. None: 0."""
+
+    # -- the critic's loss -------------------------------------------------------------
+    value_clip: float | None = 0.2
+    """A value may move so far from its old one before its loss is clipped. None: off."""
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "kl_coef"):
+        if self.name not in ALGORITHMS:
+            raise ValueError(f"name must be one of {', '.join(ALGORITHMS)}, not {self.name}")
+        row = ALGORITHMS[self.name]
+        for switch in fields(Row):
+            if getattr(self, switch.name) is None:
+                object.__setattr__(self, switch.name, getattr(row, switch.name))
+        self._check_numbers()
+        self._check_advantages()
+        self._check_kl(row)
+        self._check_loss()
+
+    @property
+    def needs_critic(self) -> bool:
+        """A value model is trained, and asked before there are advantages."""
+        return self.advantage == "gae"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.advantage == "teacher"
+
+    @property
+    def needs_reference(self) -> bool:
+        """A frozen copy of the first model is kept."""
+        return self.kl_coef > 0
+
+    @property
+    def reference_in_scores(self) -> bool:
+        """The reference model is asked before there are advantages, not with the loss."""
+        return self.needs_reference and self.kl_in == "reward"
+
+    @property
+    def needs_scores(self) -> bool:
+        """Advantages depend on more than rewards: `Trainer.score` comes first."""
+        return self.needs_critic or self.needs_teacher or self.reference_in_scores
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Some statistic spans the step, so no advantage is known before every reward is."""
+        return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
+
+    @property
+    def needs_groups(self) -> bool:
+        """A group of one sample teaches nothing: its advantage is always 0."""
+        return self.normalize_mean in ("group", "leave-one-out")
+
+    def _check_numbers(self) -> None:
+        self._check_range("gamma", 0, 1)
+        self._check_range("gae_lambda", 0, 1)
+        self._check_range("clip_low", 0, 1)
+        self._check_range("mismatch_min", 0, math.inf)
+        for name in ("clip_high", "entropy_coef", "kl_coef", "overlong_penalty"):
+            self._check_range(name, 0, math.inf)
+        if self.overlong_buffer_tokens < 0:
+            raise ValueError(
+                f"overlong_buffer_tokens must not be negative, not {self.overlong_buffer_tokens}"
+            )
+        if self.fixed_length is not None and self.fixed_length < 1:
+            raise ValueError(f"fixed_length must be at least 1, not {self.fixed_length}")
+        for name, least in (("clip_dual", 1), ("mismatch_max", 0), ("value_clip", 0)):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a number from 0 upwards, not {value}")
-        if self.clip_low > 1:
-            raise ValueError("clip_low must not be more than 1")
+            if value is not None and not (math.isfinite(value) and value > least):
+                raise ValueError(f"{name} must be a number above {least}, not {value}")
+
+    def _check_range(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is None or (math.isfinite(value) and low <= value <= high):
+            return
+        limits = f"from {low} upwards" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} must be a number {limits}, not {value}")
+
+    def _check_advantages(self) -> None:
+        if self.advantage != "reward" and (self.normalize_mean, self.normalize_std) != (
+            "none",
+            "none",
+        ):
+            raise ValueError(
+                f"advantage={self.advantage} has a baseline of its own: set normalize_mean and "
+                "normalize_std to none (whiten=true normalizes its advantages)"
+            )
+        if self.normalize_std != "none" and self.normalize_mean == "none":
+            raise ValueError(
+                f"normalize_std={self.normalize_std} divides rewards that have no baseline: set "
+                "normalize_mean too, or normalize_std=none"
+            )
+        if self.normalize_std == "group" and self.normalize_mean == "batch":
+            raise ValueError(
+                "normalize_std=group does not go with normalize_mean=batch: set one of them to "
+                "what the other is"
+            )
+        if self.gamma != 1 and not (
+            self.advantage == "gae" or (self.advantage == "reward" and not self.needs_groups)
+        ):
+            raise ValueError(
+                "gamma discounts from token to token, which needs advantage=gae, or "
+                "advantage=reward with normalize_mean none or batch: set gamma=1"
+            )
+
+    def _check_kl(self, row: Row) -> None:
+        in_loss = self.kl_coef > 0 and self.kl_in == "loss"
+        if self.kl_in == "reward" and self.kl_coef == 0 and row.kl_in != "reward":
+            raise ValueError("kl_in=reward does nothing while kl_coef is 0: set kl_coef")
+        if self.reference_in_scores and self.advantage == "teacher":
+            raise ValueError("advantage=teacher has no reward for kl_in=reward: set kl_in=loss")
+        if self.kl_bias_correction and not in_loss:
+            raise ValueError(
+                "kl_bias_correction is for a penalty in the loss: set kl_coef and kl_in=loss, or "
+                "leave it out"
+            )
+        if in_loss and self.kl_estimator == "k1" and not self.kl_bias_correction:
+            raise ValueError(
+                "kl_estimator=k1 has no effect in the loss, its gradient is 0 on average: use k2 "
+                "or k3, kl_bias_correction=true, or kl_in=reward"
+            )
+
+    def _check_loss(self) -> None:
+        if self.fixed_length is not None and self.loss_aggregation != "fixed-length":
+            raise ValueError(
+                "fixed_length is set, and loss_aggregation is "
+                f"{self.loss_aggregation}: set loss_aggregation=fixed-length or leave it out"
+            )
+        if self.clip_dual is not None and self.objective == "cispo":
+            raise ValueError("clip_dual belongs to objective=clipped: cispo cuts every ratio")
+        if self.mismatch_correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                "mismatch_correction and old_logprobs=rollout correct the same difference twice: "
+                "set old_logprobs=recomputed, or mismatch_correction=none"
+            )
+        if self.mismatch_min is not None:
+            if self.mismatch_correction == "none":
+                raise ValueError("mismatch_min does nothing without mismatch_correction: set it")
+            if self.mismatch_min >= self.mismatch_max:
+                raise ValueError(
+                    f"mismatch_min ({self.mismatch_min:g}) must be less than mismatch_max "
+                    f"({self.mismatch_max:g})"
+                )

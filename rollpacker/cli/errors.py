@@ -24,6 +24,7 @@ EXIT_CODES = {
     3: "NaN or infinity in a reward, the loss or the gradient; no update was applied",
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
+    6: "a process of the trainer ended; the run can be resumed",
     130: "interrupted",
 }
 
@@ -33,6 +34,7 @@ _USER_ERRORS = {"rollpacker.rewards.base.RewardError"}
 _BY_NAME = {
     "rollpacker.trainer.base.NonFiniteError": 3,
     "rollpacker.controller.base.DeadlineExceeded": DEADLINE_EXIT_CODE,
+    "rollpacker.trainer.base.TrainerProcessError": 6,
 }
 
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.trainer.base import Trainer
     from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -154,27 +155,41 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     return threads
 
 
-def build_trainer(config: RunConfig, policy: Policy) -> Any:
-    """The trainer of the policy's own weights: what it updates, the engine samples from."""
+def build_trainer(config: RunConfig, policy: Policy) -> Trainer:
+    """In place, on the engine's own weights; or apart from it: with an adapter, which the engine
+    has merged, and in processes of its own."""
+    from rollpacker.trainer.process_trainer import ProcessTrainer
+    from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
 
-    return TorchTrainer(
-        model=policy.loaded.model,
-        config=config.train,
+    setup = LearnerSetup(
+        model=config.model,
+        train=config.train,
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         total_steps=config.train.steps,
-        pad_token_id=policy.loaded.tokenizer.pad_token_id,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        tokenizer=policy.loaded.tokenizer,
         threads=policy.threads,
     )
+    loaded = policy.loaded
+    if config.train.processes is not None:
+        return ProcessTrainer(setup, config.train.processes, loaded.model.named_parameters())
+    in_place = config.model.lora is None
+    learner = (
+        build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
+        if in_place
+        else build_learner(setup)
+    )
+    return TorchTrainer(learner, in_place=in_place, threads=policy.threads)
 
 
 def build_samples_function(config: RunConfig) -> Any:
     from rollpacker.trainer.samples import build_train_samples
 
-    return partial(build_train_samples, config=config.algorithm)
+    return partial(
+        build_train_samples,
+        config=config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
 
 
 def build_cursor(config: RunConfig, policy: Policy) -> Any:

@@ -155,7 +155,7 @@ class _Session:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
         from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
-        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.driver import Controller, Parts, hand_over_weights
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.samples import SampleWriter
 
@@ -171,11 +171,12 @@ class _Session:
             folder.clear()
         self._check_identity(checkpoint, before, policy)
         trainer = build.build_trainer(config, policy)
+        self._stack.callback(trainer.close)
         cursor = build.build_cursor(config, policy)
         if checkpoint is not None:
             trainer.load(checkpoint.folder)
             cursor.restore(checkpoint.state["cursor"])
-            _run(policy.engine.update_weights(trainer.version))
+        _run(hand_over_weights(trainer, policy.engine, trainer.version))
         job = self._job(checkpoint, cursor, policy)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)

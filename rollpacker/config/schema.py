@@ -32,7 +32,8 @@ class RolloutConfig:
     prompts_per_step: int
     """P0: prompts that each optimizer step trains on."""
     samples_per_prompt: int
-    """R0: responses per prompt; the group size of GRPO."""
+    """R0: responses per prompt; the group size of GRPO. 1 goes with algorithms that do not compare
+    the samples of a prompt."""
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,11 +50,6 @@ class RolloutConfig:
         for name in ("prompts_per_step", "samples_per_prompt", "max_response_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                "samples_per_prompt must be at least 2: a group of one has no baseline to compare"
-                " with"
-            )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(
                 "temperature must be more than 0: greedy responses of one prompt are all the same"
@@ -174,9 +170,10 @@ class RunConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
-    """Gradients before a round is over. A run on one device has no device to give away: there only
-    `reward_wait` and `max_share` count. Which groups come early depends on when verdicts arrive, so
-    that runs are repeatable up to rounding, and no longer bit by bit."""
+    """Gradients before a round is over. With `train.processes` the trainer begins on every group
+    that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
+    and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
+    arrive, so that runs are repeatable up to rounding, and no longer bit by bit."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -187,13 +184,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function")
-        if self.algorithm.old_logprobs == "rollout" and (
-            self.rollout.top_p < 1 or self.rollout.top_k > 0
-        ):
-            raise ValueError(
-                "algorithm.old_logprobs=rollout does not go with top_p or top_k: the engine's "
-                "log-probs are then those of a truncated distribution, the trainer's are not"
-            )
+        self._check_algorithm()
         self._check_stream_trainer()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
@@ -212,17 +203,55 @@ class RunConfig:
                 f" {MAX_NAME_BYTES} bytes, not beginning with . - or ~), not {_shown(self.name)}"
             )
 
+    def _check_algorithm(self) -> None:
+        algorithm = self.algorithm
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        for setting, compares in (
+            ("old_logprobs=rollout", algorithm.old_logprobs == "rollout"),
+            (
+                f"mismatch_correction={algorithm.mismatch_correction}",
+                algorithm.mismatch_correction != "none",
+            ),
+        ):
+            if compares and truncated:
+                raise ValueError(
+                    f"algorithm.{setting} does not go with top_p or top_k: the engine's log-probs "
+                    "are then those of a truncated distribution, the trainer's are not"
+                )
+        if algorithm.needs_groups and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.samples_per_prompt must be at least 2: algorithm.name="
+                f"{algorithm.name} compares the samples of a prompt, and a group of one has nothing"
+                " to compare with (reinforce_pp, ppo and distillation go without groups)"
+            )
+        if algorithm.needs_teacher and self.model.teacher is None:
+            raise ValueError(
+                f"algorithm.name={algorithm.name} needs a teacher: set model.teacher to a model "
+                "with the same vocabulary"
+            )
+        if self.model.teacher is not None and not algorithm.needs_teacher:
+            raise ValueError(
+                f"model.teacher is set, but algorithm.name={algorithm.name} asks none; "
+                "algorithm.name=distillation does"
+            )
+
     def _check_stream_trainer(self) -> None:
         stream = self.stream_trainer
+        if stream.enabled and self.algorithm.needs_whole_batch:
+            raise ValueError(
+                "stream_trainer.enabled does not go with statistics of the whole step, which are "
+                "not known before its last sample: set algorithm.normalize_mean and "
+                "algorithm.normalize_std to group or none, or switch streaming off"
+            )
         if stream.enabled and self.tail_batching.debias != "none":
             raise ValueError(
                 "tail_batching.debias does not go with stream_trainer.enabled: a sample's weight "
                 "is known when its round is over, and streaming trains on it before"
             )
-        if stream.enabled and not stream.reward_wait:
+        if stream.enabled and not stream.reward_wait and self.train.processes is None:
             raise ValueError(
-                "stream_trainer.enabled needs stream_trainer.reward_wait=true: a run on one device "
-                "has none to give to the trainer while others generate"
+                "stream_trainer.enabled needs a trainer in processes of its own (train.processes), "
+                "which works while the engine generates, or stream_trainer.reward_wait=true"
             )
 
     @property
@@ -248,6 +277,8 @@ class RunConfig:
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
+            trainer_apart=self.train.processes is not None,
+            min_verdicts=2 if self.algorithm.needs_groups else 1,
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from rollpacker.core.ids import SampleId
 from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import TrainSample
+from rollpacker.trainer.base import TokenScores, TrainSample
 
 Decode = Callable[[Sequence[int]], str]
 """Response tokens to text, special tokens left out."""
@@ -15,7 +16,8 @@ Decode = Callable[[Sequence[int]], str]
 class BuildSamples(Protocol):
     """The algorithm: groups of (response, reward) to weighted samples, in the same order.
 
-    `weights` multiply the losses of the samples. `partial`: the groups are not all of the step; the
+    `weights` multiply the losses of the samples. `scores`: what other models said of them, if the
+    algorithm asks any. `partial`: the groups are not all of the step; the
     token weights are then those of the whole step but for one common factor.
     """
 
@@ -24,6 +26,7 @@ class BuildSamples(Protocol):
         groups: Sequence[Sequence[tuple[Response, float]]],
         *,
         weights: Sequence[Sequence[float]] | None = None,
+        scores: Mapping[SampleId, TokenScores] | None = None,
         partial: bool = False,
     ) -> tuple[list[TrainSample], dict[str, float]]: ...
 

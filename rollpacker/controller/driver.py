@@ -85,7 +85,14 @@ from rollpacker.rollout.base import (
     Response,
     SamplingParams,
 )
-from rollpacker.trainer.base import NonFiniteError, Trainer, TrainSample
+from rollpacker.trainer.base import (
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    Trainer,
+    TrainerError,
+    TrainSample,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +172,10 @@ class Controller:
         """Groups whose gradients were asked for and are not begun."""
         self._streamed: dict[SampleId, TrainSample] = {}
         """What the step's gradient holds already, with provisional weights."""
+        self._scores: dict[SampleId, TokenScores] = {}
+        """What other models said of the step's samples."""
+        self._not_streamed: Counter[str] = Counter()
+        """Why steps began no gradient early."""
         self._kind = ""
         self._state: dict[str, Any] = {}
         """The job's state at the last `Commit`."""
@@ -243,9 +254,10 @@ class Controller:
         return finish.reason
 
     async def close(self) -> None:
-        """Let go of engine and rewards. What the log holds is made durable."""
+        """Let go of engine, rewards and trainer. What the log holds is made durable."""
         await self.parts.engine.close()
         await self.parts.reward.close()
+        self.parts.trainer.close()
         self._observe()
         self.parts.log.flush()
 
@@ -437,7 +449,8 @@ class Controller:
             case TrainOn():
                 await self._train(command)
             case SyncWeights(version=version):
-                await self._by("deadlines.sync_s", self.parts.engine.update_weights(version))
+                hand_over = hand_over_weights(self.parts.trainer, self.parts.engine, version)
+                await self._by("deadlines.sync_s", hand_over)
                 self._take(WeightsSynced(time_s=0.0, version=version))
             case Commit():
                 await self._commit(command)
@@ -453,10 +466,13 @@ class Controller:
             return
         engine = self.parts.engine.status()
         busy = engine.num_running + engine.num_waiting
-        assert not busy, f"gradients on the engine's device while {busy} samples are generated"
+        apart = self.config.train.processes is not None
+        assert apart or not busy, f"gradients on the engine's device, where {busy} samples run"
         began = self.now()
         with self._diverging(step):
-            samples, _ = self.parts.build_samples(self._scored_groups(groups), partial=True)
+            scored = self._scored_groups(groups)
+            await self._ask_scores(scored)
+            samples, _ = self.parts.build_samples(scored, scores=self._scores, partial=True)
             await self._by(
                 "deadlines.train_s",
                 self.parts.trainer.accumulate(samples),
@@ -479,8 +495,10 @@ class Controller:
         trainer = self.parts.trainer
         streamed, self._streamed = self._streamed, {}
         with self._diverging(command.step):
+            scored = self._scored_groups(command.groups)
+            await self._ask_scores(scored)
             samples, metrics = self.parts.build_samples(
-                self._scored_groups(command.groups), weights=command.weights
+                scored, weights=command.weights, scores=self._scores
             )
             training = asyncio.ensure_future(self._accumulate(samples, streamed))
             await asyncio.sleep(0)  # the trainer's thread begins
@@ -490,6 +508,8 @@ class Controller:
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
         counts = self.parts.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
+        if self.config.stream_trainer.enabled:
+            self._note_streaming(command, metrics)
         self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
 
     async def _accumulate(
@@ -504,6 +524,35 @@ class Controller:
         await self.parts.trainer.rescale(_common_factor(samples, streamed))
         if rest:
             await self.parts.trainer.accumulate(rest)
+
+    async def _ask_scores(self, groups: Sequence[Sequence[tuple[Response, float]]]) -> None:
+        """What the advantages need to know besides rewards, of samples not asked about before."""
+        if not self.config.algorithm.needs_scores:
+            return
+        requests = [
+            ScoreRequest(
+                sample=response.sample,
+                prompt_tokens=response.prompt_tokens,
+                response_tokens=response.tokens,
+            )
+            for group in groups
+            for response, _ in group
+            if response.sample not in self._scores
+        ]
+        if requests:
+            found = await self._by("deadlines.train_s", self.parts.trainer.score(requests))
+            self._scores.update((r.sample, s) for r, s in zip(requests, found, strict=True))
+
+    def _note_streaming(self, command: TrainOn, metrics: dict[str, float]) -> None:
+        """How much of the step's gradient was begun early; each new reason for nothing is told."""
+        num_samples = sum(len(group) for group in command.groups)
+        metrics["stream/share"] = command.num_streamed / num_samples
+        metrics["stream/fired"] = float(command.num_streamed > 0)
+        reason = command.not_streamed
+        if reason and reason not in self._not_streamed:
+            logger.info("step %d: no gradient was begun early: %s", command.step, reason)
+        if reason:
+            self._not_streamed[reason] += 1
 
     def _scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
@@ -581,6 +630,7 @@ class Controller:
             waiting = self._scoring.waiting()
             self._responses = {sample: self._responses[sample] for sample in waiting}
             self._verdicts.clear()
+            self._scores.clear()
             self._completions.clear()
             self._check_s.clear()
             self._kind = ""
@@ -732,6 +782,23 @@ class Controller:
                 with self._lock:
                     what = what or self.parts.job.waiting_for()
                 raise DeadlineExceeded(what, limit, key)
+
+
+async def hand_over_weights(trainer: Trainer, engine: Engine, version: int) -> None:
+    """Bring the engine to the trainer's weights, and see that they have arrived.
+
+    Raises `TrainerError` if a fixed sample of them differs afterwards.
+    """
+    hand_over = await trainer.hand_over()
+    await engine.update_weights(version, hand_over.weights)
+    found = await asyncio.to_thread(engine.weight_probe)
+    if found != hand_over.probe:
+        raise TrainerError(
+            f"the engine's weights are not the trainer's at version {version} (probes {found[:12]} "
+            f"and {hand_over.probe[:12]}): the transfer went wrong, or something else wrote to one "
+            "of them. Nothing was generated with them; --resume loads both anew from the last "
+            "checkpoint"
+        )
 
 
 def _common_factor(

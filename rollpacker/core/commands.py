@@ -121,6 +121,10 @@ class TrainOn:
     mean is 1 over many steps, not in one. None: all 1."""
     num_missing: int = 0
     """Dynamic sampling gave up refilling: so many groups are fewer than the step should have."""
+    num_streamed: int = 0
+    """Samples whose gradients were asked for before, by `StartGradients`."""
+    not_streamed: str = ""
+    """Why that was done with none of them, if it should have been."""
 
 
 @message

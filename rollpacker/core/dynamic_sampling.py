@@ -40,6 +40,8 @@ class StepGroups:
         self.lengths: list[int] = []
         """Tokens of each of their samples, in order."""
         self.num_refills = 0
+        self.streamed: tuple[int, str] = (0, "")
+        """Samples whose gradients have begun, and why those of the last round have not."""
 
     @property
     def missing(self) -> int:
@@ -48,3 +50,7 @@ class StepGroups:
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
         self.groups += groups
         self.lengths += lengths
+
+    def note_streamed(self, num_samples: int, why_not: str) -> None:
+        """What was streamed of one more round."""
+        self.streamed = (self.streamed[0] + num_samples, why_not)

@@ -104,10 +104,14 @@ class JobConfig:
     rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    trainer_apart: bool = False
+    """The trainer has devices of its own and may work while others generate."""
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
     """How the devices are shared out, for each degree of tensor parallelism."""
     max_retries: int = 2
     """Replacements per prompt and round for samples that the engine failed on."""
+    min_verdicts: int = 2
+    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":
@@ -167,7 +171,10 @@ class Job:
         self.rewards = RewardSchedule(config.rewards)
         self.parallelism = ParallelismPlanner(config.parallelism)
         self.stream = StreamPlan(
-            config.stream, config.layouts[0], max_response_tokens=config.max_response_tokens
+            config.stream,
+            config.layouts[0],
+            max_response_tokens=config.max_response_tokens,
+            trainer_apart=config.trainer_apart,
         )
         self.lengths: Debias | None = None
         """The policy's own lengths, and the weights that undo the selection."""
@@ -389,6 +396,7 @@ class Job:
             balance_sources=config.tail_batching.balance_sources,
             max_retries=config.max_retries,
             tensor_parallel=self.parallelism.degree(kind),
+            min_verdicts=config.min_verdicts,
         )
         self._round = Round(plan, self.rewards, self.num_late)
         self.rewards.begin_round()
@@ -399,7 +407,9 @@ class Job:
         self._since, self._rollout_s = self._now, 0.0
         commands = self._round.launch()
         stream = config.stream
-        self._streams = stream.enabled and (stream.reward_wait or kind in stream.kinds)
+        self._streams = stream.enabled and (
+            stream.reward_wait or kind in stream.kinds or config.trainer_apart
+        )
         if self._streams:
             self._to_stream = []
             self.stream.begin(
@@ -487,7 +497,7 @@ class Job:
     def _stream(self, round_: Round) -> list[Command]:
         stream = self.stream
         engine_empty = not round_.num_in_engine
-        if not (stream.released or (engine_empty and self.config.stream.reward_wait)):
+        if not stream.may_stream(engine_empty=engine_empty):
             return []
         complete = round_.take_complete()
         if self.config.dynamic_sampling.enabled:
@@ -522,6 +532,8 @@ class Job:
         self._learn(round_)
         gathered = self._gathered
         assert gathered is not None
+        if self._streams:
+            gathered.note_streamed(*self.stream.streamed())
         gathered.add(groups, (round_.length_of(sample) for group in groups for sample in group))
         if self._may_refill(gathered):
             gathered.num_refills += 1
@@ -561,8 +573,17 @@ class Job:
         self.phase = Phase.TRAINING
         self._since = self._now
         missing = gathered.missing if self.config.dynamic_sampling.enabled else 0
-        weights = self._weights(gathered)
-        return [TrainOn(step=self.step + 1, groups=groups, weights=weights, num_missing=missing)]
+        streamed, why_not = gathered.streamed
+        return [
+            TrainOn(
+                step=self.step + 1,
+                groups=groups,
+                weights=self._weights(gathered),
+                num_missing=missing,
+                num_streamed=streamed,
+                not_streamed="" if streamed else why_not,
+            )
+        ]
 
     def _weights(self, gathered: StepGroups) -> tuple[tuple[float, ...], ...] | None:
         """Of the step's samples."""

@@ -25,8 +25,9 @@ from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
 Race = Literal["generated", "scored"]
 Factor = float | Literal["auto"]
 
-TOO_FEW_VERDICTS = "fewer than two verdicts"
-TOO_FEW_RESPONSES = "fewer than two responses"
+TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
+TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
+"""Why a prompt is dropped, by the number that a group needs."""
 AUTO_START = (1.25, 1.125)
 """Factors of the first rounds with "auto", until the run's own lengths are known."""
 
@@ -159,6 +160,8 @@ class RoundPlan:
     max_retries: int = 2
     """Replacements launched per prompt for samples that the engine failed on."""
     tensor_parallel: int = 1
+    min_verdicts: int = 2
+    """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
 
 
 class _Quota:
@@ -292,17 +295,18 @@ class Round:
         assert self.closed
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
+        needed = self.plan.min_verdicts
         for group in self._groups.values():
             group.quota.groups = []  # no cycles: a round is freed as soon as it is over
             if group.deferred:
                 continue
             kept = self._kept(group)
-            if len(kept) >= 2:
+            if len(kept) >= needed:
                 groups.append(tuple([group.samples[index] for index in kept]))
             else:
-                enough = len(group.finished) >= 2
-                reason = TOO_FEW_VERDICTS if enough else TOO_FEW_RESPONSES
-                drops.append(Drop(prompt=group.prompt, reason=reason))
+                enough = len(group.finished) >= needed
+                reasons = TOO_FEW_VERDICTS if enough else TOO_FEW_RESPONSES
+                drops.append(Drop(prompt=group.prompt, reason=reasons[needed]))
                 kept = []
             self._settle(group, kept)
         return tuple(groups), drops
@@ -316,7 +320,7 @@ class Round:
         groups = []
         for group in self._complete:
             kept = self._kept(group)
-            if len(kept) >= 2 and not group.streamed:
+            if len(kept) >= self.plan.min_verdicts and not group.streamed:
                 group.streamed = True
                 groups.append(tuple([group.samples[index] for index in kept]))
         self._complete = []

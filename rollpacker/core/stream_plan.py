@@ -128,6 +128,8 @@ class _Round:
     longest: int = 0
     """Tokens of the longest finished response."""
     released: tuple[int, ...] | None = None
+    refusal: str = ""
+    """Why the last try released nothing."""
     num_streamed: int = 0
     """Samples handed to the trainer early."""
 
@@ -141,11 +143,15 @@ class StreamPlan:
         layout: DeviceLayout,
         *,
         max_response_tokens: int | None = None,
+        trainer_apart: bool = False,
     ) -> None:
         """`max_response_tokens` bounds the projection; without it nothing is released before a
-        history of lengths exists, if the cache is limited."""
+        history of lengths exists, if the cache is limited. `trainer_apart`: the trainer has devices
+        of its own, so nothing is ever released, and groups are streamed in rounds of every kind as
+        soon as they are there."""
         self.config = config
         self.layout = layout
+        self.trainer_apart = trainer_apart
         self.max_response_tokens = max_response_tokens
         self.num_tries = 0
         self.num_releases = 0
@@ -180,7 +186,9 @@ class StreamPlan:
         prompt, and the layout if it differs from the run's (another degree)."""
         assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
         self._close_history()
-        may_release = self.config.enabled and kind.value in self.config.kinds
+        may_release = (
+            self.config.enabled and kind.value in self.config.kinds and not self.trainer_apart
+        )
         self._round = _Round(
             kind=kind,
             layout=self.layout if layout is None else layout,
@@ -221,8 +229,7 @@ class StreamPlan:
         What is returned counts as streamed. `engine_empty`: nothing of the round is still being
         generated."""
         now = self._current()
-        in_reward_wait = self.config.enabled and self.config.reward_wait and engine_empty
-        if now.released is None and not in_reward_wait:
+        if not self.may_stream(engine_empty=engine_empty):
             return ()
         budget = math.floor(self.config.max_share * now.num_to_train + 1e-9)
         chosen: list[Group] = []
@@ -232,6 +239,29 @@ class StreamPlan:
             now.num_streamed += len(group)
             chosen.append(group)
         return tuple(chosen)
+
+    def may_stream(self, *, engine_empty: bool) -> bool:
+        """Whether the trainer has anything to compute with at this moment."""
+        if not self.config.enabled:
+            return False
+        return self.trainer_apart or self.released or (self.config.reward_wait and engine_empty)
+
+    def streamed(self) -> tuple[int, str]:
+        """Samples of this round that were streamed so far; and why none was, if so."""
+        now = self._current()
+        if now.num_streamed:
+            return now.num_streamed, ""
+        if self.trainer_apart or self.config.reward_wait:
+            reason = "no group was complete before the whole step was due"
+        elif not now.may_release:
+            reason = f"nothing is released in a {now.kind} round"
+        elif now.released is not None:
+            reason = "no group was complete after the release"
+        elif now.refusal:
+            reason = now.refusal
+        else:
+            reason = "the round was over before a release could be tried"
+        return 0, reason
 
     # -- the release -------------------------------------------------------------------
 
@@ -244,9 +274,11 @@ class StreamPlan:
         devices = now.layout.releasable(self.config.released_share)
         if not devices:
             self.num_refused_layout += 1
+            now.refusal = "an engine or a training replica would be split"
             return None
         if not self._fits(now, now.layout.gpus - len(devices)):
             self.num_refused_kv += 1
+            now.refusal = "the other engines would run out of key-value cache"
             return None
         self.num_releases += 1
         now.tries.clear()

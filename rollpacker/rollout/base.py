@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""
@@ -94,8 +97,17 @@ class Engine(Protocol):
         or finished ids are ignored."""
         ...
 
-    async def update_weights(self, version: int) -> None:
-        """Sample from `version` from now on. Refused with `EngineError` while anything runs."""
+    async def update_weights(
+        self, version: int, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Sample from `version` from now on: from these weights, or if there are none, from the
+        engine's tensors as they are. Refused with `EngineError` while anything runs, or if the
+        weights are another model's."""
+        ...
+
+    def weight_probe(self) -> str:
+        """The hash of a fixed sample of the weights (`rollpacker.weight_probe`). Not while anything
+        runs."""
         ...
 
     def status(self) -> EngineStatus: ...

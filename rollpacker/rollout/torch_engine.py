@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from rollpacker.rollout.base import (
 )
 from rollpacker.rollout.decoder import Decoder
 from rollpacker.rollout.rows import Pending
+from rollpacker.weight_probe import weight_probe
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ CLOSE_S = 5.0
 class TorchEngine:
     """An `Engine` that samples from `model` as it stands, weights read in place.
 
-    `update_weights` therefore only notes the version; whoever changes the weights does so while
-    nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its training
+    `update_weights` without weights therefore only notes the version; whoever changes them does so
+    while nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its training
     mode whenever the engine has nothing to do. Set torch's thread count before `start`.
 
     Raises:
@@ -133,7 +134,9 @@ class TorchEngine:
             self._aborted.extend(sample for sample in samples if sample in self._in_flight)
             self._condition.notify()
 
-    async def update_weights(self, version: int) -> None:
+    async def update_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         with self._condition:
             self._check_open()
             if self._in_flight:
@@ -141,7 +144,26 @@ class TorchEngine:
                     f"the weights cannot change to version {version} while "
                     f"{len(self._in_flight)} samples run"
                 )
+            if weights is not None:
+                self._copy_weights(weights)
             self._version = version
+
+    def weight_probe(self) -> str:
+        with self._condition:
+            return weight_probe(self._model.named_parameters())
+
+    @torch.no_grad()
+    def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = dict(self._model.named_parameters())
+        if strange := sorted(own.keys() ^ weights.keys()):
+            raise EngineError(f"these are the weights of another model: {strange[0]} differs")
+        for name, value in weights.items():
+            if own[name].shape != value.shape:
+                raise EngineError(
+                    f"these are the weights of another model: {name} is {list(value.shape)}, "
+                    f"not {list(own[name].shape)}"
+                )
+            own[name].copy_(value)
 
     def status(self) -> EngineStatus:
         with self._condition:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.ids import SampleId
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TrainerError(RuntimeError):
     """Training cannot go on."""
+
+
+class TrainerProcessError(TrainerError):
+    """A process of the trainer ended. The run can be resumed."""
 
 
 class NonFiniteError(TrainerError):
@@ -32,6 +39,50 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     chat_template_kwargs: Mapping[str, object] | None = None
     """Passed on to the tokenizer's `apply_chat_template`."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters (peft) instead of the weights. The engine generates from the merged
+    weights; checkpoints hold the merged model and, beside it, the adapter."""
+    teacher: str | None = None
+    """A model folder or hub name with the same vocabulary, for algorithm.advantage=teacher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (`model.lora.*`). The reference model is then the model without them."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapters' product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of modules as peft takes them."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, not {self.rank}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"alpha must be a positive number, not {self.alpha}")
+        if not self.target_modules:
+            raise ValueError("target_modules must name at least one module, or all-linear")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The value model of algorithm.advantage=gae (`train.critic.*`)."""
+
+    path: str | None = None
+    """Where its body comes from. None: model.path."""
+    learning_rate: float = 1e-5
+    max_grad_norm: float | None = 1.0
+    warmup_steps: int = 0
+    """Steps at the beginning in which the critic alone is trained."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError("max_grad_norm must be more than 0, or null for none")
+        if self.warmup_steps < 0:
+            raise ValueError("warmup_steps must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +94,45 @@ class TrainConfig:
     `epochs` are done."""
     epochs: int | None = None
     """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
+    processes: int | None = None
+    """Processes of the trainer's own, over which parameters, gradients and optimizer state are
+    sharded (FSDP2). They train while the engine generates (stream_trainer). None: the trainer works
+    in the run's own process, on the engine's weights. Under `torchrun` its processes are these."""
+    gradient_sync: Literal["step", "micro-batch"] = "step"
+    """With several processes: gradients are added up over them once a step, or after every
+    micro-batch, which needs less memory."""
     learning_rate: float = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: str = "constant"
+    """constant, linear, cosine, or another schedule of transformers by its name."""
+    schedule_options: Mapping[str, float] = field(default_factory=dict)
+    """Further arguments of that schedule, such as num_cycles."""
     warmup_steps: int = 0
     min_learning_rate_ratio: float = 0.0
     """Where linear and cosine end, as a share of learning_rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: torch's Muon for the matrices inside the layers, AdamW for all else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
     """None: gradients are not clipped."""
     micro_batch_tokens: int = 4096
-    """Padded tokens per micro-batch; samples are sorted by length first. One longer sample gets its
-    own."""
+    """Tokens per micro-batch, padding included. One longer sample gets its own."""
+    micro_batches: Literal["auto", "sorted", "packed"] = "auto"
+    """sorted: rows of like length, padded to the longest. packed: rows end to end without padding.
+    auto: packed on CUDA, sorted on a CPU."""
+    offload: bool = False
+    """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
+    compile: bool = False
+    """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
     threads: int | Literal["auto"] = "auto"
     """Torch threads of this process on a CPU. auto: a short measurement picks."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise ValueError("set train.steps or train.epochs")
-        for name in ("steps", "epochs", "micro_batch_tokens"):
+        for name in ("steps", "epochs", "micro_batch_tokens", "processes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -87,6 +157,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """A response whose tokens other models are asked about, before there are advantages."""
+
+    sample: SampleId
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What advantages may depend on besides rewards; one number per response token each. None:
+    the algorithm does not need it. Log-probs are at the sampling temperature."""
+
+    log_probs: tuple[float, ...] | None = None
+    """Of the policy, by the trainer."""
+    ref_log_probs: tuple[float, ...] | None = None
+    """Of the reference model."""
+    teacher_log_probs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    """The critic's, of the state before each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One sample as the trainer takes it. Which algorithm made the numbers, the trainer does not
     know."""
@@ -95,13 +188,21 @@ class TrainSample:
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     rollout_log_probs: tuple[float, ...]
-    advantage: float
-    """Holds for every response token."""
+    advantage: float | tuple[float, ...]
+    """One number for every response token, or one each."""
     token_weight: float
     """Weight of each response token's loss in the step's sum, with the step's *global* denominator
     already in it: 1 / (tokens of the whole step) for token-mean. Any split of the samples then adds
     up to the same gradient. A sample that is accumulated before the denominator is known has
     another one in it, and `Trainer.rescale` makes up for it."""
+    ref_log_probs: tuple[float, ...] | None = None
+    """The reference model's, if they were asked for before; one per response token."""
+    loss_weight: float = 1.0
+    """What is in `token_weight` besides the denominator: undoes the selection by length."""
+    values: tuple[float, ...] | None = None
+    """The critic's estimates that the advantages were made of; one per response token."""
+    returns: tuple[float, ...] | None = None
+    """What the critic should have said; one per response token."""
 
 
 class Trainer(Protocol):
@@ -110,6 +211,11 @@ class Trainer(Protocol):
 
     version: int
     """Optimizer steps applied so far."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """What the algorithm's advantages need to know of these responses, under the weights as they
+        are. In the same order. Not called if the algorithm needs nothing."""
+        ...
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """Add these samples' share of the step's gradient.
@@ -131,11 +237,31 @@ class Trainer(Protocol):
         """
         ...
 
+    async def hand_over(self) -> HandOver:
+        """The weights for the engine, and a hash of a fixed sample of them."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors and JSON,
         no pickle)."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit."""
+        """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit at the
+        same number of processes."""
         ...
+
+    def close(self) -> None:
+        """End threads and processes. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """Weights on their way to an engine."""
+
+    weights: Mapping[str, Tensor] | None
+    """By the names of the model's state. None: the engine reads the trainer's own tensors. Valid
+    until the next call to the trainer."""
+    probe: str
+    """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype."""

@@ -1,90 +1,119 @@
-"""Micro-batches: rows of like length under a budget of padded tokens, and their tensors.
-
-Which rows share a micro-batch depends on lengths and ids alone, never on the order of arrival, so
-that a step adds the same numbers in the same order in every run.
-"""
+"""How a trainer call's samples become micro-batches: sorted and padded, or packed end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
-MICRO_BATCH_OVERHEAD_TOKENS = 192
-"""What starting a micro-batch costs, in padded tokens: worth this much padding to avoid one
-more."""
+from rollpacker.trainer.micro_batch import (
+    MICRO_BATCH_OVERHEAD_TOKENS,
+    MicroBatch,
+    Row,
+    collate,
+    plan_micro_batches,
+    row_length,
+)
+from rollpacker.trainer.packing import (
+    PackedKind,
+    best_kind,
+    pack,
+    packed_attention,
+    plan_packs,
+    why_not,
+)
+
+__all__ = [
+    "MICRO_BATCH_OVERHEAD_TOKENS",
+    "Batcher",
+    "MicroBatch",
+    "Row",
+    "collate",
+    "plan_micro_batches",
+    "row_length",
+]
+
+Layout = Literal["auto", "sorted", "packed"]
 
 
-def plan_micro_batches(
-    lengths: Sequence[int],
-    max_tokens: int,
-    overhead_tokens: int = MICRO_BATCH_OVERHEAD_TOKENS,
-) -> list[slice]:
-    """Cut rows sorted by rising length into runs; the padded tokens plus the overhead are the least
-    possible.
+class Batcher:
+    """Plans and makes the micro-batches that a model, and others beside it, are run on.
 
-    Every run holds at most `max_tokens` padded tokens (rows times its longest row), except that a
-    row longer than that has a run of its own. Exact dynamic programme over cut points, O(rows *
-    rows per micro-batch).
+    `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
+    `auto` packs on CUDA where every model's attention allows it and sorts elsewhere. `max_tokens`
+    is the budget of a micro-batch, padding included. `others` take the same micro-batches (a
+    reference, a teacher, a critic). `dtype` is what the models compute in, if that is not the dtype
+    of their weights. Raises `ValueError` if `packed` is asked for and cannot be had.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    count = len(sizes)
-    assert bool((sizes[1:] >= sizes[:-1]).all()), "rows must be sorted by length"
-    cost = np.zeros(count + 1, dtype=np.int64)
-    cut = np.zeros(count + 1, dtype=np.int64)
-    for end in range(1, count + 1):
-        width = int(sizes[end - 1])
-        first = max(end - max(max_tokens // width, 1), 0)
-        candidates = cost[first:end] + np.arange(end - first, 0, -1) * width
-        best = int(candidates.argmin())
-        cost[end] = candidates[best] + overhead_tokens
-        cut[end] = first + best
-    runs: list[slice] = []
-    end = count
-    while end > 0:
-        runs.append(slice(int(cut[end]), end))
-        end = int(cut[end])
-    return runs[::-1]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layout: Layout,
+        max_tokens: int,
+        pad_token_id: int,
+        device: torch.device,
+        others: Sequence[nn.Module] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._packed = _packed_kinds((model, *others), layout, torch.device(device), dtype)
+        self.layout: Literal["sorted", "packed"] = "packed" if self._packed else "sorted"
+        self._max_tokens = max_tokens
+        self._pad_token_id = pad_token_id
+        self._device = device
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens that go
+        through the model. Depends on them and the order of equal ones alone; a row longer than the
+        budget has a micro-batch of its own."""
+        if self.layout == "packed":
+            return plan_packs(lengths, self._max_tokens)
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        runs = plan_micro_batches([lengths[i] for i in order], self._max_tokens)
+        return [order[run] for run in runs]
+
+    def batch(self, rows: Sequence[Row]) -> MicroBatch:
+        """One micro-batch of these rows, in their order. Models take a packed one inside
+        `attention()` alone."""
+        if self.layout == "packed":
+            return pack(rows, self._device)
+        return collate(rows, self._pad_token_id, self._device)
+
+    def filler(self) -> MicroBatch:
+        """The least work possible, one target after one token, for a rank that has fewer
+        micro-batches than others and must run along. Give its loss no weight."""
+        token = (self._pad_token_id,)
+        return self.batch([(token, token)])
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Put around a trainer call's forward and backward passes."""
+        with ExitStack() as stack:
+            for model, kind in self._packed:
+                stack.enter_context(packed_attention(model, kind))
+            yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """B rows right-padded to width W, and the N tokens in them that are predicted."""
-
-    input_ids: Tensor
-    """[B, W] int64. A row's last token predicts nothing and is left out, so W is the longest row
-    less one."""
-    positions: Tensor
-    """[N] int64: where in the flattened [B * W] the prediction of each target is made."""
-    targets: Tensor
-    """[N] int64, row after row."""
-    num_targets: tuple[int, ...]
-    """Targets of each row."""
-    num_tokens: int
-    """Real tokens among B * W."""
-
-
-def collate(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int, device: torch.device
-) -> MicroBatch:
-    """Tensors of (context, targets) rows. Both parts of a row have at least one token."""
-    inputs = [np.asarray([*context, *targets[:-1]], dtype=np.int64) for context, targets in rows]
-    width = max(len(tokens) for tokens in inputs)
-    input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    positions = []
-    for index, (tokens, (context, targets)) in enumerate(zip(inputs, rows, strict=True)):
-        assert len(context) > 0 and len(targets) > 0, "a row needs a context and a target"
-        input_ids[index, : len(tokens)] = tokens
-        first = index * width + len(context) - 1
-        positions.append(np.arange(first, first + len(targets)))
-    targets_N = np.concatenate([np.asarray(targets, dtype=np.int64) for _, targets in rows])
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        targets=torch.from_numpy(targets_N).to(device),
-        num_targets=tuple(len(targets) for _, targets in rows),
-        num_tokens=sum(len(tokens) for tokens in inputs),
-    )
+def _packed_kinds(
+    models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
+) -> list[tuple[nn.Module, PackedKind]]:
+    """Each model and its packed attention; none at all for sorted rows."""
+    if layout == "sorted" or (layout == "auto" and device.type != "cuda"):
+        return []
+    packed: list[tuple[nn.Module, PackedKind]] = []
+    for model in models:
+        kind = best_kind(model, device, dtype)
+        if kind is not None:
+            packed.append((model, kind))
+        elif layout == "auto":
+            return []
+        else:
+            reason = why_not(model, "grouped", device, dtype)
+            raise ValueError(
+                f"train.micro_batches=packed is not possible: {reason}; set it to sorted or auto"
+            )
+    return packed

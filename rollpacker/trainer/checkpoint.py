@@ -1,95 +1,152 @@
 """A trainer's state on disk: a Hugging Face folder, safetensors and JSON. Nothing is pickled.
 
-Who calls decides when a folder is complete (manifest, rename); these functions only write and read
-files.
+model/      config, tokenizer and whole weights, written by rank 0
+trainer/    shard-00001-model-00001-of-00001.safetensors ...    every rank's shards of tensors
+            trainer.json                                        numbers, and which files belong here
+
+What n processes wrote, any other number of them can read. Who calls decides when a folder is
+complete (manifest, rename) and whether its bytes are what was written; these functions only write
+and read files. With `shards` all of them are collectives: they return, or raise, in all processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.trainer.base import TrainerError
 from rollpacker.trainer.model import no_progress_bars
+from rollpacker.trainer.sharding import Shards, any_rank, full_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "trainer.json"
-FORMAT = 1
+FORMAT = 2
+_TENSOR_FILES = "*.safetensors"
+_READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+Result = TypeVar("Result")
+
+# torch warns whenever one process saves or loads alone, though that is asked for.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    *,
+    shards: Shards | None = None,
+    dtype: torch.dtype | None = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """Weights, config and generation config, and the tokenizer if there is one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    """Weights, config and generation config, and the tokenizer if there is one.
 
-
-@torch.no_grad()
-def load_model_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy a saved model's parameters and buffers into `model`, in place.
-
-    Raises `TrainerError` if the folder cannot be read or holds another model.
+    The weights are `model`'s own, or `weights` by the names of a plain model, such as merged ones.
+    They are written in `dtype`, if given. Rank 0 holds all of them in host memory, once. Raises
+    `OSError`.
     """
-    try:
-        with no_progress_bars():
-            saved = type(model).from_pretrained(
-                folder, dtype=model.dtype, local_files_only=True, use_safetensors=True
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise TrainerError(f"{folder}: cannot read the model: {error}") from error
-    source = saved.state_dict()
-    target = model.state_dict()
-    for name, value in target.items():
-        if name not in source or source[name].shape != value.shape:
-            raise TrainerError(
-                f"{folder} holds another model: {name} is missing or differs in shape"
-            )
-    if extra := source.keys() - target.keys():
-        raise TrainerError(f"{folder} holds another model: it also has {min(extra)}")
-    for name, value in target.items():
-        value.copy_(source[name])
+    named = state_tensors(model).items() if weights is None else weights
+    whole = dict(full_tensors(named, shards, dtype))
+    _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)
+
+
+def load_model_weights(model: PreTrainedModel, folder: Path, shards: Shards | None = None) -> None:
+    """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place.
+
+    Each process reads no more than its shards, unless transformers saves such a model under other
+    names than it has. Raises `TrainerError` if the folder cannot be read or holds another model.
+    """
+    target = state_tensors(model)
+    saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
+    if saved.keys() == target.keys():
+        _check_shapes(saved, target, folder)
+        _load(target, folder, shards)
+    else:
+        _on_all_ranks(lambda: _copy_by_transformers(model, target, folder), shards)
 
 
 def save_trainer(
-    tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], folder: Path
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    folder: Path,
+    shards: Shards | None = None,
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    save_file(on_cpu, folder / OPTIMIZER_FILE)
-    text = json.dumps({"format": FORMAT, **state}, indent=2) + "\n"
-    (folder / STATE_FILE).write_text(text, encoding="utf-8")
+    """Tensors, plain (then the same in all processes) or sharded, and JSON. Raises `OSError`."""
+    _on_all_ranks(lambda: _make_empty(folder), shards, only=0)
+    if tensors:
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        detached = {name: value.detach() for name, value in tensors.items()}
+        try:
+            dcp.save(detached, storage_writer=writer, no_dist=shards is None)
+        except CheckpointException as failure:
+            raise OSError(f"{folder}: cannot write: {_cause(failure)}") from None
+    header = {"format": FORMAT, "processes": 1 if shards is None else shards.size}
+    _on_all_ranks(lambda: _write_state({**header, **state}, folder), shards, only=0)
 
 
-def load_trainer(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What `save_trainer` wrote. Raises `TrainerError` if it cannot be read."""
+def load_trainer_state(folder: Path) -> dict[str, Any]:
+    """The JSON that `save_trainer` wrote, and with it `processes`, how many wrote it.
+
+    Raises `TrainerError` if it cannot be read, is of another format, or a file that belongs to it
+    is missing or incomplete.
+    """
+    path = folder / STATE_FILE
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        tensors = load_file(folder / OPTIMIZER_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainerError(f"{folder}: cannot read the trainer's state: {error}") from error
-    if state.get("format") != FORMAT:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        saved_format, files = state["format"], state.get("files", {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainerError(f"{folder}: cannot read the trainer's state: {error!r}") from error
+    if saved_format != FORMAT:
         raise TrainerError(
-            f"{folder / STATE_FILE}: format {state.get('format')} is not the one that this version "
-            f"reads ({FORMAT})"
+            f"{path}: format {saved_format} is not the one that this version reads ({FORMAT}): "
+            "continue with the version that wrote it, or start from its model folder"
         )
-    return tensors, state
+    for name, size in files.items():
+        _check_file(folder / name, size)
+    return state
 
 
-def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+def saved_names(folder: Path) -> frozenset[str]:
+    """Names of the tensors that `save_trainer` wrote. Raises `TrainerError`."""
+    load_trainer_state(folder)
+    return frozenset(_saved_layout(folder))
+
+
+def load_trainer_tensors(
+    folder: Path, like: Mapping[str, Tensor], shards: Shards | None = None
+) -> dict[str, Tensor]:
+    """What `save_trainer` wrote, in new tensors that are placed and sharded as those of `like`.
+
+    Raises `TrainerError` if the files cannot be read, or if names, shapes or dtypes are others.
+    """
+    saved = _on_all_ranks(lambda: _checked_layout(folder, like), shards)
+    loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
+    _load(loaded, folder, shards)
+    return loaded
+
+
+def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters, each once, and those buffers that are part of the model's state. Not copies."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+    return {name: value.detach() for name, value in model.named_parameters()} | buffers
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """One hash over names, types, shapes and bytes, independent of the mapping's order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -97,3 +154,135 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    whole: dict[str, Tensor],
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = next(value.dtype for value in whole.values() if value.is_floating_point())
+    with no_progress_bars():
+        model.save_pretrained(folder, state_dict=whole)
+    if dtype != model.dtype:  # which is what transformers has named in config.json
+        model.config.dtype = str(dtype).removeprefix("torch.")
+        model.config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _make_empty(folder: Path) -> None:
+    """A shard that more processes left here would be read as part of what fewer write now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(_TENSOR_FILES):
+        leftover.unlink()
+
+
+def _write_state(state: Mapping[str, Any], folder: Path) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(folder.glob(_TENSOR_FILES))}
+    text = json.dumps({**state, "files": files}, indent=2) + "\n"
+    (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+
+def _check_file(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise TrainerError(f"{path} is missing: restore it, or use another checkpoint")
+    if path.stat().st_size != size:
+        raise TrainerError(
+            f"{path} has {path.stat().st_size} bytes instead of {size}: use another checkpoint"
+        )
+
+
+def _saved_layout(folder: Path) -> dict[str, Tensor]:
+    """The tensors in a folder's files as tensors without data."""
+    try:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    except _READ_ERRORS as error:
+        raise TrainerError(f"{folder}: cannot read its tensors: {error}") from error
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def _checked_layout(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    load_trainer_state(folder)
+    saved = _saved_layout(folder)
+    _check_shapes(saved, like, folder)
+    for name, value in saved.items():
+        if value.dtype != like[name].dtype:
+            raise TrainerError(
+                f"{folder} holds another model's state: {name} is {value.dtype} there and "
+                f"{like[name].dtype} here"
+            )
+    return saved
+
+
+def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise `TrainerError` that names one tensor which only one side has, or in another shape."""
+    if missing := wanted.keys() - saved.keys():
+        raise TrainerError(f"{folder} holds another model: {min(missing)} is missing")
+    if extra := saved.keys() - wanted.keys():
+        raise TrainerError(f"{folder} holds another model: it also has {min(extra)}")
+    for name, value in wanted.items():
+        if saved[name].shape != value.shape:
+            raise TrainerError(
+                f"{folder} holds another model: {name} has shape {tuple(saved[name].shape)} there "
+                f"and {tuple(value.shape)} here"
+            )
+
+
+def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> None:
+    """Fill tensors that the folder has by the same names, in place."""
+    if not tensors:
+        return
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=shards is None)
+    except CheckpointException as failure:
+        raise TrainerError(f"{folder}: cannot read its tensors: {_cause(failure)}") from None
+
+
+def _copy_by_transformers(
+    model: PreTrainedModel, target: Mapping[str, Tensor], folder: Path
+) -> None:
+    try:
+        with no_progress_bars():
+            read = type(model).from_pretrained(
+                folder, dtype=model.dtype, local_files_only=True, use_safetensors=True
+            )
+    except _READ_ERRORS as error:
+        raise TrainerError(f"{folder}: cannot read the model: {error}") from error
+    source = state_tensors(read)
+    _check_shapes(source, target, folder)
+    for name, value in target.items():
+        whole = source[name]
+        if isinstance(value, DTensor):  # every process has the whole tensor and cuts its own shard
+            whole = distribute_tensor(
+                whole.to(value.device), value.device_mesh, value.placements, src_data_rank=None
+            )
+        value.copy_(whole)
+
+
+def _cause(failure: CheckpointException) -> str:
+    """The first process's error, without the traceback."""
+    rank, (error, _) = min(failure.failures.items())
+    return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def _on_all_ranks(
+    work: Callable[[], Result], shards: Shards | None, only: int | None = None
+) -> Result:
+    """Do it in all processes, or in one, and raise in all if one fails: nobody waits for it."""
+    error: Exception | None = None
+    result: Any = None
+    if shards is None or only in (None, shards.rank):
+        try:
+            result = work()
+        except (OSError, TrainerError) as caught:
+            error = caught
+    if any_rank(error is not None, shards):
+        raise error or TrainerError("another process could not read or write: see its message")
+    return result

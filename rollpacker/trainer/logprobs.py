@@ -1,16 +1,20 @@
-"""Log-probabilities of chosen tokens, at the cost of those tokens only.
+"""Log-probabilities and entropies of chosen tokens without the logits of a whole micro-batch.
 
-The output layer runs on the positions that predict something, never on prompts or padding; and the
-softmax is never kept: backward makes it again, block by block, from the logits.
+The output layer runs over blocks of positions and vocabulary; the softmax's norm is kept up to date
+from block to block, and backward computes each block of logits again. What fits in one block is
+kept instead, since a small vocabulary costs more to compute again than to store.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -18,9 +22,268 @@ from torch.autograd.function import once_differentiable
 from rollpacker.trainer.batches import MicroBatch
 
 BLOCK_ELEMENTS = 1 << 24
-"""Logits that are brought to full precision at a time."""
+"""Logits that exist at a time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What a model does to its output layer's result: multiplies it, then bends it to within the
+    soft cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
+        """Transformed and over the temperature, in place."""
+        if self.softcap is None:
+            return logits.mul_(self.scale / temperature)
+        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
+
+    def backward_(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
+        """The gradient of what `apply_` was given, from that of `logits`, its result; in place."""
+        if self.softcap is not None:
+            bent = logits * (temperature / self.softcap)
+            gradient.mul_(bent.square_().neg_().add_(1))
+        return gradient.mul_(self.scale / temperature)
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float,
+    transform: LogitTransform | None = None,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N] of `targets` [N], and entropies [N], under softmax(logits /
+    temperature).
+
+    The logits are `hidden` [N, D] times `weight` [V, D] plus `bias` [V], transformed; at most
+    `block_elements` of them exist at a time, in forward and in backward. Both results are
+    differentiable, in float32 (float64 for float64), and so are all sums over blocks.
+    """
+    settings = (temperature, transform or LogitTransform(), block_elements)
+    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, *settings)
+
+
+class _ChunkedLogProbs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        transform: LogitTransform,
+        block_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows, columns = _plan_blocks(len(hidden), len(weight), block_elements)
+        output = _OutputLayer(weight, bias, temperature, transform)
+        table = None
+        if len(rows) == len(columns) == 1:
+            logits = output.logits(hidden, columns[0])
+            table = logits.log_softmax(-1)
+            results = [_whole_softmax(logits, table, targets)]
+        else:
+            results = [_softmax_in_blocks(hidden[r], output, targets[r], columns) for r in rows]
+        chosen, entropy, norms = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropy, table)
+        ctx.output_settings, ctx.blocks = (temperature, transform), (rows, columns)
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, norms, entropy, table = ctx.saved_tensors
+        output = _OutputLayer(weight, bias, *ctx.output_settings)
+        sums = _GradientSums(hidden, output, ctx.needs_input_grad)
+        rows, columns = ctx.blocks
+        # Columns outside: a block of the weight's gradient is complete before the next begins, so
+        # that only one of them is in full precision.
+        for part in columns:
+            sums.begin(part)
+            for block in rows:
+                log_probs = table
+                if log_probs is None:
+                    log_probs = output.logits(hidden[block], part).sub_(norms[block, None])
+                gradient = _gradient(
+                    log_probs,
+                    targets[block] - part.start,
+                    None if grad is None else grad[block],
+                    None if grad_entropy is None else grad_entropy[block],
+                    entropy[block],
+                )
+                sums.add(block, output.backward(gradient, log_probs, norms[block]))
+            sums.end()
+        return *sums.results(), None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputLayer:
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    transform: LogitTransform
+
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """[rows, columns], transformed and over the temperature, in full precision. The product is
+        rounded as the model itself rounds it."""
+        bias = None if self.bias is None else self.bias[columns]
+        logits = F.linear(hidden, self.weight[columns], bias)
+        logits = logits.to(full_precision(logits.dtype))
+        return self.transform.apply_(logits, self.temperature)
+
+    def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
+        """The product's gradient, from that of the logits; in place."""
+        capped = self.transform.softcap is not None
+        logits = log_probs + norms[:, None] if capped else log_probs
+        return self.transform.backward_(gradient, logits, self.temperature)
+
+
+def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_RunningSoftmax.results`; `table` [N, V] is the log-softmax of `logits`."""
+    chosen = table.gather(-1, targets[:, None])
+    norms = logits.gather(-1, targets[:, None]) - chosen
+    return chosen[:, 0], torch.linalg.vecdot(table.exp(), table).neg_(), norms[:, 0]
+
+
+def _softmax_in_blocks(
+    hidden: Tensor, output: _OutputLayer, targets: Tensor, columns: list[slice]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_RunningSoftmax.results`."""
+    softmax = _RunningSoftmax(targets, full_precision(hidden.dtype))
+    for part in columns:
+        softmax.add(output.logits(hidden, part), part.start)
+    return softmax.results()
+
+
+class _RunningSoftmax:
+    """Sums over the vocabulary, block after block, relative to the largest logit so far."""
+
+    def __init__(self, targets: Tensor, dtype: torch.dtype) -> None:
+        self._targets = targets
+        # A finite start, so that nothing is infinity times zero.
+        self._top = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
+        self._sum = torch.zeros_like(self._top)
+        self._weighted = torch.zeros_like(self._top)
+        """Sum of exp(logit - top) x (logit - top)."""
+        self._chosen = torch.zeros_like(self._top)
+
+    def add(self, logits: Tensor, first: int) -> None:
+        """[rows, columns], which are those from `first` on. Overwrites them."""
+        index = self._targets - first
+        inside = (index >= 0) & (index < logits.shape[1])
+        found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        self._chosen = torch.where(inside, found, self._chosen)
+        top = torch.maximum(self._top, logits.amax(-1))
+        shift = self._top - top
+        decay = shift.exp()
+        logits.sub_(top[:, None])
+        exponentials = logits.exp()
+        added = exponentials.sum(-1)
+        self._weighted = decay * (self._weighted + shift * self._sum)
+        self._weighted += exponentials.mul_(logits).sum(-1)
+        self._sum = decay * self._sum + added
+        self._top = top
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the targets, entropies, and logs of the sums of all exponentials."""
+        log_sum = self._sum.log()
+        norms = self._top + log_sum
+        return self._chosen - norms, log_sum - self._weighted / self._sum, norms
+
+
+def _gradient(
+    log_probs: Tensor,
+    index: Tensor,
+    grad: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """Of a block of logits [rows, columns]; `index` says in which column each row's target is, if
+    it is in the block at all."""
+    result = log_probs.exp()
+    if grad_entropy is None:
+        result.mul_(-grad[:, None])
+    else:
+        factor = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
+        result.mul_(factor if grad is None else factor.sub_(grad[:, None]))
+    if grad is not None:
+        inside = (index >= 0) & (index < result.shape[1])
+        share = torch.where(inside, grad, 0)[:, None]
+        result.scatter_add_(-1, index.clamp(0, result.shape[1] - 1)[:, None], share)
+    return result
+
+
+class _GradientSums:
+    """Gradients of hidden states, weight and bias, from blocks of the product's gradient. Summed in
+    full precision."""
+
+    def __init__(self, hidden: Tensor, output: _OutputLayer, needed: tuple[bool, ...]) -> None:
+        self._inputs, self._output_weight = hidden, output.weight
+        full = full_precision(hidden.dtype)
+        self._hidden = torch.zeros_like(hidden, dtype=full) if needed[0] else None
+        self._weight = torch.empty_like(output.weight) if needed[1] else None
+        self._bias = torch.zeros_like(output.bias, dtype=full) if needed[2] else None
+
+    def begin(self, columns: slice) -> None:
+        self._columns = columns
+        if self._weight is not None:
+            self._part = torch.zeros_like(
+                self._weight[columns], dtype=full_precision(self._weight.dtype)
+            )
+
+    def add(self, rows: slice, gradient: Tensor) -> None:
+        if self._bias is not None:
+            self._bias[self._columns] += gradient.sum(0)
+        gradient = gradient.to(self._inputs.dtype)
+        if self._hidden is not None:
+            _add_product(self._hidden[rows], gradient, self._output_weight[self._columns])
+        if self._weight is not None:
+            _add_product(self._part, gradient.T, self._inputs[rows])
+
+    def end(self) -> None:
+        if self._weight is not None:
+            self._weight[self._columns] = self._part
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dtype = self._inputs.dtype
+        hidden = None if self._hidden is None else self._hidden.to(dtype)
+        return hidden, self._weight, None if self._bias is None else self._bias.to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _plan_blocks(
+    num_rows: int, num_columns: int, block_elements: int
+) -> tuple[list[slice], list[slice]]:
+    """Cuts of rows and of columns. Near-square blocks: fewest passes over hidden states, weight and
+    their gradients."""
+    height = min(num_rows, math.isqrt(block_elements))
+    width = min(num_columns, block_elements // height)
+    height = min(num_rows, block_elements // width)
+    return _cuts(num_rows, height), _cuts(num_columns, width)
+
+
+def _cuts(length: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+# OLD-BEGIN (removed once nothing calls it)
 def response_log_probs(
     model: nn.Module,
     batch: MicroBatch,
@@ -109,3 +372,6 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 def _full_precision(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
+
+
+# OLD-END

@@ -75,8 +75,8 @@ class LoadedModel:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load `config.path`. Raises `ModelError`, one message, for whatever is wrong with it."""
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
+    device = model_device(config.device)
+    dtype = model_dtype(config.dtype, device)
     path = _checked_path(config.path)
     tokenizer = load_tokenizer(path)
     with no_progress_bars(), _no_load_report():
@@ -322,7 +322,8 @@ def _checked_path(path: str) -> str:
     return str(folder)
 
 
-def _device(name: str) -> torch.device:
+def model_device(name: str) -> torch.device:
+    """Where `model.device` says that this process computes. Raises `ModelError`."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device=cuda, but torch sees no CUDA device; use auto or cpu")
     if name == "auto":
@@ -330,7 +331,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def model_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What `model.dtype` means on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

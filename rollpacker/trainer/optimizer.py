@@ -1,92 +1,207 @@
-"""AdamW with float32 master weights and gradient sums, whatever precision the model runs in.
+"""AdamW and Muon with float32 master weights and gradient sums, whatever precision the model has.
 
 For a bfloat16 model every backward pass adds its gradients to float32 sums and frees them; the step
-updates float32 masters and rounds them into the model, in place. A float32 model is its own master.
+updates float32 masters and rounds them into the model, in place. A float32 weight is its own
+master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import NonFiniteError, TrainerError
+from rollpacker.trainer.base import NonFiniteError, TrainConfig, TrainerError
+from rollpacker.trainer.offload import HostStore, local
 
 _FULL_PRECISION = (torch.float32, torch.float64)
+_IN_A_LAYER = re.compile(r"\.\d+\.")
+"""Layers are the only numbered modules: model.layers.3.mlp.up_proj.weight."""
 
 
-class MasterAdamW:
-    """Weight decay is on matrices only, not on biases and norms."""
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig
+) -> MasterOptimizer:
+    """The optimizer of `train.optimizer` for those of the parameters that require a gradient. Build
+    it after the model was sharded, since that replaces the parameters.
+
+    Raises `ValueError` where this torch or this model cannot do what the config asks for.
+    """
+    return MasterOptimizer(
+        named_parameters,
+        optimizer=config.optimizer,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+class MasterOptimizer:
+    """Weight decay is on matrices only, not on biases and norms.
+
+    optimizer="muon" takes the matrices inside the layers, with momentum 0.95 and torch's other
+    defaults; embeddings, head, norms and biases are AdamW's, and so are `betas` and `eps`. Muon's
+    updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`: an orthogonal
+    update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of about 0.2, as
+    AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So both use one
+    learning rate and one weight decay, of AdamW's usual size.
+
+    `offload` takes memory off devices of type `offload_from`.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
+        optimizer: Literal["adamw", "muon"] = "adamw",
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        offload_from: str = "cuda",
     ) -> None:
-        self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights = {n: p for n, p in named_parameters if p.requires_grad}
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
                 weight.register_post_accumulate_grad_hook(_GradientSum(self._masters[name]))
-        matrices = [m for m in self._masters.values() if m.ndim >= 2]
-        others = [m for m in self._masters.values() if m.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
+        orthogonal = self._orthogonalized_names() if optimizer == "muon" else set()
+        elementwise = {n: m for n, m in self._masters.items() if n not in orthogonal}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if elementwise:
+            self._optimizers.append(_adamw(elementwise.values(), betas, eps, weight_decay))
+        if orthogonal:
+            matrices = [self._masters[name] for name in self._masters if name in orthogonal]
+            self._optimizers.append(_muon(matrices, weight_decay))
+        self._state_keys = {
+            name: {"momentum_buffer"} if name in orthogonal else {"step", "exp_avg", "exp_avg_sq"}
+            for name in self._masters
+        }
+        self._offloaded_state = HostStore(offload_from)
+        self._offloaded_gradients = HostStore(offload_from)
+        self._parked_gradients: dict[str, Tensor] = {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The sums so far, by parameter; parameters without any are left out."""
+        """The sums so far, by parameter; parameters without any are left out. Not copies."""
+        self.reload(state=False)
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 
-    def rescale_gradients(self, factor: float) -> None:
-        """Multiply the sums so far."""
-        for gradient in self.gradients().values():
-            gradient.mul_(factor)
-
     def forget_gradients(self) -> None:
+        self._parked_gradients = {}
+        self._offloaded_gradients.forget()
         for name, master in self._masters.items():
             master.grad = None
             self._weights[name].grad = None
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
-        """Clip, update, forget the gradients. Returns their norm before clipping.
+    def step(
+        self, learning_rate: float, max_grad_norm: float | None, *, gradient_scale: float = 1.0
+    ) -> float:
+        """Multiply the gradients by `gradient_scale`, clip, update, forget them. Returns their norm
+        after scaling and before clipping, over all processes. Reloads what was offloaded.
 
         Raises `NonFiniteError` if that is NaN or infinite; weights and optimizer are then as
         before.
         """
-        gradients = list(self.gradients().values())
-        norm = torch.nn.utils.get_total_norm(gradients)
+        self.reload()
+        gradients = self.gradients()
+        shards = [local(gradient) for gradient in gradients.values()]
+        if gradient_scale != 1.0 and shards:
+            torch._foreach_mul_(shards, gradient_scale)
+        norm = _gathered(torch.nn.utils.get_total_norm(list(gradients.values())))
         norm_value = norm.item()
         if not torch.isfinite(norm):
-            bad = [name for name, g in self.gradients().items() if not bool(g.isfinite().all())]
+            where = _describe_non_finite(gradients)
             self.forget_gradients()
-            where = (
-                f", first in {bad[0]}" if bad else " (each gradient is finite, their norm is not)"
-            )
             raise NonFiniteError(
                 f"the gradient's norm is {norm_value}{where}; no update was applied"
             )
-        if max_grad_norm is not None:
-            masters = [m for m in self._masters.values() if m.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(masters, max_grad_norm, norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
+        if max_grad_norm is not None and shards:
+            torch._foreach_mul_(shards, torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
         self._round_into_model()
         self.forget_gradients()
         return norm_value
+
+    def state(self) -> dict[str, Tensor]:
+        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, or `momentum_buffer.NAME` where Muon
+        works; and `master.NAME` where master and weight differ. Not copies; `DTensor`s where the
+        parameters are. Reloads what was offloaded."""
+        self.reload()
+        tensors: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            for key, value in self._state_of(master).items():
+                tensors[f"{key}.{name}"] = value
+            if master is not self._weights[name]:
+                tensors[f"master.{name}"] = master.detach()
+        return tensors
+
+    def state_like(self) -> dict[str, Tensor]:
+        """Tensors with the names, shapes, dtypes and placements of all that `state` can have; their
+        values mean nothing."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            for key in self._state_keys[name]:
+                blank = torch.tensor(0.0) if key == "step" else torch.empty_like(master.detach())
+                tensors[f"{key}.{name}"] = blank
+            if master is not self._weights[name]:
+                tensors[f"master.{name}"] = torch.empty_like(master.detach())
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `state` gave, exactly and as copies; `DTensor`s where the parameters are. Gradients
+        are forgotten. Raises `TrainerError` if it belongs to other parameters or to another
+        `train.optimizer`."""
+        self.reload()
+        per_name: dict[str, dict[str, Tensor]] = {}
+        for full_name, value in tensors.items():
+            key, _, name = full_name.partition(".")
+            self._check_state(key, name, value)
+            per_name.setdefault(name, {})[key] = value
+        masters = {name: per_name.get(name, {}).pop("master", None) for name in self._masters}
+        for name, master in self._masters.items():
+            if master is not self._weights[name] and masters[name] is None:
+                raise TrainerError(f"the optimizer's state lacks the master weights of {name}")
+        for name, master in self._masters.items():
+            if master is not self._weights[name]:
+                master.copy_(masters[name])
+        for optimizer in self._optimizers:
+            self._load_into(optimizer, {n: state for n, state in per_name.items() if state})
+        self.forget_gradients()
+
+    def offload(self) -> None:
+        """Move state, masters and gradients to host memory. Call `reload` before the next backward
+        pass."""
+        gradients = self.gradients()
+        for name in gradients:
+            self._masters[name].grad = None
+        self._parked_gradients = gradients
+        self._offloaded_gradients.offload(gradients.values())
+        self._offloaded_state.offload(
+            value
+            for name, master in self._masters.items()
+            for value in [
+                *(v for k, v in self._state_of(master).items() if k != "step"),
+                *([master] if master is not self._weights[name] else []),
+            ]
+        )
+
+    def reload(self, *, state: bool = True) -> None:
+        """Bring back what was offloaded, bit for bit; the gradients alone if `state` is false. That
+        is enough for backward passes, and `step` then fetches the rest. Idempotent."""
+        self._offloaded_gradients.reload()
+        for name, gradient in self._parked_gradients.items():
+            assert self._masters[name].grad is None, f"a backward pass while {name} was offloaded"
+            self._masters[name].grad = gradient
+        self._parked_gradients = {}
+        if state:
+            self._offloaded_state.reload()
 
     @torch.no_grad()
     def _round_into_model(self) -> None:
@@ -94,48 +209,50 @@ class MasterAdamW:
             if master is not self._weights[name]:
                 self._weights[name].copy_(master)
 
-    def state(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, and `master.NAME` where master and weight
-        differ."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in self._masters.items():
-            for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
-            if master is not self._weights[name]:
-                tensors[f"master.{name}"] = master.detach()
-        return tensors
+    def _orthogonalized_names(self) -> set[str]:
+        names = {n for n, m in self._masters.items() if m.ndim == 2 and _IN_A_LAYER.search(n)}
+        if not names:
+            raise ValueError(
+                "train.optimizer=muon is for the matrices inside a model's layers, and this model "
+                "trains none: set train.optimizer=adamw"
+            )
+        return names
 
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave, exactly. Raises `TrainerError` if it belongs to other parameters."""
-        per_name: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
-            key, _, name = full_name.partition(".")
-            if name not in self._masters:
-                raise TrainerError(f"the optimizer's state has {name}, which the model has not")
-            if key != "step" and value.shape != self._masters[name].shape:
-                raise TrainerError(
-                    f"the optimizer's state of {name} has shape {tuple(value.shape)}, "
-                    f"the model's has {tuple(self._masters[name].shape)}"
-                )
-            per_name.setdefault(name, {})[key] = value
-        for name, master in self._masters.items():
-            saved = per_name.get(name, {}).pop("master", None)
-            if master is self._weights[name]:
-                continue
-            if saved is None:
-                raise TrainerError(f"the optimizer's state lacks the master weights of {name}")
-            master.copy_(saved)
-        self._load_adamw({n: state for n, state in per_name.items() if state})
-        self.forget_gradients()
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+        for optimizer in self._optimizers:
+            if master in optimizer.state:
+                return optimizer.state[master]
+        return {}
 
-    def _load_adamw(self, per_name: Mapping[str, dict[str, Tensor]]) -> None:
+    def _check_state(self, key: str, name: str, value: Tensor) -> None:
+        if name not in self._masters:
+            raise TrainerError(f"the optimizer's state has {name}, which the model has not")
+        master = self._masters[name]
+        if key != "step" and value.shape != master.shape:
+            raise TrainerError(
+                f"the optimizer's state of {name} has shape {tuple(value.shape)}, "
+                f"the model's has {tuple(master.shape)}"
+            )
+        if key != "master" and key not in self._state_keys[name]:
+            raise TrainerError(
+                f"the optimizer's state of {name} has {key}, which this optimizer does not keep: "
+                "it was saved with another train.optimizer"
+            )
+        assert key == "step" or isinstance(value, DTensor) == isinstance(master, DTensor), name
+
+    def _load_into(
+        self, optimizer: torch.optim.Optimizer, per_name: Mapping[str, dict[str, Tensor]]
+    ) -> None:
         name_of = {id(master): name for name, master in self._masters.items()}
-        ordered = [name_of[id(p)] for group in self._adamw.param_groups for p in group["params"]]
-        self._adamw.load_state_dict(
+        ordered = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict(
             {
-                "state": {i: per_name[n] for i, n in enumerate(ordered) if n in per_name},
-                "param_groups": self._adamw.state_dict()["param_groups"],
+                "state": {
+                    i: {key: value.clone() for key, value in per_name[n].items()}
+                    for i, n in enumerate(ordered)
+                    if n in per_name
+                },
+                "param_groups": optimizer.state_dict()["param_groups"],
             }
         )
 
@@ -160,3 +277,98 @@ def _master_of(weight: nn.Parameter) -> Tensor:
     if weight.dtype in _FULL_PRECISION:
         return weight
     return weight.detach().to(torch.float32, copy=True).requires_grad_()
+
+
+def _adamw(
+    masters: Iterable[Tensor], betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    masters = list(masters)
+    groups = [
+        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True
+    )
+
+
+def _muon(matrices: list[Tensor], weight_decay: float) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"train.optimizer=muon needs torch.optim.Muon, which torch {torch.__version__} lacks: "
+            "install torch 2.9 or later, or set train.optimizer=adamw"
+        )
+    if isinstance(matrices[0], DTensor):
+        return _ShardedMuon(matrices, weight_decay)
+    return torch.optim.Muon(
+        matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+class _ShardedMuon(torch.optim.Optimizer):
+    """torch's Muon for matrices of which every process has a shard.
+
+    An update needs the whole matrix. torch's own arithmetic on shards adds bfloat16 numbers up in
+    another order, which changes the update by more than a percent. So the momentum is kept in
+    shards, each matrix in turn is gathered, every process computes its update and keeps its shard.
+    """
+
+    def __init__(self, matrices: list[Tensor], weight_decay: float) -> None:
+        super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update(matrix, group)
+
+    def _update(self, matrix: DTensor, group: Mapping[str, float]) -> None:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        buffer = state["momentum_buffer"].lerp_(matrix.grad, 1.0 - group["momentum"])
+        nesterov = matrix.grad.lerp(buffer, group["momentum"])
+        update = _orthogonal_update(nesterov.full_tensor(), group["lr"])
+        shard = distribute_tensor(update, matrix.device_mesh, matrix.placements, src_data_rank=None)
+        matrix.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(shard)
+
+
+def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
+    """What torch's Muon without momentum and decay adds to a matrix with this gradient."""
+    change = torch.zeros_like(gradient, requires_grad=True)
+    change.grad = gradient
+    torch.optim.Muon(
+        [change],
+        lr=learning_rate,
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    ).step()
+    return change.detach()
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe_non_finite(gradients: Mapping[str, Tensor]) -> str:
+    for name, gradient in gradients.items():
+        if _gathered(gradient.isfinite().logical_not().sum()).item():
+            return f", first in {name}"
+    return " (each gradient is finite, their norm is not)"
+
+
+class MasterAdamW(MasterOptimizer):
+    """AdamW for a whole model."""
+
+    def __init__(
+        self, model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(model.named_parameters(), betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def rescale_gradients(self, factor: float) -> None:
+        """Multiply the sums so far."""
+        for gradient in self.gradients().values():
+            gradient.mul_(factor)

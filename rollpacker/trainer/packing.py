@@ -1,127 +1,195 @@
-"""Rows laid end to end without padding, for the warm-up.
+"""Rows laid end to end without padding: which rows share a pack, its tensors, and the switch of the
+model's attention.
 
 Everything that works token by token (projections, norms, the feed-forward) then sees real tokens
-only. Attention alone needs rows: it takes them in groups of like length, each padded by itself. On
-a CPU and a tiny model a step is about 1.3 times faster than padded micro-batches are.
+only. Attention alone needs to know where rows begin: `varlen.py` has its implementations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rollpacker.trainer.batches import MicroBatch, plan_micro_batches
+from rollpacker.trainer.micro_batch import MicroBatch, Row, micro_batch, row_length
+from rollpacker.trainer.varlen import (
+    ROWS_KEYWORD,
+    PackedRows,
+    packed_attention_function,
+    varlen_function,
+)
 
-ATTENTION_NAME = "rollpacker_packed"
-ROWS_KEYWORD = "packed_rows"
-GROUP_OVERHEAD_TOKENS = 80
-"""What one more group costs attention, in padded tokens."""
+PackedKind = Literal["varlen", "flex", "grouped"]
+KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
+"""Fastest first."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroup:
-    """Rows of like length: where their tokens lie in the pack, and where in the padded group."""
-
-    num_rows: int
-    width: int
-    from_pack: Tensor
-    """[rows * width]; padding points at the pack's first token, whose values nobody reads."""
-    to_pack: Tensor
-    """[tokens of the group], in the pack's order."""
-
-
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Switch `model` to packed attention if it is one of the plain causal models; say whether it
-    is."""
-    config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) is not None
-    windowed = windowed and getattr(config, "use_sliding_window", True)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    supported = getattr(model, "_supports_attention_backend", False)
-    if not supported or windowed or capped or layers != {"full_attention"}:
-        return False
-    AttentionInterface.register(ATTENTION_NAME, _packed_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
-    return True
+_names: dict[tuple[PackedKind, str | None], str] = {}
+"""Names that transformers knows our functions by: one per kind and implementation replaced."""
+_replaced: dict[str, str | None] = {}
+"""What each of those names stands in for."""
 
 
-def pack(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
-) -> tuple[MicroBatch, dict[str, Any]]:
-    """Rows of (context, targets), sorted by rising length, as one row [1, N], and what the model's
-    forward needs besides: positions and the groups of rows."""
-    inputs = [[*context, *targets[:-1]] for context, targets in rows]
-    lengths = [len(tokens) for tokens in inputs]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = [
-        np.arange(starts[i] + len(context) - 1, starts[i + 1])
-        for i, (context, _) in enumerate(rows)
-    ]
-    batch = MicroBatch(
-        input_ids=torch.tensor([[t for tokens in inputs for t in tokens]], device=device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        targets=torch.tensor([t for _, targets in rows for t in targets], device=device),
-        num_targets=tuple(len(targets) for _, targets in rows),
-        num_tokens=int(starts[-1]),
+def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    """Rows in the given order as one row [1, N]. `packed_attention` must be on for the model's
+    call, and for its backward pass if that computes activations again."""
+    lengths = [row_length(row) for row in rows]
+    packed = PackedRows(lengths, device)
+    tokens = [token for context, targets in rows for token in (*context, *targets[:-1])]
+    return micro_batch(
+        rows,
+        np.asarray([tokens], dtype=np.int64),
+        np.cumsum([0, *lengths[:-1]]),
+        {"position_ids": packed.position_ids(), ROWS_KEYWORD: packed},
+        device,
     )
-    position_ids = np.concatenate([np.arange(length) for length in lengths])
-    return batch, {
-        "position_ids": torch.from_numpy(position_ids)[None].to(device),
-        ROWS_KEYWORD: _groups(lengths, starts, device),
-    }
 
 
-def _groups(lengths: list[int], starts: np.ndarray, device: torch.device) -> list[RowGroup]:
-    groups = []
-    for run in plan_micro_batches(lengths, int(starts[-1]), GROUP_OVERHEAD_TOKENS):
-        width = lengths[run.stop - 1]
-        columns = np.arange(width)[None]
-        real = columns < np.asarray(lengths[run])[:, None]
-        source = np.where(real, starts[run][:, None] + columns, 0)
-        groups.append(
-            RowGroup(
-                num_rows=run.stop - run.start,
-                width=width,
-                from_pack=torch.from_numpy(source.reshape(-1)).to(device),
-                to_pack=torch.from_numpy(np.flatnonzero(real)).to(device),
-            )
-        )
-    return groups
+def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing: row numbers of each pack, rising. At most `max_tokens` a pack, except
+    that a longer row has one of its own. At most 11/9 of the fewest possible packs, plus 1."""
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    """(tokens left, pack), sorted."""
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[index]
+        tightest = bisect_left(room, (size, 0))
+        if tightest < len(room):
+            left, number = room.pop(tightest)
+            packs[number].append(index)
+        else:
+            left, number = max_tokens, len(packs)
+            packs.append([index])
+        if left > size:
+            insort(room, (left - size, number))
+    return [sorted(members) for members in packs]
 
 
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]; causal within each row of the
-    pack."""
-    groups: list[RowGroup] = kwargs[ROWS_KEYWORD]
-    assert attention_mask is None and query.shape[0] == 1 and dropout == 0
-    heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[3]
-    everything = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).flatten(1)
-    outputs = []
-    for group in groups:
-        rows = everything.index_select(0, group.from_pack)
-        rows = rows.view(group.num_rows, group.width, -1, size).transpose(1, 2)
-        output = F.scaled_dot_product_attention(
-            *rows.split([heads, kv_heads, kv_heads], dim=1),
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=heads > kv_heads,
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1).index_select(0, group.to_pack))
-    return torch.cat(outputs)[None], None
+def best_kind(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> PackedKind | None:
+    """The fastest packed attention that this model can use there, if any."""
+    return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
+
+
+def why_not(
+    model: nn.Module, kind: PackedKind, device: torch.device, dtype: torch.dtype | None = None
+) -> str | None:
+    """Why `model` cannot use this packed attention on `device`; None if it can. `dtype` is what it
+    computes in, the dtype of its weights if None."""
+    transformer = _outermost_transformer(model)
+    if transformer is None:
+        return f"{type(model).__name__} is no transformers model"
+    config, name = transformer.config.get_text_config(), type(transformer).__name__
+    if not getattr(transformer, "_supports_attention_backend", False):
+        return f"{name} does not support transformers' AttentionInterface"
+    known_types = {"full_attention", "sliding_attention"}
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - known_types)
+    if foreign:
+        return f"{name} has layers of type {', '.join(foreign)}"
+    if kind == "grouped":
+        return None
+    if device.type != "cuda":
+        return f"{kind} attention trains on CUDA only"
+    dtype = dtype if dtype is not None else transformer.dtype
+    if kind == "varlen":
+        return _why_not_varlen(config, device, dtype)
+    return _why_not_flex(config, dtype)
+
+
+def _why_not_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    if varlen_function() is None:
+        return "this torch has no varlen_attn with windows and grouped queries"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"varlen attention takes bfloat16 and float16, not {dtype}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "varlen attention needs compute capability 8.0"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "varlen attention has no soft cap"
+    if getattr(config, "v_head_dim", None) is not None:
+        return "varlen attention takes keys and values of one size only"
+    size = _head_dim(config)
+    if size % 8 or size > 256:
+        return f"varlen attention takes heads of a multiple of 8 up to 256, not {size}"
+    return None
+
+
+def _why_not_flex(config: Any, dtype: torch.dtype) -> str | None:
+    if find_spec("triton") is None:
+        return "flex attention needs triton"
+    if dtype == torch.float64:
+        return "flex attention does not take float64"
+    if _head_dim(config) < 16:
+        return f"flex attention takes heads of 16 or more, not {_head_dim(config)}"
+    return None
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+@contextmanager
+def packed_attention(model: nn.Module, kind: PackedKind) -> Iterator[None]:
+    """Inside, calls with a `pack` go through packed attention, also those of the backward pass;
+    calls without one go where they went before. Afterwards the model is as it was.
+
+    `model` may wrap the transformers model (peft, a policy, a critic).
+    """
+    configs = _configs(model)
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = _registered_name(kind, implementation)
+        yield
+    finally:
+        # A config's setter reaches into its sub-configs, so the outer ones come first here too.
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+def _outermost_transformer(model: nn.Module) -> PreTrainedModel | None:
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config that a part of the model may ask for its attention, outer ones first."""
+    found: dict[int, Any] = {}
+    waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) in found:
+            continue
+        found[id(config)] = config
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        waiting.extend(part for part in parts if part is not None)
+    return list(found.values())
+
+
+def _registered_name(kind: PackedKind, before: str | None) -> str:
+    """The name under which transformers finds this packed attention in place of `before`.
+
+    It does not contain the other's name: transformers looks for words such as "flash" in it.
+    """
+    before = _replaced.get(before, before) if before is not None else None
+    name = _names.get((kind, before))
+    if name is None:
+        name = f"rollpacker_packed_{kind}_{len(_names)}"
+        otherwise = ALL_ATTENTION_FUNCTIONS.get(before, _needs_a_pack)
+        AttentionInterface.register(name, packed_attention_function(kind, otherwise))
+        _names[kind, before] = name
+        _replaced[name] = before
+    return name
+
+
+def _needs_a_pack(module: nn.Module, *_arguments: Any, **_keywords: Any) -> NoReturn:
+    raise ValueError(
+        f"{type(module).__name__} was called without packed rows while packed attention is on, and "
+        "its own attention is no function that transformers knows; leave packed_attention first"
+    )

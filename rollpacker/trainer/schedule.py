@@ -1,31 +1,113 @@
-"""Learning-rate schedules, as a pure function of the step."""
+"""Learning-rate schedules, as a pure function of the step: those of transformers, by name."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import SchedulerType, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from rollpacker.trainer.base import TrainConfig
+
+_NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
+"""They follow the loss, not the step."""
+KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
+_WITH_FLOOR = ("linear", "cosine")
+_GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")
+"""Arguments that are not the user's: they come from the rest of the config."""
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:
     """The rate of optimizer step `step` (from 0).
 
-    From the end of the warm-up on, transformers' constant, linear and cosine schedules. The warm-up
-    itself rises from 1/(warmup_steps + 1) instead of from 0: a first step at rate 0 would waste a
-    whole round. Steps beyond `total_steps` (they empty the long queue) go on at the last planned
-    rate.
+    From the end of the warm-up on, transformers' schedule of that name. The warm-up itself is
+    linear and rises from 1/(warmup_steps + 1) instead of from 0: a first step at rate 0 would waste
+    a whole round. Steps beyond `total_steps` (they empty the long queue) go on at the last planned
+    rate. `min_learning_rate_ratio` is where linear and cosine end. All but constant need
+    `total_steps`.
     """
+    if total_steps is not None:
+        step = min(step, total_steps - 1)
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
-    if config.schedule == "constant":
-        return config.learning_rate
-    assert total_steps is not None, "linear and cosine need total_steps"
-    step = min(step, max(total_steps - 1, config.warmup_steps))
-    span = max(total_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
-    if config.schedule == "linear":
-        share = 1.0 - progress
-    else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1.0 - floor) * share)
+    assert total_steps is not None or config.schedule == "constant", config.schedule
+    share = _share_of_the_rate(
+        config.schedule,
+        tuple(sorted(config.schedule_options.items())),
+        config.learning_rate,
+        config.warmup_steps,
+        total_steps,
+    )
+    floor = config.min_learning_rate_ratio if config.schedule in _WITH_FLOOR else 0.0
+    return config.learning_rate * (floor + (1.0 - floor) * share(step))
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise `ValueError` unless `learning_rate` works for every planned step of this config."""
+    name = config.schedule
+    if name in _NEED_METRICS:
+        raise ValueError(
+            f"train.schedule={name} follows the loss, not the step, and is not supported: "
+            f"use one of {', '.join(KNOWN)}"
+        )
+    if name not in KNOWN:
+        raise ValueError(f"train.schedule={name} is not known: use one of {', '.join(KNOWN)}")
+    if config.min_learning_rate_ratio and name not in _WITH_FLOOR:
+        raise ValueError(
+            f"train.min_learning_rate_ratio is for linear and cosine, not for {name}: leave it at "
+            "0, and see train.schedule_options"
+        )
+    _check_options(config)
+    total_steps = config.steps if config.steps is not None else 1
+    try:
+        rates = [learning_rate(step, config, total_steps) for step in range(total_steps)]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"train.schedule_options of {name}: {error}") from error
+    for step, rate in enumerate(rates):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(
+                f"train.schedule={name} gives the learning rate {rate} at step {step}: "
+                "change train.schedule_options"
+            )
+
+
+def _check_options(config: TrainConfig) -> None:
+    """Warm-up options would have no effect, since the warm-up is ours."""
+    make = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
+    arguments = [name for name in inspect.signature(make).parameters if name not in _GIVEN]
+    options = [name for name in arguments if not name.startswith("warmup")]
+    for name, value in config.schedule_options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"train.schedule_options.{name} must be a finite number, not {value}")
+        if name not in options:
+            raise ValueError(
+                f"train.schedule_options.{name} is not an option of {config.schedule}, "
+                f"which has {', '.join(options) or 'none'}"
+            )
+
+
+@lru_cache(maxsize=16)
+def _share_of_the_rate(
+    name: str,
+    options: tuple[tuple[str, float], ...],
+    rate: float,
+    warmup_steps: int,
+    total_steps: int | None,
+) -> Callable[[int], float]:
+    """transformers' own function of the step. Some options are relative to the rate, so it has to
+    know it."""
+    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    schedule = get_scheduler(
+        name,
+        nothing,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=dict(options),
+    )
+    assert isinstance(schedule, LambdaLR), name
+    return schedule.lr_lambdas[0]

@@ -13,19 +13,26 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rollpacker.trainer.batches import MicroBatch, collate, plan_micro_batches
 from rollpacker.trainer.checkpoint import save_model
-from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer.micro_batch import (
+    MicroBatch,
+    Row,
+    collate,
+    plan_micro_batches,
+    row_length,
+)
 from rollpacker.trainer.model import UNKNOWN, character_tokenizer, load_model, new_model
 from rollpacker.trainer.optimizer import MasterAdamW
-from rollpacker.trainer.packing import pack, use_packed_attention
+from rollpacker.trainer.packing import best_kind, pack, packed_attention
+from rollpacker.trainer.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,9 +46,6 @@ SMALL_MODEL_PARAMETERS = 20_000_000
 """Below this, one thread is as fast as several or faster."""
 LOSS_WINDOW = 20
 """`max_loss` is compared with the mean over this many last steps."""
-
-Row = tuple[list[int], list[int]]
-"""Prompt tokens and completion tokens (with the end token)."""
 
 
 class WarmupError(ValueError):
@@ -134,7 +138,8 @@ def read_rows(
     max_tokens: int | None = None,
     chat_options: Mapping[str, object] | None = None,
 ) -> list[Row]:
-    """The rows of a JSONL file, tokenized. A prompt is a text or a list of chat messages.
+    """The rows of a JSONL file: prompt tokens, and completion tokens with the end token. A prompt
+    is a text or a list of chat messages.
 
     Raises `WarmupError` that names the file and the line.
     """
@@ -244,35 +249,38 @@ def _run_stage(
     """Train; yields each step's loss and completion tokens."""
     optimizer = MasterAdamW(model, betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
-    packed = use_packed_attention(model)
-    for step in range(stage.steps):
-        batch = sorted((rows[next(order)] for _ in range(stage.batch_size)), key=_length)
-        num_targets = sum(len(completion) for _, completion in batch)
-        loss = 0.0
-        for micro_batch, model_inputs in _micro_batches(batch, tokenizer, model, packed):
-            log_probs, _ = response_log_probs(model, micro_batch, 1.0, model_inputs)
-            share = -log_probs.sum() / num_targets
-            share.backward()
-            loss += share.item()
-        optimizer.step(_learning_rate(step, stage), stage.max_grad_norm)
-        yield loss, num_targets
+    policy = Policy(model)
+    kind = best_kind(model, model.device)
+    with nullcontext() if kind is None else packed_attention(model, kind):
+        for step in range(stage.steps):
+            batch = sorted((rows[next(order)] for _ in range(stage.batch_size)), key=row_length)
+            num_targets = sum(len(completion) for _, completion in batch)
+            loss = 0.0
+            for micro_batch in _micro_batches(batch, tokenizer, model.device, kind is not None):
+                log_probs, _ = policy(micro_batch, 1.0)
+                share = -log_probs.sum() / num_targets
+                share.backward()
+                loss += share.item()
+            optimizer.step(_learning_rate(step, stage), stage.max_grad_norm)
+            yield loss, num_targets
 
 
 def _micro_batches(
-    batch: list[Row], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, packed: bool
-) -> Iterator[tuple[MicroBatch, dict[str, Any]]]:
-    """Micro-batches of sorted rows, and what the model's forward takes besides."""
+    batch: list[Row], tokenizer: PreTrainedTokenizerBase, device: torch.device, packed: bool
+) -> Iterator[MicroBatch]:
+    """Micro-batches of sorted rows: in a pack too, attention is quickest over rows of like
+    length."""
     if not packed:
-        for run in plan_micro_batches([_length(row) for row in batch], MICRO_BATCH_TOKENS):
-            yield collate(batch[run], tokenizer.pad_token_id, model.device), {}
+        for run in plan_micro_batches([row_length(row) for row in batch], MICRO_BATCH_TOKENS):
+            yield collate(batch[run], tokenizer.pad_token_id, device)
         return
     rows: list[Row] = []
     for row in batch:
-        if rows and sum(map(_length, rows)) + _length(row) > MICRO_BATCH_TOKENS:
-            yield pack(rows, model.device)
+        if rows and sum(map(row_length, rows)) + row_length(row) > MICRO_BATCH_TOKENS:
+            yield pack(rows, device)
             rows = []
         rows.append(row)
-    yield pack(rows, model.device)
+    yield pack(rows, device)
 
 
 def _learning_rate(step: int, stage: WarmupStage) -> float:
@@ -290,10 +298,6 @@ def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
-
-
-def _length(row: Row) -> int:
-    return len(row[0]) + len(row[1]) - 1
 
 
 def _max_tokens(model: PreTrainedModel) -> int | None:

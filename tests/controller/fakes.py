@@ -28,7 +28,14 @@ from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rollout.base import EngineOutput, EngineStatus, GenerationRequest, Response
-from rollpacker.trainer.base import ModelConfig, TrainConfig, TrainSample
+from rollpacker.trainer.base import (
+    HandOver,
+    ModelConfig,
+    ScoreRequest,
+    TokenScores,
+    TrainConfig,
+    TrainSample,
+)
 
 
 class FakeEngine:
@@ -105,8 +112,11 @@ class FakeEngine:
         )
         return EngineOutput(event, response)
 
-    async def update_weights(self, version: int) -> None:
+    async def update_weights(self, version: int, weights: object = None) -> None:
         self.version = version
+
+    def weight_probe(self) -> str:
+        return f"version {self.version}"
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -133,6 +143,16 @@ class FakeTrainer:
     calls: list[str] = field(default_factory=list)
     accumulate_s: float = 0.0
     _gradient: dict[SampleId, float] = field(default_factory=dict)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        self.calls.append("score")
+        return [TokenScores() for _ in requests]
+
+    async def hand_over(self) -> HandOver:
+        return HandOver(weights=None, probe=f"version {self.version}")
+
+    def close(self) -> None:
+        pass
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
         self.calls.append("accumulate")
@@ -219,6 +239,7 @@ def build_samples(
     groups: Sequence[Sequence[tuple[Response, float]]],
     *,
     weights: Sequence[Sequence[float]] | None = None,
+    scores: object = None,
     partial: bool = False,
 ) -> tuple[list, dict]:
     num_samples = 1 if partial else sum(map(len, groups))

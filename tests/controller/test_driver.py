@@ -281,7 +281,7 @@ def test_gradients_while_the_engine_works_are_refused(tmp_path: Path) -> None:
         engine=Busy(step_s=0.005),
         reward=slow_for_long_responses(),
     )
-    with pytest.raises(AssertionError, match=r"while \d+ samples are generated"):
+    with pytest.raises(AssertionError, match=r"where \d+ samples run"):
         drive(controller)
 
 

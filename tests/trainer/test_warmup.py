@@ -12,6 +12,7 @@ import torch
 
 from rollpacker.cli import warmup as command
 from rollpacker.config.schema import WarmupConfig, WarmupStage
+from rollpacker.trainer import warmup
 from rollpacker.trainer.base import ModelConfig
 from rollpacker.trainer.model import character_tokenizer, fingerprint, load_model
 from rollpacker.trainer.warmup import WarmupError, read_rows, run_warmup
@@ -75,11 +76,33 @@ def test_same_config_same_weights(tmp_path, data):
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
 
 
-def test_models_that_cannot_be_packed_are_padded(tmp_path, data):
-    windowed = {"model_type": "mistral", "sliding_window": 8}
-    architecture = {k: v for k, v in ARCHITECTURE.items() if k != "model_type"} | windowed
+GPTJ = {
+    "model_type": "gptj",
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "rotary_dim": 8,
+    "n_positions": 32,
+}
+"""It chooses its attention itself."""
+
+
+@pytest.mark.parametrize(
+    "architecture, packed",
+    [(ARCHITECTURE | {"model_type": "mistral", "sliding_window": 8}, True), (GPTJ, False)],
+)
+def test_rows_are_packed_where_the_model_s_attention_allows_it(
+    tmp_path, data, monkeypatch, architecture, packed
+):
+    used = []
+    for name in ("pack", "collate"):
+        make = getattr(warmup, name)
+        monkeypatch.setattr(
+            warmup, name, lambda *a, make=make, name=name: used.append(name) or make(*a)
+        )
     config = dataclasses.replace(settings(tmp_path, data), architecture=architecture)
     assert run_warmup(config).losses[0] < 0.5
+    assert set(used) == {"pack" if packed else "collate"}
 
 
 def test_stages_follow_each_other_and_a_model_can_be_taken_further(tmp_path, data):

@@ -13,6 +13,7 @@ from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.base import Response
 from rollpacker.trainer.base import TrainConfig
+from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.torch_trainer import TorchTrainer
 
@@ -79,15 +80,17 @@ def trainer(
     **settings: object,
 ) -> TorchTrainer:
     settings = {"steps": 10, "learning_rate": 1e-2, "micro_batch_tokens": 64} | settings
-    return TorchTrainer(
+    learner = Learner(
         model=model if model is not None else tiny_model(),
+        tokenizer=None,
+        pad_token_id=0,
         config=TrainConfig(**settings),
         algorithm=algorithm or AlgorithmConfig(),
         temperature=TEMPERATURE,
         total_steps=total_steps,
-        pad_token_id=0,
         gradient_checkpointing=gradient_checkpointing,
     )
+    return TorchTrainer(learner)
 
 
 def gradient_of(t: TorchTrainer, parts: Sequence[Sequence]) -> dict[str, torch.Tensor]:
@@ -96,7 +99,7 @@ def gradient_of(t: TorchTrainer, parts: Sequence[Sequence]) -> dict[str, torch.T
             await t.accumulate(part)
 
     asyncio.run(run())
-    return {name: g.detach().clone() for name, g in t.gradients().items()}
+    return {name: g.detach().clone() for name, g in t.learner.gradients().items()}
 
 
 def step(t: TorchTrainer, batch: Sequence) -> dict[str, float]:

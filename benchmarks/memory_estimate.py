@@ -1,0 +1,194 @@
+"""The memory that `--dry-run` predicts for training against what training takes.
+
+Models of 50 to 150 million random weights, a vocabulary of 32,000 words, float32 on one CPU thread;
+two whole steps of the trainer of the run's own process, each of two full micro-batches. Every
+setting runs in a process of its own. Measured is the peak of the resident set above what was there
+before the model was loaded; predicted is the estimate without the engine's keys and values, which
+this does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from machine import write_result
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollpacker.config.schema import RolloutConfig, RunConfig
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.data.base import DataConfig, DatasetConfig
+from rollpacker.rewards.base import RewardConfig
+from rollpacker.rollout.attention import install_attention
+from rollpacker.trainer.base import ModelConfig, TrainConfig, TrainSample
+from rollpacker.trainer.estimate import estimate
+from rollpacker.trainer.learner import Learner
+from rollpacker.trainer.memory import PeakMemory
+
+VOCABULARY = 32_000
+PROMPT_TOKENS = 16
+STEPS = 2
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+LARGE = SMALL | {
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 14,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    architecture: dict[str, Any]
+    row_tokens: int
+    """Of a prompt and its response; every sample is as long as it may be."""
+    micro_batch_tokens: int
+    gradient_checkpointing: bool = False
+
+
+SETTINGS = {
+    "plain": Setting(architecture=SMALL, row_tokens=257, micro_batch_tokens=2048),
+    "checkpointing": Setting(
+        architecture=LARGE, row_tokens=257, micro_batch_tokens=4096, gradient_checkpointing=True
+    ),
+    "long samples": Setting(architecture=SMALL, row_tokens=3073, micro_batch_tokens=2048),
+}
+"""A long sample is longer than a micro-batch, and has one of its own."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=SETTINGS, help="one setting, and no result is written")
+    parser.add_argument("--measure", choices=SETTINGS, help="run it here (what the benchmark does)")
+    parser.add_argument("--model", help="the folder of --measure's model")
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        _measure(SETTINGS[arguments.measure], arguments.model)
+        return
+    names = [arguments.only] if arguments.only else list(SETTINGS)
+    results = {name: _in_process(name) for name in names}
+    for name, result in results.items():
+        print(
+            f"{name:14} predicted {result['predicted_bytes'] / 2**20:7.0f} MiB, measured "
+            f"{result['measured_bytes'] / 2**20:7.0f} MiB, error {result['relative_error']:+.1%}"
+        )
+    if not arguments.only:
+        print(write_result("memory_estimate", {"steps": STEPS, "settings": results}))
+
+
+def _in_process(name: str) -> dict[str, Any]:
+    setting = SETTINGS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(setting, folder)
+        command = [sys.executable, __file__, "--measure", name, "--model", folder]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{name}: ended with {done.returncode}")
+    return {"setting": dataclasses.asdict(setting)} | json.loads(done.stdout)
+
+
+def _save_model(setting: Setting, folder: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**setting.architecture)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _measure(setting: Setting, folder: str) -> None:
+    torch.set_num_threads(1)
+    config = _run_config(setting, folder)
+    predicted = estimate(config, has_cuda=False)
+    before = PeakMemory(torch.device("cpu"))
+    assert before.resets, "the peak cannot be set back on this system"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    install_attention(model)
+    learner = Learner(
+        model=model,
+        tokenizer=None,
+        pad_token_id=0,
+        config=config.train,
+        algorithm=config.algorithm,
+        temperature=1.0,
+        total_steps=STEPS,
+        gradient_checkpointing=setting.gradient_checkpointing,
+    )
+    peaks = []
+    for _ in range(STEPS):
+        learner.accumulate(_samples(setting))
+        peaks.append(learner.apply().peak_memory_bytes)
+    measured = max(peaks) - before.mark_bytes
+    training = {p.name: p.size_bytes for p in predicted.memory if p.name != "kv cache"}
+    total = sum(training.values())
+    print(
+        json.dumps(
+            {
+                "parameters": predicted.num_parameters,
+                "predicted_bytes": total,
+                "measured_bytes": measured,
+                "relative_error": total / measured - 1,
+                "predicted_parts": training,
+            }
+        )
+    )
+
+
+def _run_config(setting: Setting, folder: str) -> RunConfig:
+    return RunConfig(
+        name="memory",
+        model=ModelConfig(
+            path=folder, device="cpu", gradient_checkpointing=setting.gradient_checkpointing
+        ),
+        data=DataConfig(
+            train=DatasetConfig(kind="jsonl", path="none"), max_prompt_tokens=PROMPT_TOKENS
+        ),
+        rollout=RolloutConfig(
+            prompts_per_step=1,
+            samples_per_prompt=_num_samples(setting),
+            max_response_tokens=setting.row_tokens - PROMPT_TOKENS,
+        ),
+        train=TrainConfig(steps=STEPS, micro_batch_tokens=setting.micro_batch_tokens),
+        rewards=(RewardConfig(function="none:none"),),
+    )
+
+
+def _num_samples(setting: Setting) -> int:
+    """Two micro-batches of them."""
+    return 2 * max(setting.micro_batch_tokens // (setting.row_tokens - 1), 1)
+
+
+def _samples(setting: Setting) -> list[TrainSample]:
+    draw = torch.Generator().manual_seed(0)
+    size = setting.row_tokens - PROMPT_TOKENS
+    count = _num_samples(setting)
+    return [
+        TrainSample(
+            sample=SampleId(PromptId("train", 0, 0), index, 0),
+            prompt_tokens=(1,) * PROMPT_TOKENS,
+            response_tokens=tuple(torch.randint(VOCABULARY, (size,), generator=draw).tolist()),
+            rollout_log_probs=(-10.0,) * size,
+            advantage=1.0 if index % 2 else -1.0,
+            token_weight=1 / (count * size),
+        )
+        for index in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The losses of the policy and of the critic.
+
+Per token and unweighted: how tokens add up to one number is said by `token_weights` alone, whose
+denominators are global for the step. `policy_loss` is the same arithmetic for padded tensors, with
+everything in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.kl import kl_estimate
+from rollpacker.algo.weights import token_weights
+
+MAX_LOG_RATIO = 20.0
+"""Far outside of any clip. Beyond it exp() overflows and 0 times infinity enters the gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The losses of some tokens."""
+
+    per_token: Tensor
+    """[K], differentiable."""
+    sums: Mapping[str, Tensor]
+    """Detached sums over the tokens. Of the policy, always `clip_ratio_low` and `clip_ratio_high`:
+    tokens whose ratio was clipped with an effect on the loss. If their part is on:
+    `clip_ratio_dual`, the same of the dual clip; `kl`, the estimate; `mismatch_weight` and
+    `mismatch_weight_squared`, of the weights as applied (the effective sample size is the first,
+    squared, over the second); `mismatch_outside`, tokens beyond the bounds, cut or left out."""
+
+
+def token_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    *,
+    num_samples: int,
+    config: AlgorithmConfig,
+    ref_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> TokenLoss:
+    """The loss of each token, of some whole samples.
+
+    All tensors are [K]; `sample_ids` (int64, 0 to num_samples - 1) says which sample a token
+    belongs to. Gradients flow through `log_probs` and `entropy` alone. `ref_log_probs` are needed
+    for a KL penalty in the loss, `rollout_log_probs` for a mismatch correction, `entropy` for an
+    entropy bonus; the first is also good for the metric alone.
+
+    Raises `ValueError` if one that is needed is missing.
+    """
+    _check_present(config, ref_log_probs, rollout_log_probs, entropy)
+    old_log_probs = old_log_probs.detach()
+    ratio = _importance_ratio(log_probs - old_log_probs, sample_ids, num_samples, config)
+    loss, flags = _surrogate(ratio, log_probs, advantages, config)
+    sums: dict[str, Tensor] = dict(flags)
+    if config.mismatch_correction != "none":
+        difference = old_log_probs - rollout_log_probs
+        weight, outside = _mismatch_weight(difference, sample_ids, num_samples, config)
+        loss = loss * weight
+        sums["mismatch_weight"] = weight
+        sums["mismatch_weight_squared"] = weight.square()
+        sums["mismatch_outside"] = outside
+    if ref_log_probs is not None:
+        kl = kl_estimate(log_probs, ref_log_probs.detach(), config.kl_estimator)
+        if config.kl_in == "loss":
+            penalty = kl * ratio if config.kl_bias_correction else kl
+            loss = loss + config.kl_coef * penalty
+        sums["kl"] = kl.detach()
+    if config.entropy_coef > 0:
+        loss = loss - config.entropy_coef * entropy
+    dtype = loss.dtype
+    return TokenLoss(
+        per_token=loss, sums={name: value.sum(dtype=dtype) for name, value in sums.items()}
+    )
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    config: AlgorithmConfig,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a whole step, aggregated as `config.loss_aggregation` says, and its metrics.
+
+    All tensors are [N, T], a row is one response; `advantages` may also be [N]. `mask` is true (or
+    1) at the response's tokens; what stands elsewhere has no effect, NaN included. Rows without a
+    token, or whose advantage is NaN (no verdict), are left out, denominators included.
+    "fixed-length" without `fixed_length` divides by T. The metrics are means over the tokens that
+    count, named as in `TokenLoss.sums`. Without any such token the loss is 0.
+
+    Raises `ValueError` if a tensor that the config needs is missing.
+    """
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand_as(logprobs)
+    real = mask.bool()
+    real = real & ~(per_token.isnan() & real).any(dim=1, keepdim=True)
+    counted = real.any(dim=1)
+    real = real[counted]
+
+    def flat(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[counted][real]
+
+    lengths = real.sum(dim=1)
+    sample_ids = torch.arange(len(lengths), device=real.device).repeat_interleave(lengths)
+    result = token_loss(
+        flat(logprobs),
+        flat(old_logprobs),
+        flat(per_token),
+        sample_ids,
+        num_samples=len(lengths),
+        config=config,
+        ref_log_probs=flat(ref_logprobs),
+        rollout_log_probs=flat(rollout_logprobs),
+        entropy=flat(entropy),
+    )
+    weights = token_weights(lengths.tolist(), config=config, max_response_tokens=mask.shape[1])
+    of_token = torch.tensor(weights, dtype=logprobs.dtype, device=real.device)[sample_ids]
+    num_tokens = max(len(sample_ids), 1)
+    metrics = {name: value / num_tokens for name, value in result.sums.items()}
+    return (result.per_token * of_token).sum(), metrics
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, config: AlgorithmConfig
+) -> TokenLoss:
+    """PPO's clipped squared error of each token, halved: [K] each, differentiable in `values`.
+
+    A value that moved by more than `value_clip` from its old one counts as if it had moved by that
+    much, if that makes the error larger. `sums` has `value_clip_ratio`, the number of those; it is
+    empty without a clip.
+    """
+    error = (values - returns).square()
+    if config.value_clip is None:
+        return TokenLoss(per_token=error / 2, sums={})
+    moved = (values - old_values).clamp(-config.value_clip, config.value_clip)
+    clipped = (old_values + moved - returns).square()
+    is_clipped = (clipped.detach() > error.detach()).sum(dtype=error.dtype)
+    return TokenLoss(
+        per_token=torch.maximum(error, clipped) / 2, sums={"value_clip_ratio": is_clipped}
+    )
+
+
+def _importance_ratio(
+    log_ratio: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
+) -> Tensor:
+    """[K]; all tokens of a sample share one if the ratio is the sequence's."""
+    if config.importance_ratio != "token":
+        log_ratio = _sample_sums(log_ratio, sample_ids, num_samples)
+        if config.importance_ratio == "sequence":
+            log_ratio = log_ratio / torch.bincount(sample_ids, minlength=num_samples).clamp(min=1)
+        log_ratio = log_ratio[sample_ids]
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _surrogate(
+    ratio: Tensor, log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    clipped = ratio.clamp(low, high)
+    if config.objective == "cispo":
+        loss = -clipped.detach() * advantages * log_probs
+        return loss, {"clip_ratio_low": ratio < low, "clip_ratio_high": ratio > high}
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    flags = {
+        "clip_ratio_low": (ratio < low) & (advantages < 0),
+        "clip_ratio_high": (ratio > high) & (advantages > 0),
+    }
+    if config.clip_dual is not None:
+        at_most = torch.minimum(loss, -config.clip_dual * advantages)
+        loss = torch.where(advantages < 0, at_most, loss)
+        flags["clip_ratio_dual"] = (ratio > config.clip_dual) & (advantages < 0)
+    return loss, flags
+
+
+@torch.no_grad()
+def _mismatch_weight(
+    difference: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    """The weights [K], and which ratios lay outside of the bounds [K]."""
+    if config.mismatch_correction.startswith("sequence"):
+        difference = _sample_sums(difference, sample_ids, num_samples)[sample_ids]
+    ratio = difference.exp()
+    low = 0.0 if config.mismatch_min is None else config.mismatch_min
+    outside = (ratio < low) | (ratio > config.mismatch_max)
+    if config.mismatch_correction.endswith("mask"):
+        return ratio.masked_fill(outside, 0.0), outside
+    return ratio.clamp(low, config.mismatch_max), outside
+
+
+def _sample_sums(values: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
+    return values.new_zeros(num_samples).index_add(0, sample_ids, values)
+
+
+def _check_present(
+    config: AlgorithmConfig,
+    ref_log_probs: Tensor | None,
+    rollout_log_probs: Tensor | None,
+    entropy: Tensor | None,
+) -> None:
+    if ref_log_probs is None and config.kl_coef > 0 and config.kl_in == "loss":
+        raise ValueError("kl_coef > 0 with kl_in=loss needs the reference model's log-probs")
+    if rollout_log_probs is None and config.mismatch_correction != "none":
+        raise ValueError("mismatch_correction needs the engine's log-probs")
+    if entropy is None and config.entropy_coef > 0:
+        raise ValueError("entropy_coef > 0 needs the entropy of each token")

@@ -1,0 +1,161 @@
+"""Everything between the rewards of a step and its advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.baselines import advantages as relative_rewards
+from rollpacker.algo.gae import discounted_sums, generalized_advantages, last_tokens
+from rollpacker.algo.kl import kl_estimate
+
+WHITEN_EPSILON = 1e-8
+"""Added to the standard deviation of the step's advantages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAdvantages:
+    """The advantages of some samples; float64 on the CPU."""
+
+    advantages: Tensor
+    """[N], or [K] if they are `per_token`. NaN where there was no verdict."""
+    per_token: bool
+    returns: Tensor | None = None
+    """[K], with a critic."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def step_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Sequence[int],
+    *,
+    config: AlgorithmConfig,
+    log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    values: Tensor | None = None,
+) -> StepAdvantages:
+    """The advantages of N samples with K response tokens, `lengths` of each.
+
+    `rewards` [N] and `group_ids` [N] (integers); NaN is "no verdict". `log_probs`,
+    `ref_log_probs`, `teacher_log_probs` and `values` are [K], sample after sample, and needed where
+    `config` says so: the first two for a KL penalty in the reward, the first and third for a
+    teacher, the last for a critic. With `config.needs_whole_batch` these must be all samples of
+    the step.
+
+    Metrics, where they apply: `critic/kl_reward/mean` (per token), `critic/returns/mean`,
+    `critic/values/mean`, `critic/explained_variance`, `critic/teacher_kl/mean` (per token).
+
+    Raises `ValueError` if something that is needed is missing.
+    """
+    rewards = rewards.double()
+    metrics: dict[str, float] = {}
+    returns = None
+    per_token = True
+    if config.advantage == "teacher":
+        found = _present(teacher_log_probs, "a teacher's log-probs") - _own(log_probs)
+        metrics["critic/teacher_kl/mean"] = -found.mean().item()
+    else:
+        penalty = _penalty(config, log_probs, ref_log_probs, metrics)
+        if config.advantage == "gae":
+            values = _present(values, "a critic's values")
+            found, returns = generalized_advantages(
+                _token_rewards(rewards, penalty, lengths),
+                values,
+                lengths,
+                gamma=config.gamma,
+                gae_lambda=config.gae_lambda,
+            )
+            metrics.update(_critic_metrics(returns, values))
+        else:
+            found, per_token = _from_rewards(rewards, group_ids, lengths, penalty, config)
+    if config.whiten:
+        found = _whitened(found, None if per_token else lengths)
+    return StepAdvantages(advantages=found, per_token=per_token, returns=returns, metrics=metrics)
+
+
+def _from_rewards(
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Sequence[int],
+    penalty: Tensor | None,
+    config: AlgorithmConfig,
+) -> tuple[Tensor, bool]:
+    """Advantages, and whether they are per token. Penalties are a matter of the whole response if
+    it is compared with others of its group, else each counts for the tokens before it."""
+    if config.needs_groups and penalty is not None:
+        of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        rewards = rewards.index_add(0, of_token, penalty)
+    found = relative_rewards(rewards, group_ids, config=config)
+    if config.needs_groups or (penalty is None and config.gamma == 1):
+        return found, False
+    return discounted_sums(_token_rewards(found, penalty, lengths), lengths, config.gamma), True
+
+
+def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    """[K]: each token's penalty, and the sample's reward at its last token."""
+    of_token = rewards.new_zeros(sum(lengths)) if penalty is None else penalty.clone()
+    of_token[last_tokens(lengths)] += rewards
+    return of_token
+
+
+def _penalty(
+    config: AlgorithmConfig,
+    log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    metrics: dict[str, float],
+) -> Tensor | None:
+    """What the KL penalty adds to each token's reward [K]; None if it is not in the reward."""
+    if not config.reference_in_scores:
+        return None
+    reference = _present(ref_log_probs, "the reference model's log-probs")
+    kl = kl_estimate(_own(log_probs), reference, config.kl_estimator)
+    metrics["critic/kl_reward/mean"] = kl.mean().item()
+    return -config.kl_coef * kl
+
+
+def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """Mean 0 and (unbiased) standard deviation 1 over tokens. `lengths`: the tokens behind each
+    number; None if each stands for one."""
+    known = ~advantages.isnan()
+    values = advantages[known]
+    if len(values) == 0:
+        return advantages
+    if bool((values == values[0]).all()):
+        return torch.where(known, 0.0, advantages)
+    counts = torch.ones_like(advantages) if lengths is None else advantages.new_tensor(lengths)
+    counts = counts[known]
+    mean = (counts * values).sum() / counts.sum()
+    variance = (counts * (values - mean).square()).sum() / (counts.sum() - 1)
+    return (advantages - mean) / (variance.sqrt() + WHITEN_EPSILON)
+
+
+def _critic_metrics(returns: Tensor, values: Tensor) -> dict[str, float]:
+    known = ~returns.isnan()
+    returns, values = returns[known], values[known]
+    if len(returns) == 0:
+        return {}
+    found = {
+        "critic/returns/mean": returns.mean().item(),
+        "critic/values/mean": values.mean().item(),
+    }
+    spread = returns.var(correction=0).item()
+    if spread > 0:
+        unexplained = (returns - values).var(correction=0).item()
+        found["critic/explained_variance"] = 1 - unexplained / spread
+    return found
+
+
+def _own(log_probs: Tensor | None) -> Tensor:
+    return _present(log_probs, "the policy's log-probs")
+
+
+def _present(values: Tensor | None, what: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"the advantages need {what} of each token")
+    return values.detach().double()

@@ -1,0 +1,136 @@
+"""torch.compile for a model's layers, with the uncompiled ones to fall back on.
+
+Layers, not the whole model: they are alike, so one compilation serves all of them, and what is
+between them (packing, FSDP's hooks, LoRA's switch) stays plain Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+log = logging.getLogger(__name__)
+
+Backend = str | Callable[..., Any]
+
+
+def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
+    """Run the model's layers through torch.compile, in place. They are compiled when they first
+    run; if that fails, then or later, all layers run uncompiled from there on, and one warning says
+    why. Returns whether there is a layer to compile; if not, a warning says so.
+
+    Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache (generation)
+    stay uncompiled. Works with FSDP2, before or after sharding, and with gradient checkpointing.
+    Parameter names and state stay as they are.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        log.warning(
+            "train.compile: %s has no layers of transformers' kind, it runs uncompiled",
+            type(model).__name__,
+        )
+        return False
+    attempt = _Attempt(backend)
+    for layer in layers:
+        layer.forward = _CompiledForward(layer, attempt)
+    return True
+
+
+class _Attempt:
+    """What a model's layers share: whether compiling has failed."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.failed = False
+
+    def give_up(self, error: Exception) -> None:
+        if not self.failed:
+            log.warning(
+                "train.compile failed, the run goes on with uncompiled layers: %s: %s",
+                type(error).__name__,
+                _first_lines(error),
+            )
+        self.failed = True
+
+
+class _CompiledForward:
+    """Stands for a layer's `forward`."""
+
+    def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
+        self._layer = layer
+        self._attempt = attempt
+        self._compiled: Callable[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model must not run this one's compiled code, which has its weights."""
+        return self.__dict__ | {"_compiled": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not earlier than now: sharding changes a layer's class.
+        eager = type(self._layer).forward.__get__(self._layer)
+        # A layer writes into its cache: the trial run would write twice, and each layer's entry
+        # would be a reason to compile again.
+        if self._attempt.failed or any(isinstance(v, Cache) for v in (*args, *kwargs.values())):
+            return eager(*args, **kwargs)
+        try:
+            if self._compiled is None:
+                self._compiled = _compile(eager, self._attempt.backend, args, kwargs)
+            return self._compiled(*args, **kwargs)
+        except (_CompilingFailed, TorchDynamoException) as error:
+            cause = error.__cause__ if isinstance(error, _CompilingFailed) else error
+            assert isinstance(cause, Exception)
+            self._attempt.give_up(cause)
+            return eager(*args, **kwargs)
+
+
+class _CompilingFailed(Exception):
+    """Its cause says why."""
+
+
+def _compile(
+    eager: Callable[..., Any],
+    backend: Backend,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile, and try it forward and backward on copies of these arguments. Some compilers are
+    called by the backward pass only, where nothing could be put right any more."""
+    try:
+        compiled = torch.compile(eager, dynamic=True, backend=backend)
+        args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
+        inputs = [t for t in tree_leaves((args, kwargs)) if _is_leaf(t)]
+        # Hooks of an enclosing checkpoint would count what is saved here.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            outputs = tree_leaves(compiled(*args, **kwargs))
+            total = sum(t.sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad)
+            if inputs and isinstance(total, Tensor):
+                torch.autograd.grad(total, inputs, allow_unused=True)
+    except Exception as error:
+        raise _CompilingFailed from error
+    return compiled
+
+
+def _fresh_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _first_lines(error: Exception, number: int = 3) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:number])

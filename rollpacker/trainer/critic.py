@@ -1,0 +1,145 @@
+"""The value model: a causal LM's body and a linear value head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from rollpacker.trainer.base import ModelConfig, TrainerError
+from rollpacker.trainer.batches import MicroBatch
+from rollpacker.trainer.model import ModelError, _no_load_report, load_model, no_progress_bars
+
+BODY = "model."
+HEAD = "value_head."
+HEAD_FILE = "value_head.safetensors"
+
+
+class Critic(nn.Module):
+    """`model` is the body, without an output layer; it is put in eval mode and made trainable. The
+    value head starts at zero, so a new critic says 0 of every state."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(True)
+        like = next(model.parameters())
+        self.value_head = nn.Linear(
+            model.config.get_text_config().hidden_size, 1, device=like.device, dtype=like.dtype
+        )
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.eval()
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Values [N] of the states before the batch's targets, in float32 (float64 for such a
+        model)."""
+        output = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
+        # A value in bfloat16 would have three digits; the head costs next to nothing.
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        weight, bias = self.value_head.weight.to(dtype), self.value_head.bias.to(dtype)
+        return hidden.to(dtype) @ weight[0] + bias
+
+
+def from_policy_model(model: PreTrainedModel) -> Critic:
+    """A critic on a deep copy of a causal LM's body. Raises `ModelError` if it cannot be told from
+    the output layer."""
+    return Critic(copy.deepcopy(_body(model)))
+
+
+def load_critic(config: ModelConfig, path: str) -> Critic:
+    """A critic on the body of the causal LM in `path` (a Hugging Face folder or a hub name), in
+    `config`'s dtype and on its device. Raises `ModelError`."""
+    return Critic(_body(load_model(replace(config, path=path)).model))
+
+
+def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write the body as a Hugging Face folder, and the value head beside it. `state` are the whole
+    tensors by the critic's names, where its own are sharded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = critic.state_dict() if state is None else state
+    with no_progress_bars():
+        critic.model.save_pretrained(folder, state_dict=_part(state, BODY))
+    head = {name: value.detach().cpu() for name, value in _part(state, HEAD).items()}
+    save_file(head, folder / HEAD_FILE)
+
+
+@torch.no_grad()
+def load_critic_weights(critic: Critic, folder: Path) -> None:
+    """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded one takes its
+    part. Raises `TrainerError`, with nothing changed, if the folder cannot be read or holds a
+    critic of another architecture."""
+    saved = _read(folder, critic.model)
+    state = critic.state_dict()
+    for name, value in state.items():
+        if name not in saved or saved[name].shape != value.shape:
+            raise TrainerError(
+                f"{folder} holds a critic of another architecture: {name} is missing or differs in"
+                " shape; set train.critic.path to the model that it was made from"
+            )
+    if extra := saved.keys() - state.keys():
+        raise TrainerError(
+            f"{folder} holds a critic of another architecture: it also has {min(extra)}; set"
+            " train.critic.path to the model that it was made from"
+        )
+    for name, value in state.items():
+        value.copy_(_placed_like(value, saved[name]))
+
+
+def _body(model: PreTrainedModel) -> PreTrainedModel:
+    body = model.get_decoder()
+    if body is model or not isinstance(body, PreTrainedModel):
+        raise ModelError(
+            f"a critic cannot be made from {type(model).__name__}: its body cannot be told from its"
+            " output layer; set train.critic.path to another causal LM with the same vocabulary"
+        )
+    return body
+
+
+def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): value for n, value in state.items() if n.startswith(prefix)}
+
+
+def _read(folder: Path, like: PreTrainedModel) -> dict[str, Tensor]:
+    """The critic's whole tensors, by its names. What a folder lacks, transformers would make up."""
+    try:
+        with no_progress_bars(), _no_load_report():
+            body, info = _plain_class(like).from_pretrained(
+                folder,
+                dtype=like.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        head = load_file(folder / HEAD_FILE)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise TrainerError(f"{folder}: cannot read the critic: {error}") from error
+    if missing := info["missing_keys"]:
+        raise TrainerError(
+            f"{folder}: cannot read the critic: {min(missing)} is missing; use another checkpoint"
+        )
+    return {BODY + name: value for name, value in body.state_dict().items()} | {
+        HEAD + name: value for name, value in head.items()
+    }
+
+
+def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Without what sharding puts in front of it."""
+    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
+def _placed_like(target: Tensor, whole: Tensor) -> Tensor:
+    if not isinstance(target, DTensor):
+        return whole
+    whole = whole.to(device=target.device, dtype=target.dtype)
+    # Every rank has read the same file, so nothing has to be sent.
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)

@@ -1,0 +1,80 @@
+"""Models that only score: the reference model and the teacher."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollpacker.trainer.base import ModelConfig
+from rollpacker.trainer.batches import MicroBatch
+from rollpacker.trainer.model import ModelError, load_model
+from rollpacker.trainer.policy import Policy
+
+
+class FrozenPolicy:
+    """A causal LM without gradients. It takes `model` as it is: its parameters stop to require
+    gradients and it is put in eval mode. `policy` is what may be sharded."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.policy = Policy(model.requires_grad_(False)).eval()
+
+    @torch.no_grad()
+    def log_probs(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """Log-probabilities [N] of the batch's targets at `temperature`, in float32 (float64 for
+        such a model)."""
+        return self.policy(batch, temperature)[0]
+
+
+def frozen_copy(model: PreTrainedModel) -> FrozenPolicy:
+    """The model as it is now, on tensors of its own."""
+    return FrozenPolicy(copy.deepcopy(model))
+
+
+def load_teacher(
+    path: str,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None = None,
+) -> FrozenPolicy:
+    """The causal LM in `path` (a Hugging Face folder or a hub name), on the policy's device, in
+    `dtype` (None: the policy's).
+
+    `model` and `tokenizer` are the policy's. Raises `ModelError` if the teacher cannot be loaded,
+    numbers tokens in another way, or has fewer rows of embeddings than the policy. More rows are
+    padding: models of one family often differ in that.
+    """
+    dtype = model.dtype if dtype is None else dtype
+    name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"))
+    _check_same_vocabulary(loaded.tokenizer, tokenizer, path)
+    rows = loaded.model.get_input_embeddings().num_embeddings
+    needed = model.get_input_embeddings().num_embeddings
+    if rows < needed:
+        raise ModelError(
+            f"model.teacher {path} has {rows} rows of embeddings, the policy has {needed}: it could"
+            " not score every token that the policy may sample; choose a teacher with as many"
+        )
+    return FrozenPolicy(loaded.model.to(device=model.device, dtype=dtype))
+
+
+def _check_same_vocabulary(
+    teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, path: str
+) -> None:
+    theirs = {number: token for token, number in teacher.get_vocab().items()}
+    ours = {number: token for token, number in policy.get_vocab().items()}
+    if theirs == ours:
+        return
+    number = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
+    raise ModelError(
+        f"model.teacher {path} has another vocabulary than the policy: token {number} is"
+        f" {_shown(theirs.get(number))} there and {_shown(ours.get(number))} in the policy's"
+        " tokenizer; choose a teacher of the policy's family"
+    )
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

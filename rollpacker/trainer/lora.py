@@ -1,0 +1,205 @@
+"""Low-rank adapters (peft) inside a transformers model.
+
+The model stays the object that it is: peft replaces the targeted modules in place. Adapter weights
+are float32 for a model in lower precision; peft casts around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollpacker.trainer.base import LoraConfig, TrainerError
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
+_ADAPTER = "default"
+"""peft's own name for an only adapter."""
+_FILE_PREFIX = "base_model.model."
+"""What peft writes before a module's path, since its files are made by a wrapper."""
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Give the model adapters, in place, and freeze all else. Returns the same model, which
+    computes what it did before, since an adapter's second factor begins at zero. `seed` alone
+    decides the first factors, so every process gets the same.
+
+    Raises `ValueError`: peft is missing, no module has such a name, or a named module's weight is
+    tied to another module's.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ValueError("model.lora needs peft: pip install peft, or remove model.lora") from error
+    targets = list(config.target_modules)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    tied = _tied_modules(model)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"model.lora.target_modules={targets} does not fit {type(model).__name__}: {error}"
+            ) from error
+    for name in _adapted_modules(model):
+        if name in tied:
+            raise ValueError(
+                f"model.lora.target_modules names {name}, whose weight is tied to another module's "
+                "and cannot have an adapter of its own: leave it out"
+            )
+    for parameter in adapter_parameters(model).values():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether `add_adapter` has changed it."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that `add_adapter` added, by their name in the model."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in _adapted_modules(model).items()
+        for name, parameter in module.named_parameters()
+        if not name.startswith("base_layer.")
+    }
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before it got adapters. No gradients inside."""
+    modules = _adapted_modules(model).values()
+    trainable = [p for p in adapter_parameters(model).values() if p.requires_grad]
+    for module in modules:
+        module.enable_adapters(False)
+    # peft also freezes them, and FSDP would remember that of the first forward pass it sees.
+    for parameter in trainable:
+        parameter.requires_grad_(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            module.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model without adapters that computes the same: names, shapes and dtypes as
+    in the state dict of the model before `add_adapter`, a tied weight once, under its first name.
+
+    Products and sums are in float32 (float64 for such a model), one matrix at a time; the model
+    stays as it is. What has no adapter is not copied. Of a sharded model these are `DTensor`s, and
+    all processes have to take part.
+    """
+    adapted, adapters = _adapted_modules(model), adapter_parameters(model)
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        module_name, _, rest = name.partition(".base_layer.")
+        if id(value) in seen or name in adapters:
+            continue
+        seen.add(id(value))
+        if rest == "weight":
+            change = adapted[module_name].get_delta_weight(_ADAPTER)
+            yield f"{module_name}.weight", (value + change.to(_wide(value))).to(value.dtype)
+        else:
+            yield f"{module_name}.{rest}" if rest else name, value.detach()
+
+
+def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
+    `PeftModel.from_pretrained`. Of a sharded model all processes have to take part, and one to
+    write."""
+    tensors = {
+        _FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): _whole(value).contiguous().cpu()
+        for name, value in adapter_parameters(model).items()
+    }
+    if not write:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = copy(model.peft_config[_ADAPTER])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Copy what `save_adapter` wrote into the model's adapters, exactly. Raises `TrainerError` if
+    it is not there, is broken or belongs to other adapters."""
+    path = folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"{path}: cannot read the adapter: {error}") from error
+    parameters = {
+        _FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): value
+        for name, value in adapter_parameters(model).items()
+    }
+    different = sorted(parameters.keys() ^ tensors.keys()) or [
+        name for name, value in parameters.items() if value.shape != tensors[name].shape
+    ]
+    if different:
+        raise TrainerError(
+            f"{path}: not the adapter of this model and model.lora: "
+            f"{different[0]} is missing in one of the two or has another shape"
+        )
+    for name, parameter in parameters.items():
+        _copy_into(parameter, tensors[name])
+
+
+def _adapted_modules(model: nn.Module) -> dict[str, LoraLayer]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+
+def _tied_modules(model: nn.Module) -> set[str]:
+    """Modules whose weight is another module's too."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def _whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _copy_into(parameter: Tensor, value: Tensor) -> None:
+    value = value.to(device=parameter.device, dtype=parameter.dtype)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(value)

@@ -1,0 +1,64 @@
+"""The most memory that this process held since a mark."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+"""What `clear_refs` takes to set the peak of the resident set to what is resident now."""
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit of `ru_maxrss`."""
+
+
+class PeakMemory:
+    """Of a CUDA device, what torch's allocator held for tensors; else the process's resident set.
+
+    Where the system cannot set the resident set's peak back (`resets` is False: everywhere but on
+    Linux), the peak since the process began stands in for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self.resets = True
+        self.mark_bytes = 0
+        """What was held at the last `reset`."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the mark: the peak counts from here."""
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self.mark_bytes = torch.cuda.memory_allocated(self._cuda)
+            return
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+        except OSError:
+            self.resets = False
+        self.mark_bytes = self.read()
+
+    def read(self) -> int:
+        """Bytes: the most since the last `reset`, what was there before it included."""
+        if self._cuda is not None:
+            return torch.cuda.max_memory_allocated(self._cuda)
+        return _peak_resident_set() if self.resets else _lifetime_peak()
+
+    def above_mark(self) -> int:
+        """Bytes: how far the peak lies above what was held at the last `reset`."""
+        return self.read() - self.mark_bytes
+
+
+def _peak_resident_set() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return _lifetime_peak()
+
+
+def _lifetime_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES

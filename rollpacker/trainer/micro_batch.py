@@ -1,0 +1,114 @@
+"""Micro-batches: the tensors of some whole rows, and which rows of like length share one.
+
+Which rows share a micro-batch depends on their lengths and their order alone, so that a step adds
+the same numbers in the same order in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MICRO_BATCH_OVERHEAD_TOKENS = 192
+"""What starting a micro-batch costs, in padded tokens: worth this much padding to avoid one
+more."""
+
+Row = tuple[Sequence[int], Sequence[int]]
+"""Context and targets: a prompt's tokens and a response's. Both have at least one token."""
+
+
+def row_length(row: Row) -> int:
+    """Tokens of a row that go through the model: its last one predicts nothing and is left out."""
+    context, targets = row
+    return len(context) + len(targets) - 1
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    overhead_tokens: int = MICRO_BATCH_OVERHEAD_TOKENS,
+) -> list[slice]:
+    """Cut rows sorted by rising length into runs; the padded tokens plus the overhead are the least
+    possible.
+
+    Every run holds at most `max_tokens` padded tokens (rows times its longest row), except that a
+    row longer than that has a run of its own. Exact dynamic programme over cut points, O(rows *
+    rows per micro-batch).
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    count = len(sizes)
+    assert bool((sizes[1:] >= sizes[:-1]).all()), "rows must be sorted by length"
+    cost = np.zeros(count + 1, dtype=np.int64)
+    cut = np.zeros(count + 1, dtype=np.int64)
+    for end in range(1, count + 1):
+        width = int(sizes[end - 1])
+        first = max(end - max(max_tokens // width, 1), 0)
+        candidates = cost[first:end] + np.arange(end - first, 0, -1) * width
+        best = int(candidates.argmin())
+        cost[end] = candidates[best] + overhead_tokens
+        cut[end] = first + best
+    runs: list[slice] = []
+    end = count
+    while end > 0:
+        runs.append(slice(int(cut[end]), end))
+        end = int(cut[end])
+    return runs[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """B rows right-padded to width W, or end to end in one row without padding (B = 1), and the N
+    tokens in them that are predicted."""
+
+    input_ids: Tensor
+    """[B, W] int64. A row's last token predicts nothing and is left out, so W is the longest row
+    less one, or the sum of all rows less one each."""
+    positions: Tensor
+    """[N] int64: where in the flattened [B * W] the prediction of each target is made."""
+    targets: Tensor
+    """[N] int64, row after row."""
+    num_targets: tuple[int, ...]
+    """Targets of each row."""
+    num_tokens: int
+    """Real tokens among B * W."""
+    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's forward takes besides `input_ids`: nothing for right-padded rows."""
+
+
+def collate(rows: Sequence[Row], pad_token_id: int, device: torch.device) -> MicroBatch:
+    """Rows padded on the right to the longest."""
+    lengths = [row_length(row) for row in rows]
+    width = max(lengths)
+    input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
+    for index, (context, targets) in enumerate(rows):
+        input_ids[index, : lengths[index]] = [*context, *targets[:-1]]
+    return micro_batch(rows, input_ids, np.arange(len(rows)) * width, {}, device)
+
+
+def micro_batch(
+    rows: Sequence[Row],
+    input_ids: np.ndarray,
+    starts: np.ndarray,
+    model_inputs: Mapping[str, Any],
+    device: torch.device,
+) -> MicroBatch:
+    """The micro-batch of rows that lie in `input_ids` from the flat positions `starts` on."""
+    positions = []
+    for start, (context, targets) in zip(starts, rows, strict=True):
+        assert len(context) > 0 and len(targets) > 0, "a row needs a context and a target"
+        first = start + len(context) - 1
+        positions.append(np.arange(first, first + len(targets)))
+    targets_N = np.concatenate([np.asarray(targets, dtype=np.int64) for _, targets in rows])
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        targets=torch.from_numpy(targets_N).to(device),
+        num_targets=tuple(len(targets) for _, targets in rows),
+        num_tokens=sum(row_length(row) for row in rows),
+        model_inputs=model_inputs,
+    )

@@ -1,0 +1,36 @@
+"""What ranks report at the end of a step, and the step's metrics made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollpacker.trainer.step_sums import StepSums
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """Of one rank. The norms are those of the whole step, on every rank alike."""
+
+    sums: StepSums
+    grad_norm: float
+    learning_rate: float
+    critic_grad_norm: float | None
+    peak_memory_bytes: int
+    """Of this rank's process or device since the step before."""
+
+
+def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:
+    """All ranks' outcomes as one step's metrics; `peak_flops` is one device's."""
+    first = outcomes[0]
+    sums = StepSums.merge(outcome.sums for outcome in outcomes)
+    metrics = sums.metrics(
+        grad_norm=first.grad_norm,
+        learning_rate=first.learning_rate,
+        critic_grad_norm=first.critic_grad_norm,
+        peak_flops=peak_flops,
+    )
+    peak = max(outcome.peak_memory_bytes for outcome in outcomes)
+    return {**metrics, "perf/train_peak_memory_gib": peak / GIB}

@@ -1,0 +1,157 @@
+"""The policy as the trainer runs it: a micro-batch in, log-probabilities and entropies out.
+
+The decoder gives hidden states, of which only those that predict something go on, and the output
+layer is applied to them in blocks (`logprobs.chunked_log_probs`). A model that does more to its
+logits than is known here runs as a whole, at the same positions, with full logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollpacker.trainer.batches import MicroBatch
+from rollpacker.trainer.logprobs import (
+    BLOCK_ELEMENTS,
+    LogitTransform,
+    chunked_log_probs,
+    full_precision,
+)
+
+CHECKED_TOKENS = 8
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Of the largest logit. Both ways round alike up to the order of sums."""
+LOW_PRECISION_TOLERANCE = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(nn.Module):
+    """A causal language model of transformers, or such a model with peft's adapters.
+
+    Parameters are touched inside `forward` only, so that the module can be the root of a sharded
+    model (FSDP2). Nothing of the model is changed, and its mode (training, evaluation) is left as
+    it is. Construction runs `CHECKED_TOKENS` tokens both ways to see whether the blocks give the
+    model's own logits; where they do not, one warning says so and the logits of a micro-batch exist
+    as a whole.
+    """
+
+    def __init__(self, model: nn.Module, *, block_elements: int = BLOCK_ELEMENTS) -> None:
+        super().__init__()
+        assert block_elements > 0, block_elements
+        self.model = model
+        self.block_elements = block_elements
+        self._transform = _logit_transform(_base_model(model).config.get_text_config())
+        self.runs_in_blocks = self._blocks_give_the_logits()
+        if not self.runs_in_blocks:
+            logger.warning(
+                "%s does something to its logits that is not known here: the logits of a "
+                "micro-batch are kept as a whole, which costs memory; lower "
+                "train.micro_batch_tokens if that is too much",
+                type(_base_model(model)).__name__,
+            )
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] of the batch's targets and the entropies [N] of their
+        distributions, under softmax(logits / temperature).
+
+        Both are differentiable, in float32 (float64 for such a model). No attention mask is given:
+        with causal attention nothing real looks at the padding on the right.
+        """
+        if not self.runs_in_blocks:
+            return _log_probs(self._logits_at(batch), batch.targets, temperature)
+        hidden = self._hidden_states(batch.input_ids, batch.model_inputs)
+        head = _base_model(self.model).get_output_embeddings()
+        return chunked_log_probs(
+            hidden.flatten(0, 1).index_select(0, batch.positions),
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=temperature,
+            transform=self._transform,
+            block_elements=self.block_elements,
+        )
+
+    def _hidden_states(self, input_ids: Tensor, model_inputs: Any) -> Tensor:
+        """[B, W, D], after the last norm."""
+        decoder = _base_model(self.model).get_decoder()
+        return decoder(input_ids=input_ids, use_cache=False, **model_inputs)[0]
+
+    def _logits_at(self, batch: MicroBatch) -> Tensor:
+        """Logits [N, V] at the batch's positions, by feeding the output layer those hidden states
+        alone. What the model does to its logits afterwards stays in place."""
+        head = _base_model(self.model).get_output_embeddings()
+        owner = threading.get_ident()
+
+        def keep_positions(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor] | None:
+            # An engine may be using the same layer in a thread of its own.
+            if threading.get_ident() != owner:
+                return None
+            (hidden,) = arguments
+            return (hidden.flatten(0, 1).index_select(0, batch.positions).unsqueeze(0),)
+
+        hook = head.register_forward_pre_hook(keep_positions)
+        try:
+            outputs = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
+        finally:
+            hook.remove()
+        assert outputs.logits.shape[:2] == (1, len(batch.positions)), outputs.logits.shape
+        return outputs.logits[0]
+
+    @torch.no_grad()
+    def _blocks_give_the_logits(self) -> bool:
+        base = _base_model(self.model)
+        head = base.get_output_embeddings()
+        if type(head) is not nn.Linear or not hasattr(base, "get_decoder"):
+            return False
+        device = head.weight.device
+        input_ids = torch.arange(min(CHECKED_TOKENS, len(head.weight)), device=device)[None]
+        with _evaluation(self.model):
+            expected = self.model(input_ids=input_ids, use_cache=False).logits
+            try:
+                hidden = self._hidden_states(input_ids, {})
+            except TypeError:  # a decoder with another signature
+                return False
+        if hidden.shape[-1] != head.in_features or expected.shape[-1] != head.out_features:
+            return False
+        actual = self._transform.apply_(head(hidden).to(full_precision(hidden.dtype)))
+        tolerance = TOLERANCE.get(expected.dtype, LOW_PRECISION_TOLERANCE)
+        difference = (actual - expected).abs().max()
+        return bool(difference <= tolerance * expected.abs().max())
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """Without peft's wrapper; its adapters are inside the layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _logit_transform(config: Any) -> LogitTransform:
+    """As the families name it: Granite divides, Cohere and Falcon-H1 multiply, Gemma caps."""
+    scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def _log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table = (logits.to(full_precision(logits.dtype)) / temperature).log_softmax(-1)
+    chosen = table.gather(-1, targets[:, None])[:, 0]
+    return chosen, -(table.exp() * table).sum(-1)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and afterwards in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,129 @@
+"""The trainer in processes of its own: it works while the engine generates.
+
+Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
+`apply` brings them together. The engine has a copy of the weights, which is brought up to date
+through memory that the run's process and rank 0 share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rollpacker.trainer.balance import assign
+from rollpacker.trainer.base import HandOver, ScoreRequest, TokenScores, TrainSample
+from rollpacker.trainer.launch import Ranks
+from rollpacker.trainer.outcome import step_metrics
+from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.weight_buffer import WeightBuffer
+
+Result = TypeVar("Result")
+
+
+class ProcessTrainer:
+    """Meets `train.base.Trainer`. Calls must not overlap; the driver awaits each.
+
+    `engine_weights` are what the engine's copy consists of: names, shapes and dtypes. Raises
+    `TrainerProcessError` if a process ends, then or in any later call.
+    """
+
+    def __init__(
+        self,
+        setup: LearnerSetup,
+        num_processes: int,
+        engine_weights: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        self.version = 0
+        self._ranks = Ranks(num_processes)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        try:
+            self._all("setup", setup)
+            self._buffer = WeightBuffer.create(engine_weights)
+            others = [None] * (num_processes - 1)
+            try:
+                self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
+            finally:
+                self._buffer.unlink()
+        except BaseException:
+            self.close()
+            raise
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """See `Trainer`."""
+        shares = self._shares(requests)
+
+        def score() -> list[TokenScores]:
+            parts = self._ranks.call("score", [([requests[i] for i in s],) for s in shares])
+            scores: dict[int, TokenScores] = {}
+            for share, part in zip(shares, parts, strict=True):
+                scores.update(zip(share, part, strict=True))
+            return [scores[i] for i in range(len(requests))]
+
+        return await self._in_thread(score)
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """See `Trainer`."""
+        ordered = sorted(samples, key=lambda sample: sample.sample)
+        shares = self._shares(ordered)
+
+        def accumulate() -> None:
+            self._ranks.call("accumulate", [([ordered[i] for i in s],) for s in shares])
+
+        await self._in_thread(accumulate)
+
+    async def rescale(self, factor: float) -> None:
+        """See `Trainer`."""
+        await self._in_thread(lambda: self._all("rescale", factor))
+
+    async def apply(self) -> Mapping[str, float]:
+        """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
+
+        def apply() -> Mapping[str, float]:
+            outcomes = self._all("apply")
+            self.version += 1
+            return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
+
+        return await self._in_thread(apply)
+
+    async def hand_over(self) -> HandOver:
+        """See `Trainer`."""
+
+        def write() -> HandOver:
+            probe, *_ = self._all("write_weights")
+            return HandOver(weights=self._buffer.tensors, probe=probe)
+
+        return await self._in_thread(write)
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer`."""
+        self._all("save", folder)
+
+    def load(self, folder: Path) -> None:
+        """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
+        self.version = self._all("load", folder)[0]
+
+    def close(self) -> None:
+        """End thread and processes. Idempotent."""
+        self._ranks.close()
+        self._executor.shutdown(wait=False)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [rank.pid for rank in self._ranks.all]
+
+    def _shares(self, rows: Sequence[ScoreRequest] | Sequence[TrainSample]) -> list[list[int]]:
+        """Which rows each rank takes."""
+        lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
+        return assign(lengths, len(self._ranks.all))
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ranks.call(method, [arguments] * len(self._ranks.all))
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,91 @@
+"""From a configuration to a learner, in whichever process it is to live. Light: torch comes with
+the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.trainer.base import ModelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rollpacker.trainer.learner import Learner
+    from rollpacker.trainer.sharding import Shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSetup:
+    """All that a learner is made of; goes to worker processes as it is."""
+
+    model: ModelConfig
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    """Of sampling: log-probs are taken at it."""
+    total_steps: int | None
+    """Where schedules end."""
+    threads: int | None = None
+    """Torch's threads on a CPU."""
+
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        from rollpacker.trainer.model import model_device
+
+        return model_device(self.model.device)
+
+
+def build_learner(
+    setup: LearnerSetup,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    shards: Shards | None = None,
+) -> Learner:
+    """Load what is needed. `model` and `tokenizer`: train these in place, instead of loading.
+
+    Raises `ModelError` and `ValueError` for what is wrong with model, teacher or settings.
+    """
+    from rollpacker.trainer.critic import from_policy_model, load_critic
+    from rollpacker.trainer.frozen import load_teacher
+    from rollpacker.trainer.learner import Learner
+    from rollpacker.trainer.lora import add_adapter
+    from rollpacker.trainer.model import load_model
+
+    device = setup.device()
+    if model is None:
+        loaded = load_model(setup.model)
+        model, tokenizer = loaded.model, loaded.tokenizer
+    assert tokenizer is not None
+    critic = None
+    if setup.algorithm.needs_critic:
+        path = setup.train.critic.path
+        critic = from_policy_model(model) if path is None else load_critic(setup.model, path)
+    teacher = None
+    if setup.algorithm.needs_teacher:
+        assert setup.model.teacher is not None
+        teacher = load_teacher(
+            setup.model.teacher,
+            dtype=model.dtype,
+            device=device,
+            tokenizer=tokenizer,
+            vocabulary_size=model.get_input_embeddings().num_embeddings,
+        )
+    if setup.model.lora is not None:
+        model = add_adapter(model, setup.model.lora)
+    return Learner(
+        model=model,
+        tokenizer=tokenizer,
+        pad_token_id=tokenizer.pad_token_id,
+        config=setup.train,
+        algorithm=setup.algorithm,
+        temperature=setup.temperature,
+        total_steps=setup.total_steps,
+        gradient_checkpointing=setup.model.gradient_checkpointing,
+        critic=critic,
+        teacher=teacher,
+        shards=shards,
+    )

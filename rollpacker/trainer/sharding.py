@@ -1,0 +1,256 @@
+"""FSDP2: a model's parameters, gradients and optimizer state, sharded over processes.
+
+    shards = join(device)                            # under torchrun; gloo on a CPU, nccl on CUDA
+    policy = Policy(model)                           # the same weights in every process
+    gradients = shard(policy, shards, param_dtype=torch.bfloat16, gradient_sync="step")
+    named = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(named, ...)          # the parameters are DTensors now
+
+    # scoring: a forward is a collective, so every process runs as many
+    batches = mine + [filler] * (same_number(len(mine), shards) - len(mine))
+    with torch.no_grad():
+        scores = [policy(batch, temperature) for batch in batches]
+
+    for batch in batches:                            # a filler's loss has weight 0
+        loss, finite = ...
+        broken |= not finite                         # backward all the same: the others wait in it
+        (loss if finite else zero_loss).backward()
+    gradients.finish(run_filler)                     # forward and backward of one micro-batch of
+                                                     # weight 0; now they are summed over all
+    if any_rank(broken, shards):
+        gradients.forget()                           # and the optimizer's, and NonFiniteError, in
+                                                     # every process
+    norm = optimizer.step(learning_rate, max_grad_norm)
+    total_loss, = sum_over_ranks([loss_sum], shards)
+
+    save_model(policy.model, tokenizer, folder / "model", shards=shards, dtype=torch.bfloat16)
+    save_trainer(optimizer.state(), {"version": 3}, folder / "trainer", shards)
+    load_model_weights(policy.model, folder / "model", shards)
+    optimizer.load_state(load_trainer_tensors(folder / "trainer", like, shards))
+    leave()
+
+Everything here is a collective: all processes call it, in the same order. With `shards=None` there
+is one process, which needs no process group; the model is then a plain one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rollpacker.trainer.base import TrainerError
+
+TIMEOUT_S = 1800.0
+"""Longer than one process takes to load a large model or to write a checkpoint alone."""
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Small numbers are exchanged in host memory, so that nobody waits for the GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The processes that share a model, as one of them sees them."""
+
+    rank: int
+    size: int
+    mesh: DeviceMesh
+    """One dimension of `size`."""
+    device: torch.device
+    """This process's own."""
+
+
+def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> Shards:
+    """Meet the other processes, as torchrun's environment variables say.
+
+    On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
+    for the others fails. Raises `TrainerError` if a variable is not set.
+    """
+    if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
+        raise TrainerError(f"{', '.join(missing)} not set: start the processes with torchrun")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,))
+    return Shards(rank=dist.get_rank(), size=size, mesh=mesh, device=device)
+
+
+def leave() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class ShardedGradients:
+    """When a sharded model's gradients are summed over the processes."""
+
+    def __init__(self, root: FSDPModule, gradient_sync: Literal["step", "micro-batch"]) -> None:
+        self._root = root
+        self._at_every_backward = gradient_sync == "micro-batch"
+        root.set_requires_gradient_sync(self._at_every_backward)
+
+    def finish(self, run_filler: Callable[[], object]) -> None:
+        """After this every parameter's `grad` holds its shard of the sum.
+
+        `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
+        it is not called where every backward has summed already.
+        """
+        if self._at_every_backward:
+            return
+        self._root.set_requires_gradient_sync(True)
+        try:
+            run_filler()
+        finally:
+            self._root.set_requires_gradient_sync(False)
+
+    def forget(self) -> None:
+        """Drop what this process has not summed yet, and every parameter's `grad`."""
+        for parameter in self._root.parameters():
+            parameter.grad = None
+        for group in _parameter_groups(self._root):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # there is one since the first forward
+                    parameter._unsharded_param.grad = None
+
+
+def shard(
+    root: nn.Module,
+    shards: Shards,
+    *,
+    param_dtype: torch.dtype | None,
+    gradient_sync: Literal["step", "micro-batch"],
+) -> ShardedGradients:
+    """Shard `root` in place, layer by layer. All its forwards must go through `root` itself.
+
+    Every process has the same weights before. Computation is in `param_dtype`, for which trainable
+    parameters become float32 if they are of less; gradients are added up in float32. With None
+    nothing is cast. Gradients are sums over processes, not means. With "step" each process keeps
+    whole gradients until `finish`; with "micro-batch" only its shard.
+    """
+    policy = MixedPrecisionPolicy()
+    if param_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for module in [*_layers(root), root]:
+        if param_dtype is not None:
+            _widen_trainable(module)
+        # The root's own parameters (embeddings, head) are the last of a forward and the first of
+        # its backward: they stay between the two.
+        fully_shard(
+            module, mesh=shards.mesh, mp_policy=policy, reshard_after_forward=module is not root
+        )
+    for module in _sharded_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    root.register_forward_hook(_after_forward)
+    assert isinstance(root, FSDPModule)
+    return ShardedGradients(root, gradient_sync)
+
+
+def full_parameters(
+    model: nn.Module, shards: Shards | None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """`full_tensors` of the model's parameters, by the names that a plain model has."""
+    return full_tensors(model.named_parameters(), shards, dtype)
+
+
+@torch.no_grad()
+def full_tensors(
+    named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors in host memory, one at a time, on rank 0.
+
+    The other ranks get nothing, but they must iterate to the end too. Floating-point ones are cast
+    to `dtype`, if one is given, before they travel.
+    """
+    for name, value in named:
+        value = value.detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if shards is None or shards.rank == 0:
+            yield name, whole.cpu()
+
+
+def same_number(count: int, shards: Shards | None) -> int:
+    """The largest `count` of all processes: so many micro-batches each of them runs."""
+    return int(max_over_ranks([count], shards)[0])
+
+
+def any_rank(flag: bool, shards: Shards | None) -> bool:
+    """Whether it is true in any process."""
+    return same_number(int(flag), shards) == 1
+
+
+def sum_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
+    """Element by element, in float64. As many values in every process."""
+    return _reduce(values, shards, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
+    """Element by element, in float64. As many values in every process."""
+    return _reduce(values, shards, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Sequence[float], shards: Shards | None, operation: Any) -> list[float]:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if shards is not None:
+        dist.all_reduce(numbers, operation)
+    return numbers.tolist()
+
+
+def _layers(root: nn.Module) -> list[nn.Module]:
+    """The model's layers, by what transformers says must stay together."""
+    models = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
+    names = {name for model in models for name in model._no_split_modules or ()}
+    layers = [module for module in root.modules() if type(module).__name__ in names]
+    if not layers:
+        raise TrainerError(
+            f"{type(root).__name__}: the model does not say what its layers are "
+            "(_no_split_modules), so it cannot be sharded: leave train.processes unset"
+        )
+    return layers
+
+
+def _widen_trainable(module: nn.Module) -> None:
+    """Half-precision parameters become float32, in place; what is sharded already is so."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _parameter_groups(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records, one for each module that was sharded."""
+    for module in _sharded_modules(root):
+        if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+            yield group
+
+
+def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
+    """No backward follows a forward without gradient, so free here what backward would have: else
+    the next forward would use the root's old whole parameters, even after an update."""
+    if torch.is_grad_enabled():
+        return
+    assert isinstance(root, FSDPModule)
+    root.reshard()
+    # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only
+    # scores would let it grow without end, and any other would prefetch what it does not need.
+    root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for group in _parameter_groups(root):
+        group._post_forward_indices.clear()

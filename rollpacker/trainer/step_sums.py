@@ -1,0 +1,224 @@
+"""What a step's micro-batches add up to, and the step's metrics made of it.
+
+Only sums, smallest and largest values are kept, so that several ranks' merge into the whole step's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollpacker.trainer.batches import MicroBatch
+
+OUTSIDE_NATS = 0.2
+"""`sampling/sampling_logp_difference/outside` counts tokens whose log-probs differ by more: the
+trainer's probability is then more than 1.22 times the engine's, or less than 0.82 times."""
+MAX_LOG_RATIO = 20.0
+"""Importance ratios are cut at exp of this, so that one broken token gives no infinity."""
+WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
+"""Sums of the loss that `sampling/ess` is made of."""
+OUTSIDE_SUM = "mismatch_outside"
+"""The sum that becomes `sampling/mismatch_outside`. Any other becomes `actor/` and its name."""
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Picklable. A micro-batch that only keeps other ranks company (a filler) is not added."""
+
+    response_tokens: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    micro_batches: int = 0
+    recomputed_micro_batches: int = 0
+    samples: int = 0
+    """Those whose weight was given."""
+    ranks: int = 1
+    flops: float = 0.0
+    seconds: float = 0.0
+    """Of forward and backward passes; of several ranks, the slowest one's."""
+    min_log_ratio: float = math.inf
+    max_log_ratio: float = -math.inf
+    totals: Counter[str] = field(default_factory=Counter)
+
+    def add_micro_batch(
+        self,
+        *,
+        batch: MicroBatch,
+        loss: float,
+        entropy: Tensor,
+        log_ratio: Tensor,
+        token_sums: Mapping[str, Tensor],
+        seconds: float = 0.0,
+        flops: float = 0.0,
+        update_log_ratio: Tensor | None = None,
+        sample_weights: Sequence[float] | None = None,
+        value_loss: float | None = None,
+        value_token_sums: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take in one forward and backward pass.
+
+        `loss` and the critic's `value_loss` are the micro-batch's shares of the step's. [N]:
+        `entropy`; `log_ratio`, the trainer's log-probs minus the engine's; `update_log_ratio`, the
+        trainer's minus the old ones of the loss (None: they are the same). `token_sums` and
+        `value_token_sums` are sums over the tokens, by the names that the losses give them.
+        `sample_weights`: what each sample's loss is multiplied by, relative to a step without such
+        weights (1). `seconds` and `flops` (`flops.FlopModel`) are of the two passes.
+        """
+        self.response_tokens += len(batch.targets)
+        self.real_tokens += batch.num_tokens
+        self.padded_tokens += batch.input_ids.numel()
+        self.micro_batches += 1
+        self.seconds += seconds
+        self.flops += flops
+        self.totals["loss"] += loss
+        if value_loss is not None:
+            self.totals["value_loss"] += value_loss
+        if sample_weights is not None:
+            self.samples += len(sample_weights)
+            self.totals["weights"] += sum(sample_weights)
+            self.totals["weights_squared"] += sum(weight * weight for weight in sample_weights)
+        named = {_total_name(name): value for name, value in token_sums.items()}
+        named |= {f"critic/{name}": value for name, value in (value_token_sums or {}).items()}
+        if update_log_ratio is not None:
+            named["actor/ppo_kl"] = -update_log_ratio.detach().sum(dtype=torch.float64)
+        self._add_tokens(entropy, log_ratio, named)
+
+    def scale(self, factor: float) -> None:
+        """The losses so far were weighted provisionally: multiply them by `factor`."""
+        for name in ("loss", "value_loss"):
+            if name in self.totals:
+                self.totals[name] *= factor
+
+    @staticmethod
+    def merge(parts: Iterable[StepSums]) -> StepSums:
+        """The sums of several ranks as those of one step. At least one part."""
+        first, *others = parts
+        merged = copy.deepcopy(first)
+        for part in others:
+            merged.response_tokens += part.response_tokens
+            merged.real_tokens += part.real_tokens
+            merged.padded_tokens += part.padded_tokens
+            merged.micro_batches += part.micro_batches
+            merged.recomputed_micro_batches += part.recomputed_micro_batches
+            merged.samples += part.samples
+            merged.ranks += part.ranks
+            merged.flops += part.flops
+            merged.seconds = max(merged.seconds, part.seconds)
+            merged.min_log_ratio = min(merged.min_log_ratio, part.min_log_ratio)
+            merged.max_log_ratio = max(merged.max_log_ratio, part.max_log_ratio)
+            merged.totals.update(part.totals)
+        return merged
+
+    def metrics(
+        self,
+        *,
+        grad_norm: float,
+        learning_rate: float,
+        critic_grad_norm: float | None = None,
+        peak_flops: float | None = None,
+    ) -> dict[str, float]:
+        """The step's metrics, by the names in `docs/metrics.md`. `peak_flops` is what one rank's
+        device could do, in FLOP/s; without it there is no MFU. At least one micro-batch was added.
+        """
+        assert self.response_tokens > 0, "a step without response tokens has no metrics"
+        return {
+            "actor/loss": self.totals["loss"],
+            "actor/grad_norm": grad_norm,
+            "actor/lr": learning_rate,
+            "actor/entropy": self._mean("entropy"),
+            "actor/ppo_kl": self._mean("actor/ppo_kl"),
+            **{name: self._mean(name) for name in self.totals if "/" in name},
+            **self._critic(critic_grad_norm),
+            **self._sampling(),
+            **self._effective_sizes(),
+            "train/response_tokens": float(self.response_tokens),
+            "train/tokens": float(self.real_tokens),
+            "train/padded_tokens": float(self.padded_tokens),
+            "train/micro_batches": float(self.micro_batches),
+            "train/recomputed_micro_batches": float(self.recomputed_micro_batches),
+            **self._speed(peak_flops),
+        }
+
+    def _add_tokens(
+        self, entropy: Tensor, log_ratio: Tensor, named_sums: Mapping[str, Tensor]
+    ) -> None:
+        difference = log_ratio.detach().double()
+        least, most = difference.aminmax()
+        sums = {
+            "entropy": entropy.detach().sum(dtype=torch.float64),
+            "difference": difference.abs().sum(),
+            "outside": (difference.abs() > OUTSIDE_NATS).sum(),
+            "ratio": difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum(),
+            **named_sums,
+        }
+        *numbers, low, high = _to_numbers([*sums.values(), least, most])
+        for name, number in zip(sums, numbers, strict=True):
+            self.totals[name] += number
+        self.min_log_ratio = min(self.min_log_ratio, low)
+        self.max_log_ratio = max(self.max_log_ratio, high)
+
+    def _mean(self, name: str) -> float:
+        return self.totals[name] / self.response_tokens
+
+    def _critic(self, grad_norm: float | None) -> dict[str, float]:
+        if "value_loss" not in self.totals:
+            return {}
+        norm = {} if grad_norm is None else {"critic/grad_norm": grad_norm}
+        return {"critic/value_loss": self.totals["value_loss"], **norm}
+
+    def _sampling(self) -> dict[str, float]:
+        return {
+            "sampling/sampling_logp_difference/mean": self._mean("difference"),
+            "sampling/sampling_logp_difference/max": max(-self.min_log_ratio, self.max_log_ratio),
+            "sampling/sampling_logp_difference/outside": self._mean("outside"),
+            "sampling/importance_sampling_ratio/mean": self._mean("ratio"),
+            "sampling/importance_sampling_ratio/min": _ratio(self.min_log_ratio),
+            "sampling/importance_sampling_ratio/max": _ratio(self.max_log_ratio),
+        }
+
+    def _effective_sizes(self) -> dict[str, float]:
+        totals = self.totals
+        sizes = {}
+        if totals["weights_squared"] > 0:
+            sizes["train/weights/ess"] = _effective_size(
+                totals["weights"], totals["weights_squared"], self.samples
+            )
+        if totals[WEIGHT_SQUARED] > 0:
+            sizes["sampling/ess"] = _effective_size(
+                totals[WEIGHT], totals[WEIGHT_SQUARED], self.response_tokens
+            )
+        return sizes
+
+    def _speed(self, peak_flops: float | None) -> dict[str, float]:
+        if self.seconds <= 0:
+            return {}
+        speed = {"perf/train_tokens_per_s": self.real_tokens / self.seconds}
+        if peak_flops is not None and self.flops > 0:
+            speed["perf/mfu/actor"] = self.flops / (self.seconds * self.ranks * peak_flops)
+        return speed
+
+
+def _total_name(name: str) -> str:
+    if name in (WEIGHT, WEIGHT_SQUARED):
+        return name
+    return f"sampling/{name}" if name == OUTSIDE_SUM else f"actor/{name}"
+
+
+def _ratio(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO))
+
+
+def _effective_size(total: float, squares: float, count: int) -> float:
+    """(sum w)^2 / (n sum w^2): 1 if all weights are equal."""
+    return total * total / (count * squares)
+
+
+def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """In one transfer from the device."""
+    return torch.stack([value.double() for value in scalars]).tolist()

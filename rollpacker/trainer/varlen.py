@@ -1,0 +1,338 @@
+"""Causal attention over rows of different lengths that lie end to end, without padding.
+
+Three implementations, one function each, in the shape that transformers' `AttentionInterface` asks
+for. All find the rows in a keyword argument that transformers hands through to every layer.
+
+    varlen    torch's FlashAttention over cumulative lengths. CUDA, half precision.
+    flex      FlexAttention with a mask of blocks. CUDA; also soft caps, and float32.
+    grouped   rows of like length padded together for attention alone, by plain SDPA. Any device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from rollpacker.trainer.micro_batch import plan_micro_batches
+
+ROWS_KEYWORD = "packed_rows"
+BLOCK_SIZE = 128
+"""Tokens per side of a FlexAttention block."""
+GROUP_OVERHEAD_TOKENS = 80
+"""What one more group costs attention, in padded tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Rows of like length, padded to the longest for attention."""
+
+    num_rows: int
+    width: int
+    from_pack: Tensor
+    """[rows * width]; padding points at the pack's first token, whose values nobody reads."""
+
+
+class PackedRows:
+    """Where the rows of a pack begin and end, in the form that each implementation needs.
+
+    Each form is made when it is first asked for and kept, as all layers need the same.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        self.max_length = max(lengths)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._device = device
+        self._block_masks: dict[int | None, BlockMask] = {}
+        self._window_masks: dict[tuple[int, int], Tensor] = {}
+
+    def position_ids(self) -> Tensor:
+        """[1, N]: each row counts from 0."""
+        ids = np.concatenate([np.arange(length) for length in self.lengths])
+        return torch.from_numpy(ids)[None].to(self._device)
+
+    @cached_property
+    def cumulative_lengths(self) -> Tensor:
+        """[rows + 1] int32: where each row starts, and the end of the last."""
+        return torch.from_numpy(self._starts.astype(np.int32)).to(self._device)
+
+    @cached_property
+    def groups(self) -> tuple[list[RowGroup], Tensor]:
+        """The groups, and [N]: where each token of the pack lies in the groups laid end to end."""
+        order = np.argsort(self.lengths, kind="stable")
+        lengths = np.asarray(self.lengths)[order]
+        to_pack = np.empty(self._starts[-1], dtype=np.int64)
+        groups, offset = [], 0
+        for run in plan_micro_batches(lengths, int(self._starts[-1]), GROUP_OVERHEAD_TOKENS):
+            width = int(lengths[run.stop - 1])
+            real = np.arange(width) < lengths[run][:, None]
+            source = np.where(real, self._starts[order[run]][:, None] + np.arange(width), 0)
+            to_pack[source[real]] = offset + np.flatnonzero(real)
+            offset += source.size
+            from_pack = torch.from_numpy(source.reshape(-1)).to(self._device)
+            groups.append(RowGroup(num_rows=len(source), width=width, from_pack=from_pack))
+        return groups, torch.from_numpy(to_pack).to(self._device)
+
+    def window_mask(self, width: int, window: int) -> Tensor:
+        """[width, width] bool: causal, and no further back than `window` tokens, oneself
+        included."""
+        if (width, window) not in self._window_masks:
+            columns = torch.arange(width, device=self._device)
+            distance = columns[:, None] - columns
+            self._window_masks[width, window] = (distance >= 0) & (distance < window)
+        return self._window_masks[width, window]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """FlexAttention's mask: causal within each row, no further back than `window` tokens."""
+        if window not in self._block_masks:
+            self._block_masks[window] = self._new_block_mask(window)
+        return self._block_masks[window]
+
+    def _new_block_mask(self, window: int | None) -> BlockMask:
+        """Which blocks have something visible follows from the rows' starts: no [N, N] is made."""
+        total = int(self._starts[-1])
+        row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        first = np.arange(0, total, BLOCK_SIZE)
+        last = np.minimum(first + BLOCK_SIZE, total) - 1
+        # The first token that a block's first query sees, and the first that its last query sees.
+        reach = window if window is not None else total
+        oldest = np.maximum(self._starts[row_of[first]], first - reach + 1)
+        newest = np.maximum(self._starts[row_of[last]], last - reach + 1)
+        index = np.arange(len(first))
+        causal = index <= index[:, None]
+        visible = causal & (last >= oldest[:, None])
+        whole = (index < index[:, None]) & (first >= newest[:, None])
+        whole &= (first + BLOCK_SIZE <= total)[:, None]
+        partial_blocks, whole_blocks = (
+            _block_lists(blocks, self._device) for blocks in (visible & ~whole, whole)
+        )
+        return BlockMask.from_kv_blocks(
+            *partial_blocks,
+            *whole_blocks,
+            BLOCK_SIZE=BLOCK_SIZE,
+            mask_mod=_mask_mod(torch.from_numpy(row_of).to(self._device), window),
+            seq_lengths=(total, total),
+        )
+
+
+def _block_lists(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per block of queries how many blocks of keys, [1, 1, Q], and which, first, [1, 1, Q, K]."""
+    counts = blocks.sum(1).astype(np.int32)
+    which = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return (
+        torch.from_numpy(counts)[None, None].to(device),
+        torch.from_numpy(which)[None, None].to(device),
+    )
+
+
+def _mask_mod(row_of: Tensor, window: int | None) -> Callable[..., Tensor]:
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_row = (query >= key) & (row_of[query] == row_of[key])
+        return same_row if window is None else same_row & (query - key < window)
+
+    return visible
+
+
+def _score_mod(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, *_where: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def flex(
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. On a CPU the whole score
+    matrix is made, and there is no backward: for tests."""
+    run = _compiled_flex_attention() if query.is_cuda else flex_attention
+    output = run(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _score_mod(softcap),
+        block_mask=rows.block_mask(window),
+        scale=scaling,
+        enable_gqa=query.shape[1] > key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+@cache
+def varlen_function() -> Callable[..., Tensor] | None:
+    """torch's `varlen_attn`, if this torch has one that takes what `varlen` gives it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    needed = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if needed <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def varlen(
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. Half precision on CUDA."""
+    assert softcap is None, "varlen_attn has no soft cap"
+    function = varlen_function()
+    assert function is not None
+    ends, longest = rows.cumulative_lengths, rows.max_length
+    output = function(
+        *(states[0].transpose(0, 1) for states in (query, key, value)),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] > key.shape[1],
+    )
+    return output[None]
+
+
+@torch.compiler.disable
+def grouped(
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+    groups, to_pack = rows.groups
+    flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
+    outputs = []
+    for group in groups:
+        q, k, v = (
+            tokens.index_select(0, group.from_pack)
+            .view(group.num_rows, group.width, -1, states.shape[-1])
+            .transpose(1, 2)
+            for tokens, states in zip(flat, (query, key, value), strict=True)
+        )
+        windowed = window is not None and group.width > window
+        mask = rows.window_mask(group.width, window) if windowed else None
+        if softcap is None:
+            output = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] > k.shape[1],
+            )
+        else:
+            if mask is None:
+                mask = rows.window_mask(group.width, group.width)
+            output = _capped_attention(q, k, v, mask, scaling, softcap)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, to_pack)[None]
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention whose scores are bent by `softcap * tanh(score / softcap)`, as in Gemma 2."""
+    share = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(share, dim=1) for states in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=precision)
+    return weights.to(query.dtype) @ value
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "varlen": varlen,
+    "flex": flex,
+    "grouped": grouped,
+}
+
+
+def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """What transformers calls in every layer: attention over packed rows where the call has them,
+    else `otherwise`, so that an engine may use the model in a thread of its own meanwhile."""
+    implementation = IMPLEMENTATIONS[kind]
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        rows: PackedRows | None = kwargs.get(ROWS_KEYWORD)
+        if rows is None:
+            return otherwise(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                **kwargs,
+            )
+        _refuse_extras(module, attention_mask, dropout, kwargs)
+        window = sliding_window
+        if window is not None and window >= rows.max_length:
+            window = None
+        return implementation(rows, query, key, value, scaling, window, softcap), None
+
+    return attend
+
+
+def _refuse_extras(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    reason = None
+    if kwargs.get("s_aux") is not None:
+        reason = "attention sinks"
+    elif kwargs.get("position_bias") is not None:
+        reason = "a position bias"
+    elif attention_mask is not None:
+        reason = "a mask of its own"
+    elif dropout:
+        reason = "dropout (put the model into eval mode)"
+    elif kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        reason = "bidirectional attention"
+    if reason is not None:
+        raise ValueError(
+            f"{type(module).__name__} uses {reason}, which attention over packed rows does not "
+            "support; set train.micro_batches=sorted"
+        )

@@ -1,0 +1,137 @@
+"""A process of the trainer: one rank, which does what the run's own process asks, call by call.
+
+    setup(LearnerSetup)   once: join the other ranks, load the models
+    score, accumulate, rescale, apply, discard, save, load, write_weights, hashes
+
+It ends when its connection does, whatever it is doing: a run that is killed leaves none behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TrainerError, TrainSample
+from rollpacker.trainer.flops import peak_flops
+from rollpacker.trainer.launch import connect_to_run
+from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.weight_buffer import BufferLayout, WeightBuffer
+
+TIMEOUT_S = 3600.0
+"""How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and end
+all ranks."""
+
+
+class Worker:
+    """The methods are what `Ranks.call` may ask for."""
+
+    def __init__(self) -> None:
+        self._buffer: WeightBuffer | None = None
+
+    def setup(self, setup: LearnerSetup) -> None:
+        """Join the other ranks and load the models."""
+        import torch
+
+        from rollpacker.trainer.setup import build_learner
+        from rollpacker.trainer.sharding import join
+
+        if setup.threads is not None:
+            torch.set_num_threads(setup.threads)
+        device = setup.device()
+        several = int(os.environ["WORLD_SIZE"]) > 1
+        shards = join(device, timeout_s=TIMEOUT_S) if several else None
+        self._learner = build_learner(setup, shards=shards)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> Any:
+        return self._learner.score(requests)
+
+    def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        self._learner.accumulate(samples)
+
+    def rescale(self, factor: float) -> None:
+        self._learner.rescale(factor)
+
+    def apply(self) -> Any:
+        """The outcome, and the FLOP/s that this rank's device could do."""
+        return self._learner.apply(), peak_flops(self._learner.device)
+
+    def discard(self) -> None:
+        self._learner.discard()
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder)
+
+    def load(self, folder: Path) -> int:
+        """The version that was loaded."""
+        self._learner.load(folder)
+        return self._learner.version
+
+    def map_weights(self, layout: BufferLayout | None) -> None:
+        """Map the memory that `write_weights` writes to. None: this rank writes nothing."""
+        self._buffer = None if layout is None else WeightBuffer(layout)
+
+    def write_weights(self) -> str | None:
+        """Bring the shared memory up to date; every rank takes part, rank 0 writes. Returns the
+        probe, on rank 0."""
+        return self._learner.write_weights(None if self._buffer is None else self._buffer.tensors)
+
+    def hashes(self) -> dict[str, str]:
+        return self._learner.state_hashes()
+
+
+def serve(connection: Connection) -> None:
+    """Obey until the connection ends; then the process does."""
+    calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while True:
+                calls.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)  # nobody is there any more; a collective call may never return
+
+    threading.Thread(target=listen, name="calls", daemon=True).start()
+    worker = Worker()
+    while True:
+        method, arguments = calls.get()
+        try:
+            reply = (True, getattr(worker, method)(*arguments))
+        except Exception as error:
+            reply = (False, _portable(error))
+        try:
+            connection.send(reply)
+        except OSError:
+            os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """As the run's own process can raise it: foreign exceptions may not survive the way."""
+    if isinstance(error, TrainerError | NonFiniteError) or type(error) in (ValueError, OSError):
+        return error
+    if type(error).__module__.startswith("rollpacker."):
+        return error
+    traceback.print_exception(error)
+    return TrainerError(f"process {os.environ['RANK']} of the trainer failed: {error!r}")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        connection = connect_to_run()
+    except (OSError, EOFError) as error:
+        sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main()
