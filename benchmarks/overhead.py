@@ -73,7 +73,7 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
     from rollpacker.rollout.base import GenerationRequest, SamplingParams
     from rollpacker.rollout.collect import collect
 
-    trainer, build = parts.build_trainer(config, policy), parts.build_samples_function(config)
+    trainer, build = parts.build_trainer(config, policy, None), parts.build_samples_function(config)
     cursor = parts.build_cursor(config, policy)
     sampling = SamplingParams(
         max_response_tokens=config.rollout.max_response_tokens, seed=config.seed

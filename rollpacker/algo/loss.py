@@ -159,7 +159,8 @@ def _importance_ratio(
     if config.importance_ratio != "token":
         log_ratio = _sample_sums(log_ratio, sample_ids, num_samples)
         if config.importance_ratio == "sequence":
-            log_ratio = log_ratio / torch.bincount(sample_ids, minlength=num_samples).clamp(min=1)
+            ones = torch.ones_like(sample_ids, dtype=log_ratio.dtype)
+            log_ratio = log_ratio / _sample_sums(ones, sample_ids, num_samples).clamp(min=1)
         log_ratio = log_ratio[sample_ids]
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,47 +54,62 @@ def step_advantages(
     Raises `ValueError` if something that is needed is missing.
     """
     rewards = rewards.double()
-    metrics: dict[str, float] = {}
-    returns = None
-    per_token = True
+    penalty, metrics = _penalty(log_probs, ref_log_probs, config)
     if config.advantage == "teacher":
-        found = _present(teacher_log_probs, "a teacher's log-probs") - _own(log_probs)
-        metrics["critic/teacher_kl/mean"] = -found.mean().item()
+        step = _from_teacher(teacher_log_probs, log_probs)
+    elif config.advantage == "gae":
+        token_rewards = _token_rewards(rewards, penalty, lengths)
+        step = _from_critic(token_rewards, values, lengths, config)
     else:
-        penalty = _penalty(config, log_probs, ref_log_probs, metrics)
-        if config.advantage == "gae":
-            values = _present(values, "a critic's values")
-            found, returns = generalized_advantages(
-                _token_rewards(rewards, penalty, lengths),
-                values,
-                lengths,
-                gamma=config.gamma,
-                gae_lambda=config.gae_lambda,
-            )
-            metrics.update(_critic_metrics(returns, values))
-        else:
-            found, per_token = _from_rewards(rewards, group_ids, lengths, penalty, config)
+        step = _from_rewards(rewards, group_ids, penalty, lengths, config)
+    found = step.advantages
     if config.whiten:
-        found = _whitened(found, None if per_token else lengths)
-    return StepAdvantages(advantages=found, per_token=per_token, returns=returns, metrics=metrics)
+        found = _whitened(found, None if step.per_token else lengths)
+    return replace(step, advantages=found, metrics={**metrics, **step.metrics})
+
+
+def _from_teacher(teacher_log_probs: Tensor | None, log_probs: Tensor | None) -> StepAdvantages:
+    teacher = _present(teacher_log_probs, "a teacher's log-probs")
+    found = teacher - _present(log_probs, "the policy's log-probs")
+    return StepAdvantages(
+        advantages=found,
+        per_token=True,
+        metrics={"critic/teacher_kl/mean": -found.mean().item()},
+    )
+
+
+def _from_critic(
+    token_rewards: Tensor, values: Tensor | None, lengths: Sequence[int], config: AlgorithmConfig
+) -> StepAdvantages:
+    values = _present(values, "a critic's values")
+    found, returns = generalized_advantages(
+        token_rewards, values, lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
+    )
+    return StepAdvantages(
+        advantages=found,
+        per_token=True,
+        returns=returns,
+        metrics=_critic_metrics(returns, values),
+    )
 
 
 def _from_rewards(
     rewards: Tensor,
     group_ids: Tensor,
-    lengths: Sequence[int],
     penalty: Tensor | None,
+    lengths: Sequence[int],
     config: AlgorithmConfig,
-) -> tuple[Tensor, bool]:
-    """Advantages, and whether they are per token. Penalties are a matter of the whole response if
-    it is compared with others of its group, else each counts for the tokens before it."""
+) -> StepAdvantages:
+    """Penalties are a matter of the whole response if it is compared with others of its group, else
+    each counts for the tokens before it."""
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         rewards = rewards.index_add(0, of_token, penalty)
     found = relative_rewards(rewards, group_ids, config=config)
-    if config.needs_groups or (penalty is None and config.gamma == 1):
-        return found, False
-    return discounted_sums(_token_rewards(found, penalty, lengths), lengths, config.gamma), True
+    per_token = not config.needs_groups and (penalty is not None or config.gamma != 1)
+    if per_token:
+        found = discounted_sums(_token_rewards(found, penalty, lengths), lengths, config.gamma)
+    return StepAdvantages(advantages=found, per_token=per_token)
 
 
 def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[int]) -> Tensor:
@@ -105,18 +120,16 @@ def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[in
 
 
 def _penalty(
-    config: AlgorithmConfig,
-    log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    metrics: dict[str, float],
-) -> Tensor | None:
-    """What the KL penalty adds to each token's reward [K]; None if it is not in the reward."""
+    log_probs: Tensor | None, ref_log_probs: Tensor | None, config: AlgorithmConfig
+) -> tuple[Tensor | None, dict[str, float]]:
+    """What the KL penalty adds to each token's reward [K], and its metric; None if it is not in the
+    reward."""
     if not config.reference_in_scores:
-        return None
+        return None, {}
+    own = _present(log_probs, "the policy's log-probs")
     reference = _present(ref_log_probs, "the reference model's log-probs")
-    kl = kl_estimate(_own(log_probs), reference, config.kl_estimator)
-    metrics["critic/kl_reward/mean"] = kl.mean().item()
-    return -config.kl_coef * kl
+    kl = kl_estimate(own, reference, config.kl_estimator)
+    return -config.kl_coef * kl, {"critic/kl_reward/mean": kl.mean().item()}
 
 
 def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
@@ -149,10 +162,6 @@ def _critic_metrics(returns: Tensor, values: Tensor) -> dict[str, float]:
         unexplained = (returns - values).var(correction=0).item()
         found["critic/explained_variance"] = 1 - unexplained / spread
     return found
-
-
-def _own(log_probs: Tensor | None) -> Tensor:
-    return _present(log_probs, "the policy's log-probs")
 
 
 def _present(values: Tensor | None, what: str) -> Tensor:

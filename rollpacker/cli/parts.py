@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.torch_engine import TorchEngine
     from rollpacker.trainer.base import Trainer
+    from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,16 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     return threads
 
 
-def build_trainer(config: RunConfig, policy: Policy) -> Trainer:
+def start_trainer_processes(config: RunConfig) -> Ranks | None:
+    """Let them load their libraries while this process loads its own. None if there are none."""
+    if config.train.processes is None:
+        return None
+    from rollpacker.trainer.launch import Ranks
+
+    return Ranks(config.train.processes)
+
+
+def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
     """In place, on the engine's own weights; or apart from it: with an adapter, which the engine
     has merged, and in processes of its own."""
     from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -171,8 +181,8 @@ def build_trainer(config: RunConfig, policy: Policy) -> Trainer:
         threads=policy.threads,
     )
     loaded = policy.loaded
-    if config.train.processes is not None:
-        return ProcessTrainer(setup, config.train.processes, loaded.model.named_parameters())
+    if ranks is not None:
+        return ProcessTrainer(setup, ranks, loaded.model.named_parameters())
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -57,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
     """Exit code. Raises what `train` raises."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
+    from rollpacker.trainer.launch import Torchrun
 
+    torchrun = Torchrun.from_environment()
+    if torchrun is not None and torchrun.rank > 0:
+        return 0 if args.dry_run else _become_worker()
     if args.dry_run:
         from rollpacker.cli.dry_run import print_dry_run
 
@@ -67,13 +71,34 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--resume and --overwrite exclude each other: one goes on, one begins anew"
         )
-    result = train(
-        args.config, args.overrides, resume=args.resume, overwrite=args.overwrite, display=True
-    )
+    config = load_config(args.config, args.overrides, RunConfig)
+    if torchrun is not None:
+        config = _with_processes(config, torchrun.world_size)
+    result = train(config, resume=args.resume, overwrite=args.overwrite, display=True)
     if result.reason != INTERRUPTED:
         return 0
     print("Interrupted. The same command with --resume goes on from here.", file=sys.stderr)
     return 130
+
+
+def _become_worker() -> int:
+    """One of torchrun's processes other than the first: a process of the trainer, until the run
+    ends. It does not read the config: what is wrong with that, the first process says."""
+    from rollpacker.trainer import worker
+
+    worker.main()
+    return 0
+
+
+def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:
+    """The trainer's processes are torchrun's. Raises `ValueError` if the config says otherwise."""
+    wanted = config.train.processes
+    if wanted not in (None, num_processes):
+        raise ValueError(
+            f"train.processes={wanted}, but torchrun started {num_processes} processes: leave "
+            "train.processes out, or start as many"
+        )
+    return replace(config, train=replace(config.train, processes=num_processes))
 
 
 INTERRUPTED = "interrupted"
@@ -166,11 +191,14 @@ class _Session:
         elif self.resume:
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
+        ranks = build.start_trainer_processes(config)
+        if ranks is not None:
+            self._stack.callback(ranks.close)
         policy = build.load_policy(config, threads=before.get("threads"))
         if checkpoint is None and (self.overwrite or self.resume):
             folder.clear()
         self._check_identity(checkpoint, before, policy)
-        trainer = build.build_trainer(config, policy)
+        trainer = build.build_trainer(config, policy, ranks)
         self._stack.callback(trainer.close)
         cursor = build.build_cursor(config, policy)
         if checkpoint is not None:

@@ -240,8 +240,9 @@ class RunConfig:
         if stream.enabled and self.algorithm.needs_whole_batch:
             raise ValueError(
                 "stream_trainer.enabled does not go with statistics of the whole step, which are "
-                "not known before its last sample: set algorithm.normalize_mean and "
-                "algorithm.normalize_std to group or none, or switch streaming off"
+                "not known before its last sample: set algorithm.whiten=false and "
+                "algorithm.normalize_mean and normalize_std to group or none, or switch streaming "
+                "off"
             )
         if stream.enabled and self.tail_batching.debias != "none":
             raise ValueError(

@@ -811,8 +811,11 @@ def _common_factor(
         early = streamed.get(sample.sample)
         if early is not None:
             assert early.advantage == sample.advantage, f"{sample.sample} changed its advantage"
-            factors.append(sample.token_weight / early.token_weight)
-    factor = factors[0]
+            if early.token_weight == 0:  # left out of the loss, whatever the denominator
+                assert sample.token_weight == 0, f"{sample.sample} changed its weight"
+            else:
+                factors.append(sample.token_weight / early.token_weight)
+    factor = factors[0] if factors else 1.0
     assert all(math.isclose(factor, other, rel_tol=1e-9) for other in factors)
     return factor
 

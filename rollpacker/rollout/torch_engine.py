@@ -50,8 +50,8 @@ class TorchEngine:
     """An `Engine` that samples from `model` as it stands, weights read in place.
 
     `update_weights` without weights therefore only notes the version; whoever changes them does so
-    while nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its training
-    mode whenever the engine has nothing to do. Set torch's thread count before `start`.
+    while nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its
+    training mode whenever the engine has nothing to do. Set torch's thread count before `start`.
 
     Raises:
         UnsupportedModelError: the model's architecture cannot run here; the message says why.

@@ -213,8 +213,8 @@ class Trainer(Protocol):
     """Optimizer steps applied so far."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """What the algorithm's advantages need to know of these responses, under the weights as they
-        are. In the same order. Not called if the algorithm needs nothing."""
+        """What the algorithm's advantages need to know of these responses, under the weights as
+        they are. In the same order. Not called if the algorithm needs nothing."""
         ...
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
@@ -247,8 +247,8 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit at the
-        same number of processes."""
+        """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit at
+        the same number of processes."""
         ...
 
     def close(self) -> None:

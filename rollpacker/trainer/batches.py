@@ -43,10 +43,10 @@ class Batcher:
     """Plans and makes the micro-batches that a model, and others beside it, are run on.
 
     `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
-    `auto` packs on CUDA where every model's attention allows it and sorts elsewhere. `max_tokens`
-    is the budget of a micro-batch, padding included. `others` take the same micro-batches (a
-    reference, a teacher, a critic). `dtype` is what the models compute in, if that is not the dtype
-    of their weights. Raises `ValueError` if `packed` is asked for and cannot be had.
+    `auto` packs where every model's attention allows it and sorts elsewhere. `max_tokens` is the
+    budget of a micro-batch, padding included. `others` take the same micro-batches (a reference, a
+    teacher, a critic). `dtype` is what the models compute in, if that is not the dtype of their
+    weights. Raises `ValueError` if `packed` is asked for and cannot be had.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
     """Each model and its packed attention; none at all for sorted rows."""
-    if layout == "sorted" or (layout == "auto" and device.type != "cuda"):
+    if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []
     for model in models:

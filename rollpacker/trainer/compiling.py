@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 log = logging.getLogger(__name__)
+
+_FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
+"""Earlier versions of transformers checkpoint in `__call__`, around whatever `forward` is."""
 
 Backend = str | Callable[..., Any]
 
@@ -83,48 +87,60 @@ class _CompiledForward:
             return eager(*args, **kwargs)
         try:
             if self._compiled is None:
-                self._compiled = _compile(eager, self._attempt.backend, args, kwargs)
-            return self._compiled(*args, **kwargs)
+                self._compile(eager, args, kwargs)
+            if _FORWARD_CHECKPOINTS and self._layer.gradient_checkpointing and self._layer.training:
+                checkpoint = self._layer._gradient_checkpointing_func
+                return checkpoint(partial(self._run, **kwargs), *args)
+            return self._run(*args, **kwargs)
         except (_CompilingFailed, TorchDynamoException) as error:
             cause = error.__cause__ if isinstance(error, _CompilingFailed) else error
             assert isinstance(cause, Exception)
             self._attempt.give_up(cause)
             return eager(*args, **kwargs)
 
+    def _compile(
+        self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Compile, and try it forward and backward on copies of these arguments. Some compilers are
+        called by the backward pass only, where nothing could be put right any more."""
+        try:
+            self._compiled = torch.compile(eager, dynamic=True, backend=self._attempt.backend)
+            args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
+            inputs = [*tree_leaves((args, kwargs)), *self._layer.parameters()]
+            # Hooks of an enclosing checkpoint would count what is saved here.
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+                outputs = [t for t in tree_leaves(self._run(*args, **kwargs)) if _needs_grad(t)]
+                if outputs:
+                    # Not `backward`, which would add to the weights' gradients.
+                    torch.autograd.grad(
+                        sum(t.sum() for t in outputs),
+                        [t for t in inputs if _needs_grad(t)],
+                        allow_unused=True,
+                    )
+        except Exception as error:
+            raise _CompilingFailed from error
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled code, without checkpointing, which would hide what is inside from the
+        compiler. A layer's own training flag is there for nothing else."""
+        assert self._compiled is not None
+        before, self._layer.training = self._layer.training, False
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self._layer.training = before
+
 
 class _CompilingFailed(Exception):
     """Its cause says why."""
 
 
-def _compile(
-    eager: Callable[..., Any],
-    backend: Backend,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Callable[..., Any]:
-    """Compile, and try it forward and backward on copies of these arguments. Some compilers are
-    called by the backward pass only, where nothing could be put right any more."""
-    try:
-        compiled = torch.compile(eager, dynamic=True, backend=backend)
-        args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
-        inputs = [t for t in tree_leaves((args, kwargs)) if _is_leaf(t)]
-        # Hooks of an enclosing checkpoint would count what is saved here.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            outputs = tree_leaves(compiled(*args, **kwargs))
-            total = sum(t.sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad)
-            if inputs and isinstance(total, Tensor):
-                torch.autograd.grad(total, inputs, allow_unused=True)
-    except Exception as error:
-        raise _CompilingFailed from error
-    return compiled
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _fresh_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rollpacker.trainer.base import ModelConfig, TrainerError
 from rollpacker.trainer.batches import MicroBatch
-from rollpacker.trainer.model import ModelError, _no_load_report, load_model, no_progress_bars
+from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
 
 BODY = "model."
 HEAD = "value_head."
@@ -78,20 +78,8 @@ def load_critic_weights(critic: Critic, folder: Path) -> None:
     """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded one takes its
     part. Raises `TrainerError`, with nothing changed, if the folder cannot be read or holds a
     critic of another architecture."""
-    saved = _read(folder, critic.model)
-    state = critic.state_dict()
-    for name, value in state.items():
-        if name not in saved or saved[name].shape != value.shape:
-            raise TrainerError(
-                f"{folder} holds a critic of another architecture: {name} is missing or differs in"
-                " shape; set train.critic.path to the model that it was made from"
-            )
-    if extra := saved.keys() - state.keys():
-        raise TrainerError(
-            f"{folder} holds a critic of another architecture: it also has {min(extra)}; set"
-            " train.critic.path to the model that it was made from"
-        )
-    for name, value in state.items():
+    saved = _read(folder, critic)
+    for name, value in critic.state_dict().items():
         value.copy_(_placed_like(value, saved[name]))
 
 
@@ -109,23 +97,32 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in state.items() if n.startswith(prefix)}
 
 
-def _read(folder: Path, like: PreTrainedModel) -> dict[str, Tensor]:
-    """The critic's whole tensors, by its names. What a folder lacks, transformers would make up."""
+def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
+    """The whole tensors in the folder, by the critic's names: all of them, in its shapes."""
     try:
-        with no_progress_bars(), _no_load_report():
-            body, info = _plain_class(like).from_pretrained(
+        with no_progress_bars(), no_load_report():
+            body, info = _plain_class(critic.model).from_pretrained(
                 folder,
-                dtype=like.dtype,
+                # Without one in the folder, transformers would build its default: some 7B.
+                config=critic.model.config,
+                dtype=critic.model.dtype,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are among `wrong`, by name
             )
         head = load_file(folder / HEAD_FILE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainerError(f"{folder}: cannot read the critic: {error}") from error
-    if missing := info["missing_keys"]:
+    mismatched = {name for name, *_ in info["mismatched_keys"]}
+    wrong = {BODY + n for n in {*info["missing_keys"], *info["unexpected_keys"], *mismatched}}
+    own_head = critic.value_head.state_dict()
+    wrong |= {HEAD + name for name in own_head.keys() ^ head.keys()}
+    wrong |= {HEAD + n for n in own_head.keys() & head.keys() if own_head[n].shape != head[n].shape}
+    if wrong:
         raise TrainerError(
-            f"{folder}: cannot read the critic: {min(missing)} is missing; use another checkpoint"
+            f"{folder} holds a critic of another architecture: {min(wrong)} is missing on one side"
+            " or has another shape; set train.critic.path to the model that it was made from"
         )
     return {BODY + name: value for name, value in body.state_dict().items()} | {
         HEAD + name: value for name, value in head.items()

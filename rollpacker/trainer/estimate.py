@@ -3,7 +3,8 @@ alone.
 
 Behind `--dry-run`: loads neither torch nor any weights (safetensors headers give the exact number
 of parameters). Memory is the peak of training plus the engine's keys and values; the formulas stand
-beside each line. Not in it: torch itself, and what an allocator leaves between blocks.
+beside each line. Not in it: torch itself, and what an allocator leaves between blocks
+(`benchmarks/memory_estimate.py` measures both).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """What the engine takes for keys and values on a CPU unless told otherwise."""
-SOFTMAX_BLOCK_BYTES = 2 * 4 * (1 << 24)
-"""Two float32 copies of one block of logits."""
+LOGIT_BLOCK_ELEMENTS = 1 << 24
+"""`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -69,13 +70,19 @@ class Estimate:
     num_parameters: int | None
     batch: BatchArithmetic
     memory: tuple[MemoryPart, ...]
-    """Empty if nothing is known of the model."""
+    """Of the run's own process. Empty if nothing is known of the model."""
+    processes: int
+    """Of the trainer's own; 0 if it works in the run's process."""
+    process_memory: tuple[MemoryPart, ...]
+    """Of each of these."""
     notes: tuple[str, ...]
     """What could not be known, and what looks wrong."""
 
     @property
     def total_bytes(self) -> int:
-        return sum(part.size_bytes for part in self.memory)
+        """On a CPU of all processes; on CUDA of the run's own, since the others have a GPU each."""
+        processes = 0 if self.device == "cuda" else self.processes
+        return _total(self.memory) + processes * _total(self.process_memory)
 
     def lines(self) -> list[str]:
         """The whole estimate as text, one fact a line."""
@@ -99,12 +106,22 @@ class Estimate:
             lines.append(
                 f"model         {self.num_parameters:,} parameters, {self.dtype}, {self.device}"
             )
-        lines += [f"{p.name:<13} {_size(p.size_bytes):>10}  {p.formula}" for p in self.memory]
-        if self.memory:
-            lines.append(
-                f"{'memory':<13} {_size(self.total_bytes):>10}  together, besides torch itself"
-            )
+        lines += _memory_lines(self.memory, "besides torch itself")
+        if self.process_memory:
+            lines.append(f"and in each of the trainer's {self.processes} processes:")
+            lines += _memory_lines(self.process_memory, "in each")
         return lines + [f"note: {note}" for note in self.notes]
+
+
+def _memory_lines(parts: Sequence[MemoryPart], where: str) -> list[str]:
+    lines = [f"{p.name:<16} {_size(p.size_bytes):>10}  {p.formula}" for p in parts]
+    if parts:
+        lines.append(f"{'memory':<16} {_size(_total(parts)):>10}  together, {where}")
+    return lines
+
+
+def _total(parts: Sequence[MemoryPart]) -> int:
+    return sum(part.size_bytes for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +135,26 @@ class _Shape:
     """Query heads x head size."""
     key_value: int
     vocabulary: int
+    tied: bool
+    """The output layer is the embeddings."""
     max_positions: int | None
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = 2 * self.query + 2 * self.key_value
+        return self.hidden * (attention + 3 * self.feed_forward)
+
+    @property
+    def saved_per_layer(self) -> int:
+        """Elements per token that backward keeps of a decoder layer with fused attention and a
+        gated MLP."""
+        ends = 6 * self.hidden + 2 * self.query + 2 * self.key_value
+        return ends + 4 * self.feed_forward
 
 
 def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
@@ -138,21 +174,24 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     folder = _folder(config.model.path)
     shape = _read_shape(folder, notes) if folder else None
     parameters = _num_parameters(folder, config.model.path, notes)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = _longest(config)
     if shape and shape.max_positions is not None and longest > shape.max_positions:
         notes.append(
             f"prompt and response may reach {longest} tokens, the model's context is "
             f"{shape.max_positions}: longer prompts are left out"
         )
-    notes += _tail_notes(config)
-    memory = _training_memory(config, shape, parameters, 2 if dtype == "bfloat16" else 4)
-    memory += _cache_memory(config, shape, on_cuda, 2 if dtype == "bfloat16" else 4, notes)
+    element = 2 if dtype == "bfloat16" else 4
+    notes += _tail_notes(config) + _micro_batch_notes(config)
+    run, process = _memory(config, shape, parameters, element, notes)
+    run += _cache_memory(config, shape, on_cuda, element, notes)
     return Estimate(
         device="cuda" if on_cuda else "cpu",
         dtype=dtype,
         num_parameters=parameters,
         batch=_batch(config),
-        memory=tuple(memory),
+        memory=tuple(run),
+        processes=config.train.processes or 0,
+        process_memory=tuple(process),
         notes=tuple(notes),
     )
 
@@ -162,7 +201,7 @@ def _batch(config: RunConfig) -> BatchArithmetic:
     tail = config.tail_batching
     short_prompts, short_samples = tail.num_prompts(prompts), tail.num_samples(samples)
     trained = prompts * samples
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = _longest(config)
     rows = max(config.train.micro_batch_tokens // longest, 1)
     # At least two tokens a row, one of which is predicted.
     fewest = math.ceil(trained / max(config.train.micro_batch_tokens, 1))
@@ -213,52 +252,230 @@ def _tail_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def _training_memory(
-    config: RunConfig, shape: _Shape | None, parameters: int | None, element: int
-) -> list[MemoryPart]:
-    parts: list[MemoryPart] = []
-    if parameters is not None:
-        parts.append(_part("weights", parameters * element, f"parameters x {element} bytes"))
-        parts.append(_part("gradients", parameters * 4, "parameters x 4 bytes"))
-        parts.append(_part("optimizer", parameters * 8, "parameters x 2 moments x 4 bytes"))
-        if element < 4:
-            parts.append(_part("master", parameters * 4, "parameters x 4 bytes"))
-        if config.algorithm.kl_coef > 0:
+def _micro_batch_notes(config: RunConfig) -> list[str]:
+    """A sample's last token does not go through the model."""
+    row = _longest(config) - 1
+    if config.train.micro_batch_tokens >= row:
+        return []
+    return [
+        f"a sample of more than train.micro_batch_tokens={config.train.micro_batch_tokens} tokens "
+        f"has a micro-batch of its own: the memory is for the longest, {row} tokens"
+    ]
+
+
+def _longest(config: RunConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _memory(
+    config: RunConfig,
+    shape: _Shape | None,
+    parameters: int | None,
+    element: int,
+    notes: list[str],
+) -> tuple[list[MemoryPart], list[MemoryPart]]:
+    """Of the run's own process, and of each of the trainer's."""
+    processes = config.train.processes
+    apart = processes is not None or config.model.lora is not None
+    engine: list[MemoryPart] = []
+    if apart and parameters is not None:
+        what = "parameters" if config.model.lora is None else "merged parameters"
+        engine.append(_part("engine", parameters * element, f"{what} x {element} bytes"))
+        handed = (
+            "shared with the trainer" if processes is not None else "while they are handed over"
+        )
+        engine.append(_part("hand-over", parameters * element, f"the same once more, {handed}"))
+    models = _Models(config=config, shape=shape, parameters=parameters, element=element)
+    training = models.parts(notes)
+    if processes is None:
+        return engine + training, []
+    if processes > 1 and parameters is not None:
+        notes.append(
+            "while it loads, each process of the trainer holds the whole model in float32, "
+            f"{_size(parameters * 4)}, of which it keeps its share"
+        )
+    return engine, training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Models:
+    """What a process that trains holds, at the peak of a step."""
+
+    config: RunConfig
+    shape: _Shape | None
+    parameters: int | None
+    element: int
+    """Bytes of a number in the dtype that is computed in."""
+
+    @property
+    def ranks(self) -> int:
+        return self.config.train.processes or 1
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a parameter at rest: shards are float32, which makes them their own masters."""
+        return 4 if self.ranks > 1 else self.element
+
+    @property
+    def shared(self) -> str:
+        return f" / {self.ranks} processes" if self.ranks > 1 else ""
+
+    def parts(self, notes: list[str]) -> list[MemoryPart]:
+        parts: list[MemoryPart] = []
+        if self.parameters is not None:
+            parts += self._policy(self.parameters, notes)
+            parts += self._other_models(self.parameters, notes)
+        if self.shape is not None:
+            parts += self._working_memory(self.shape)
+        return parts
+
+    def _policy(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        parts = [self._at_rest("weights", parameters)]
+        if self.config.model.lora is None:
+            return parts + self._trained(parameters, "parameters", self.kept)
+        adapters = None if self.shape is None else self._adapters(self.shape, notes)
+        if adapters is None:
+            return parts
+        formula = f"rank x (in + out) of the targeted matrices x 4 bytes{self.shared}"
+        parts.append(_part("adapters", adapters * 4 // self.ranks, formula))
+        return parts + self._trained(adapters, "adapters", 4)
+
+    def _at_rest(self, name: str, count: int, what: str = "parameters") -> MemoryPart:
+        formula = f"{what} x {self.kept} bytes{self.shared}"
+        return _part(name, count * self.kept // self.ranks, formula)
+
+    def _trained(self, count: int, what: str, kept: int, *, prefix: str = "") -> list[MemoryPart]:
+        whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
+        gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self.shared)
+        parts = [_part(f"{prefix}gradients", gradients, f"{what} x 4 bytes{shared}")]
+        parts.append(self._optimizer(count, what, prefix))
+        if kept < 4:
+            parts.append(_part(f"{prefix}master", count * 4, f"{what} x 4 bytes"))
+        return parts
+
+    def _optimizer(self, count: int, what: str, prefix: str) -> MemoryPart:
+        matrices = 0
+        if self.config.train.optimizer == "muon" and self.shape is not None:
+            in_layers = self.shape.layers * self.shape.layer_matrices
+            matrices = count if what == "adapters" else min(in_layers, count)
+        formula = f"{what} x 2 moments x 4 bytes{self.shared}"
+        if matrices:
+            formula += ", one moment for the matrices in layers (muon)"
+        return _part(f"{prefix}optimizer", (8 * count - 4 * matrices) // self.ranks, formula)
+
+    def _adapters(self, shape: _Shape, notes: list[str]) -> int | None:
+        lora = self.config.model.lora
+        assert lora is not None
+        sizes = {
+            "q_proj": shape.hidden + shape.query,
+            "k_proj": shape.hidden + shape.key_value,
+            "v_proj": shape.hidden + shape.key_value,
+            "o_proj": shape.query + shape.hidden,
+            "gate_proj": shape.hidden + shape.feed_forward,
+            "up_proj": shape.hidden + shape.feed_forward,
+            "down_proj": shape.feed_forward + shape.hidden,
+        }
+        names = set(sizes) if lora.target_modules == ("all-linear",) else set(lora.target_modules)
+        if unknown := sorted(names - sizes.keys()):
+            notes.append(f"adapters of {', '.join(unknown)} are not counted: their size is unknown")
+        return lora.rank * shape.layers * sum(sizes[name] for name in names & sizes.keys())
+
+    def _other_models(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        algorithm, model = self.config.algorithm, self.config.model
+        parts: list[MemoryPart] = []
+        if algorithm.needs_reference and model.lora is None:
+            parts.append(self._at_rest("reference", parameters))
+        if algorithm.needs_teacher and model.teacher is not None:
+            teacher = _num_parameters(_folder(model.teacher), model.teacher, notes)
+            if teacher is not None:
+                parts.append(self._at_rest("teacher", teacher, "its parameters"))
+        if algorithm.needs_critic:
+            parts += self._critic(parameters, notes)
+        return parts
+
+    def _critic(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        path, shape = self.config.train.critic.path, self.shape
+        count: int | None = parameters
+        if path is not None:
+            folder = _folder(path)
+            count = _num_parameters(folder, path, notes)
+            shape = _read_shape(folder, notes) if folder else None
+        if count is None:
+            return []
+        if shape is not None and not shape.tied:
+            count -= shape.embedding
+        parts = [self._at_rest("critic", count, "parameters without output layer")]
+        return parts + self._trained(count, "its parameters", self.kept, prefix="critic ")
+
+    def _working_memory(self, shape: _Shape) -> list[MemoryPart]:
+        """What a micro-batch takes while its backward pass begins."""
+        tokens = min(
+            max(self.config.train.micro_batch_tokens, _longest(self.config) - 1),
+            _batch(self.config).max_trained_tokens,
+        )
+        size, formula = self._activations(shape)
+        if self.config.algorithm.needs_critic:
+            size, formula = 2 * size, f"{formula}, twice (critic)"
+        parts = [_part("activations", tokens * size, f"{tokens} tokens x {formula}")]
+        if self.ranks > 1:
+            root = shape.embedding * (1 if shape.tied else 2)
             parts.append(
                 _part(
-                    "reference", parameters * element, f"parameters x {element} bytes (kl_coef > 0)"
+                    "gathered",
+                    (root + 2 * shape.layer_matrices) * self.element,
+                    f"whole embeddings, output layer and two layers x {self.element} bytes",
                 )
             )
-    if shape is None:
-        return parts
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    tokens = max(config.train.micro_batch_tokens, longest)
-    logits = tokens * shape.vocabulary * element * 2
-    block = min(SOFTMAX_BLOCK_BYTES, tokens * shape.vocabulary * 8)
-    parts.append(
-        _part(
-            "logits",
-            logits + block,
-            f"{tokens} tokens of a micro-batch x {shape.vocabulary} x {element} bytes, and their "
-            "gradient, and a float32 block (if all were response)",
+        logits, layer = self._logits(shape, tokens), tokens * self._one_layer(shape)
+        formula = (
+            f"a block of logits (at most {LOGIT_BLOCK_ELEMENTS:,}), hidden states and the output "
+            "layer's gradient"
+            if logits >= layer
+            else "one layer's activations and gradients"
         )
-    )
-    parts.append(_activations(shape, tokens, element, config.model.gradient_checkpointing))
-    return parts
+        return [*parts, _part("backward", max(logits, layer), formula)]
 
+    def _activations(self, shape: _Shape) -> tuple[int, str]:
+        """Bytes per token that stay until backward comes to them."""
+        last = 3 * shape.hidden * self.element + self._norm_bytes(shape)
+        if self.config.model.gradient_checkpointing:
+            size = shape.layers * shape.hidden * self.element
+            return size + last, f"(layers + 3) x hidden x {self.element} bytes"
+        formula = f"layers x (6 hidden + 2 query + 2 kv + 4 ffn) x {self.element} bytes"
+        return shape.layers * self._saved_bytes(shape) + last, formula
 
-def _activations(shape: _Shape, tokens: int, element: int, checkpointed: bool) -> MemoryPart:
-    """Saved for backward by one decoder layer with fused attention and a gated MLP; bfloat16 norms
-    save float32."""
-    elements = 6 * shape.hidden + 2 * shape.query + 2 * shape.key_value + 4 * shape.feed_forward
-    per_layer = elements * element + (4 * shape.hidden if element < 4 else 0)
-    if checkpointed:
-        size = tokens * (shape.layers * shape.hidden * element + per_layer)
-        formula = "tokens x (layers x hidden + one layer's (6 hidden + 2 query + 2 kv + 4 ffn))"
-    else:
-        size = tokens * shape.layers * per_layer
-        formula = "tokens x layers x (6 hidden + 2 query + 2 kv + 4 ffn)"
-    return _part("activations", size, f"{formula} x {element} bytes")
+    def _saved_bytes(self, shape: _Shape) -> int:
+        """Of one layer, per token."""
+        size = shape.saved_per_layer * self.element + self._norm_bytes(shape)
+        if self.config.model.lora is not None:
+            size -= 2 * shape.hidden * self.element  # for the weights of norms, which are frozen
+            if self.element < 4:  # adapters save their inputs in float32, each its own
+                size += 4 * (5 * shape.hidden + shape.query + shape.feed_forward)
+                size -= 2 * (2 * shape.hidden + shape.feed_forward)
+        return size
+
+    def _norm_bytes(self, shape: _Shape) -> int:
+        """Per token, what a layer's norms save in float32 besides."""
+        return 4 * shape.hidden if self.element < 4 else 0
+
+    def _one_layer(self, shape: _Shape) -> int:
+        """Bytes per token while backward is in a layer: its gradients, and with checkpointing what
+        it computes again."""
+        gradients = (3 * shape.feed_forward + 2 * shape.hidden) * self.element
+        again = self._saved_bytes(shape) if self.config.model.gradient_checkpointing else 0
+        return gradients + again
+
+    def _logits(self, shape: _Shape, tokens: int) -> int:
+        """Two float32 copies of a block, a third for the entropy's gradient or where the whole is
+        one block; hidden states and the gradients of both ends."""
+        elements = tokens * shape.vocabulary
+        copies = 2
+        if self.config.algorithm.entropy_coef or elements <= LOGIT_BLOCK_ELEMENTS:
+            copies = 3
+        block = min(elements, LOGIT_BLOCK_ELEMENTS) * 4 * copies
+        hidden = tokens * shape.hidden * (4 + self.element)
+        output_layer = 0 if self.config.model.lora is not None else shape.embedding * self.element
+        return block + hidden + output_layer
 
 
 def _cache_memory(
@@ -269,7 +486,7 @@ def _cache_memory(
     engine = config.rollout.engine
     batch = _batch(config)
     per_token = 2 * shape.layers * shape.key_value * element
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = _longest(config)
     rows = min(batch.most_samples, engine.max_slots or 1024)
     wanted = rows * longest * per_token
     budget_gib = engine.kv_cache_gib
@@ -336,6 +553,7 @@ def _shape(config: Mapping[str, Any]) -> _Shape:
         query=heads * head_size,
         key_value=key_value_heads * head_size,
         vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", True)),
         max_positions=positions,
     )
 

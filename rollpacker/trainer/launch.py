@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
@@ -31,6 +32,8 @@ START_S = 300.0
 """How long all ranks may take to connect: they load torch first."""
 END_S = 5.0
 """How long a rank may take to end by itself."""
+GRACE_S = 30.0
+"""How long the others may take once a rank has failed: they may wait for it in a joint call."""
 _STORE_KEY = "rollpacker/trainer"
 
 
@@ -91,16 +94,17 @@ class Ranks:
     """All workers of a trainer. Calls are made on all of them at once."""
 
     def __init__(self, num_processes: int) -> None:
-        """Start and connect them. Raises `TrainerProcessError` if one ends before."""
+        """Start them; `connect` before the first call."""
         self._key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._store: Any = None
         """Kept alive: under a torchrun without a store of its own, this process serves it."""
+        self.num_processes = num_processes
         self.all: list[Rank] = []
         torchrun = Torchrun.from_environment()
         self._is_torchrun = torchrun is not None
         host = "127.0.0.1" if torchrun is None else "0.0.0.0"
-        self._listener = Listener((host, 0), authkey=self._key)
+        self._listener = Listener((host, 0), backlog=num_processes, authkey=self._key)
         port = self._listener.address[1]
         try:
             if torchrun is None:
@@ -112,16 +116,19 @@ class Ranks:
                 address = f"{torchrun.master[0]}:{port}"
                 self._store.set(_STORE_KEY, f"{address} {self._key.hex()}")
                 self._start(0, f"127.0.0.1:{port}", {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-            self._accept(num_processes)
         except BaseException:
             self.close()
             raise
+
+    def connect(self) -> None:
+        """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
+        self.all = self._accepted(self.num_processes)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`method(*arguments[rank])` on every rank; their results, in order.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
-        meanwhile ends all: `TrainerProcessError`.
+        meanwhile ends all: `TrainerProcessError`. So does an error that is one rank's alone.
         """
         for rank, values in zip(self.all, arguments, strict=True):
             try:
@@ -132,7 +139,11 @@ class Ranks:
         errors: dict[int, BaseException] = {}
         waiting = {rank.connection: rank for rank in self.all}
         while waiting:
-            for connection in wait(list(waiting)):
+            ready = wait(list(waiting), timeout=GRACE_S if errors else None)
+            if not ready:
+                self._kill()
+                break
+            for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
@@ -146,8 +157,10 @@ class Ranks:
 
     def close(self) -> None:
         """End all of them. Idempotent."""
+        if not self.all:  # they may still load their libraries
+            self._kill()
         for rank in self.all:
-            rank.connection.close()  # a worker ends when its connection does
+            _hang_up(rank.connection)  # a worker ends when its connection does
         deadline = time.monotonic() + END_S
         for process in self._processes:
             try:
@@ -160,12 +173,18 @@ class Ranks:
     def _ended(self, rank: Rank, method: str) -> None:
         """The others would wait for it in a collective call for ever."""
         how = rank.how_it_ended()
-        for process in self._processes:
-            process.kill()
+        self._kill()
         raise TrainerProcessError(
             f"process {rank.number} of the trainer (pid {rank.pid}) {how} during {method!r}. No "
             "update of this step was kept; --resume goes on from the last checkpoint"
         )
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for rank in self.all:
+            if rank.process is None:
+                _hang_up(rank.connection)
 
     def _start(self, rank: int, address: str, environment: Mapping[str, str]) -> None:
         process = subprocess.Popen(
@@ -176,7 +195,7 @@ class Ranks:
         )
         self._processes.append(process)
 
-    def _accept(self, count: int) -> None:
+    def _accepted(self, count: int) -> list[Rank]:
         found: dict[int, Rank] = {}
         deadline = time.monotonic() + START_S
         socket_ = self._listener._listener._socket  # type: ignore[attr-defined]
@@ -193,7 +212,8 @@ class Ranks:
                 raise TrainerProcessError(
                     f"processes {missing} of the trainer did not connect within {START_S:.0f} s"
                 )
-            with contextlib.suppress(TimeoutError):
+            # Anybody may knock at the port, and a rank that dies while it does is seen above.
+            with contextlib.suppress(TimeoutError, AuthenticationError, EOFError, ConnectionError):
                 connection = self._listener.accept()
                 number, pid = connection.recv()
                 ours = [p for p in self._processes if p.pid == pid]
@@ -203,7 +223,7 @@ class Ranks:
                     connection=connection,
                     process=ours[0] if ours else None,
                 )
-        self.all = [found[number] for number in range(count)]
+        return [found[number] for number in range(count)]
 
 
 def connect_to_run() -> Connection:
@@ -230,6 +250,12 @@ def _local(rank: int, size: int, master_port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
     }
+
+
+def _hang_up(connection: Connection) -> None:
+    """Both sides see its end, and so does a thread of ours that waits for it. Idempotent."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.shutdown(socket.SHUT_RDWR)
 
 
 def _free_port() -> int:

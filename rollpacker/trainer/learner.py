@@ -66,7 +66,7 @@ from rollpacker.trainer.sharding import (
     shard,
 )
 from rollpacker.trainer.step_sums import StepSums
-from rollpacker.trainer.weight_probe import weight_probe
+from rollpacker.weight_probe import weight_probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -127,14 +127,16 @@ class Learner:
 
             compile_layers(model)
         self._policy = Policy(model)
+        frozen = [one.policy for one in (self._reference, teacher) if one is not None]
         self._batcher = Batcher(
             model,
             layout=config.micro_batches,
             max_tokens=config.micro_batch_tokens,
             pad_token_id=pad_token_id,
             device=self.device,
+            others=[one.model for one in (*frozen, critic) if one is not None],
+            dtype=self._run_dtype,
         )
-        frozen = [one.policy for one in (self._reference, teacher) if one is not None]
         if shards is not None:
             for one in frozen:
                 shard(one, shards, param_dtype=None, gradient_sync="step")
@@ -202,7 +204,7 @@ class Learner:
             critic_norm = norms["critic"]
             self._critic_trained.step(critic.learning_rate, critic.max_grad_norm, self._scale)
         if self._critic_trained is not None and self.version < critic.warmup_steps:
-            self._actor.optimizer.forget_gradients()
+            self._actor.forget_gradients()
         else:
             self._actor.step(rate, self._config.max_grad_norm, self._scale)
         self.version += 1
@@ -215,13 +217,13 @@ class Learner:
         )
         self._peak.reset()
         self._forget_step()
+        self._offload()
         return outcome
 
     def discard(self) -> None:
         """Drop what was accumulated since the last step."""
-        self._actor.optimizer.forget_gradients()
-        if self._critic_trained is not None:
-            self._critic_trained.optimizer.forget_gradients()
+        for trained in self._trained().values():
+            trained.forget_gradients()
         self._forget_step()
 
     # -- weights on their way out ------------------------------------------------------
@@ -281,6 +283,7 @@ class Learner:
         """Forward and backward of all of them, their weights multiplied by `factor`. `suspicious`:
         look at the gradient after each micro-batch."""
         rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        self._reload_gradients()
         with self._batcher.attention(), layers_in_training(self._checkpointed):
             for places, batch in self._micro_batches(rows):
                 part = [samples[place] for place in places]
@@ -425,6 +428,19 @@ class Learner:
 
     # -- the end of a step -------------------------------------------------------------
 
+    def _offload(self) -> None:
+        """Optimizer state and gradients wait in host memory, if the config says so. Whoever asks
+        for gradients or steps brings back what it needs."""
+        if self._config.offload:
+            for trained in self._trained().values():
+                trained.optimizer.offload()
+
+    def _reload_gradients(self) -> None:
+        """Before a backward pass adds to them."""
+        if self._config.offload:
+            for trained in self._trained().values():
+                trained.optimizer.reload(state=False)
+
     def _trained(self) -> dict[str, _Trained]:
         if self._critic_trained is None:
             return {"actor": self._actor}
@@ -453,7 +469,7 @@ class Learner:
         If it was a passing fault the step goes on."""
         logger.warning("the gradient is not finite; the step's is computed once more")
         accumulated = self._accumulated
-        num_recomputed = self._sums.micro_batches
+        num_recomputed = self._sums.recomputed_micro_batches + self._sums.micro_batches
         self.discard()
         for trained in self._trained().values():
             trained.sum_at_once()
@@ -478,20 +494,22 @@ class Learner:
             self.discard()
             for trained in self._trained().values():
                 trained.sum_at_once(False)
+            of = f"samples {_named([s.sample for s in samples])}" if samples else "another process"
             raise NonFiniteError(
-                f"the gradient is not finite, first in {bad[0]}, after the micro-batch of samples"
-                f" {_named([s.sample for s in samples])}; no update was applied"
+                f"the gradient is not finite, first in {bad[0]}, after the micro-batch of {of};"
+                " no update was applied"
             )
 
     def _refuse_bad_advantages(self, samples: Sequence[TrainSample]) -> None:
-        for sample in samples:
-            values = (
-                sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,)
-            )
-            if not all(map(math.isfinite, values)):
-                self.discard()
-                bad = next(value for value in values if not math.isfinite(value))
-                raise NonFiniteError(f"sample {sample.sample}: advantage is {bad}")
+        bad = [
+            f"sample {sample.sample}: advantage is {value}"
+            for sample in samples
+            for value in _as_tuple(sample.advantage)
+            if not math.isfinite(value)
+        ]
+        if any_rank(bool(bad), self._shards):  # the others would wait for this rank's passes
+            self.discard()
+            raise NonFiniteError(bad[0] if bad else "an advantage is not finite on another rank")
 
     def _forget_step(self) -> None:
         self._sums = StepSums()
@@ -537,6 +555,7 @@ class Learner:
             folder / "trainer",
             self._shards,
         )
+        self._offload()
 
     def load(self, folder: Path) -> None:
         """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
@@ -560,6 +579,7 @@ class Learner:
                 {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
             )
         self.discard()
+        self._offload()
         self.version = int(state["version"])
 
 
@@ -594,6 +614,12 @@ class _Trained:
     def step(self, learning_rate: float, max_grad_norm: float | None, scale: float) -> None:
         """Update with the gradient times `scale`."""
         self.optimizer.step(learning_rate, max_grad_norm, gradient_scale=scale)
+
+    def forget_gradients(self) -> None:
+        """Also those that wait to be summed over the ranks."""
+        if self.sharded is not None:
+            self.sharded.forget()
+        self.optimizer.forget_gradients()
 
     def norm(self) -> float:
         """Of the whole gradient so far."""
@@ -670,6 +696,10 @@ def _flat(
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
     assert len(flat) == len(like), "there must be one number per response token"
     return torch.tensor(flat, dtype=like.dtype, device=like.device)
+
+
+def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
+    return advantage if isinstance(advantage, tuple) else (advantage,)
 
 
 def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:

@@ -79,7 +79,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     dtype = model_dtype(config.dtype, device)
     path = _checked_path(config.path)
     tokenizer = load_tokenizer(path)
-    with no_progress_bars(), _no_load_report():
+    with no_progress_bars(), no_load_report():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -165,7 +165,7 @@ def _check_loaded(info: Mapping[str, Any], path: str) -> None:
 
 
 @contextmanager
-def _no_load_report() -> Iterator[None]:
+def no_load_report() -> Iterator[None]:
     """transformers logs a table of missing weights; `_check_loaded` says it in one line."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

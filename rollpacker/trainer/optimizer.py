@@ -367,8 +367,3 @@ class MasterAdamW(MasterOptimizer):
         self, model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         super().__init__(model.named_parameters(), betas=betas, eps=eps, weight_decay=weight_decay)
-
-    def rescale_gradients(self, factor: float) -> None:
-        """Multiply the sums so far."""
-        for gradient in self.gradients().values():
-            gradient.mul_(factor)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.logprobs import (
     BLOCK_ELEMENTS,
     LogitTransform,
     chunked_log_probs,
     full_precision,
 )
+from rollpacker.trainer.micro_batch import MicroBatch
 
 CHECKED_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}

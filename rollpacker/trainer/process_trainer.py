@@ -28,23 +28,22 @@ Result = TypeVar("Result")
 class ProcessTrainer:
     """Meets `train.base.Trainer`. Calls must not overlap; the driver awaits each.
 
-    `engine_weights` are what the engine's copy consists of: names, shapes and dtypes. Raises
-    `TrainerProcessError` if a process ends, then or in any later call.
+    `ranks` are started and not yet connected; they end with the trainer. `engine_weights` are what
+    the engine's copy consists of: names, shapes and dtypes. Raises `TrainerProcessError` if a
+    process ends, then or in any later call.
     """
 
     def __init__(
-        self,
-        setup: LearnerSetup,
-        num_processes: int,
-        engine_weights: Iterable[tuple[str, Tensor]],
+        self, setup: LearnerSetup, ranks: Ranks, engine_weights: Iterable[tuple[str, Tensor]]
     ) -> None:
         self.version = 0
-        self._ranks = Ranks(num_processes)
+        self._ranks = ranks
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
+            ranks.connect()
             self._all("setup", setup)
             self._buffer = WeightBuffer.create(engine_weights)
-            others = [None] * (num_processes - 1)
+            others = [None] * (ranks.num_processes - 1)
             try:
                 self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
             finally:

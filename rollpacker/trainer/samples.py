@@ -73,10 +73,11 @@ def build_train_samples(
         counted=[not _is_left_out(response, config) for response in responses],
         max_response_tokens=max_response_tokens,
     )
+    of_sample = [1.0] * len(flat)
     if weights is not None:
         of_sample = [weight for group in weights for weight in group]
         of_token = [t * w for t, w in zip(of_token, of_sample, strict=True)]
-    samples = _samples(responses, of_token, step, scores or {})
+    samples = _samples(responses, of_token, of_sample, step, scores or {})
     return samples, _metrics(step, samples)
 
 
@@ -133,6 +134,7 @@ def _flat_scores(
 def _samples(
     responses: Sequence[Response],
     token_weights: Sequence[float],
+    loss_weights: Sequence[float],
     step: StepAdvantages,
     scores: Mapping[SampleId, TokenScores],
 ) -> list[TrainSample]:
@@ -151,6 +153,7 @@ def _samples(
                 rollout_log_probs=response.log_probs,
                 advantage=tuple(advantages[tokens]) if step.per_token else advantages[index],
                 token_weight=weight,
+                loss_weight=loss_weights[index],
                 ref_log_probs=own.ref_log_probs,
                 values=own.values,
                 returns=None if returns is None else tuple(returns[tokens]),

@@ -55,7 +55,6 @@ def build_learner(
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.model import load_model
 
-    device = setup.device()
     if model is None:
         loaded = load_model(setup.model)
         model, tokenizer = loaded.model, loaded.tokenizer
@@ -67,13 +66,7 @@ def build_learner(
     teacher = None
     if setup.algorithm.needs_teacher:
         assert setup.model.teacher is not None
-        teacher = load_teacher(
-            setup.model.teacher,
-            dtype=model.dtype,
-            device=device,
-            tokenizer=tokenizer,
-            vocabulary_size=model.get_input_embeddings().num_embeddings,
-        )
+        teacher = load_teacher(setup.model.teacher, model=model, tokenizer=tokenizer)
     if setup.model.lora is not None:
         model = add_adapter(model, setup.model.lora)
     return Learner(

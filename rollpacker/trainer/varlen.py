@@ -166,15 +166,17 @@ def flex(
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. On a CPU the whole score
     matrix is made, and there is no backward: for tests."""
     run = _compiled_flex_attention() if query.is_cuda else flex_attention
-    output = run(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else _score_mod(softcap),
-        block_mask=rows.block_mask(window),
-        scale=scaling,
-        enable_gqa=query.shape[1] > key.shape[1],
-    )
+    # Inside a compiled layer a soft cap would become a symbol, which FlexAttention cannot take.
+    with torch._dynamo.config.patch(specialize_float=True):
+        output = run(
+            query,
+            key,
+            value,
+            score_mod=None if softcap is None else _score_mod(softcap),
+            block_mask=rows.block_mask(window),
+            scale=scaling,
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
     return output.transpose(1, 2)
 
 
@@ -216,7 +218,6 @@ def varlen(
     return output[None]
 
 
-@torch.compiler.disable
 def grouped(
     rows: PackedRows,
     query: Tensor,
@@ -309,12 +310,28 @@ def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Calla
                 **kwargs,
             )
         _refuse_extras(module, attention_mask, dropout, kwargs)
-        window = sliding_window
-        if window is not None and window >= rows.max_length:
-            window = None
-        return implementation(rows, query, key, value, scaling, window, softcap), None
+        output = _attend(implementation, rows, query, key, value, scaling, sliding_window, softcap)
+        return output, None
 
     return attend
+
+
+@torch.compiler.disable
+def _attend(
+    implementation: Callable[..., Tensor],
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Not traced: rows are different in every call, and a compiled layer would be compiled again
+    for each. (FlexAttention itself still is compiled.)"""
+    if window is not None and window >= rows.max_length:
+        window = None
+    return implementation(rows, query, key, value, scaling, window, softcap)
 
 
 def _refuse_extras(

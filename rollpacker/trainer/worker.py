@@ -22,13 +22,13 @@ from typing import Any
 
 from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TrainerError, TrainSample
 from rollpacker.trainer.flops import peak_flops
-from rollpacker.trainer.launch import connect_to_run
+from rollpacker.trainer.launch import ADDRESS, connect_to_run
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.weight_buffer import BufferLayout, WeightBuffer
 
 TIMEOUT_S = 3600.0
-"""How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and end
-all ranks."""
+"""How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and
+end all ranks."""
 
 
 class Worker:
@@ -130,6 +130,10 @@ def main() -> None:
         connection = connect_to_run()
     except (OSError, EOFError) as error:
         sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
+    if ADDRESS not in os.environ:  # torchrun's child: it is told what the run's process is told,
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ends the step first, with all ranks
+    import rollpacker.trainer.learner  # noqa: F401 - takes seconds, while the run loads its own
+
     serve(connection)
 
 

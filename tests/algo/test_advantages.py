@@ -91,9 +91,9 @@ def test_nothing_to_compare():
 def test_overlong_responses_lose_reward():
     config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=2.0)
     rewards = shape_rewards(
-        tensor(1, 1, 1, 1, 1), [1, 6, 7, 9, 10], config=config, max_response_tokens=10
+        tensor(1, 1, 1, 1, 1, 1), [1, 6, 7, 9, 10, 12], config=config, max_response_tokens=10
     )
-    assert rewards.tolist() == [1, 1, 0.5, -0.5, -1]
+    assert rewards.tolist() == [1, 1, 0.5, -0.5, -1, -1]
     with pytest.raises(ValueError, match="overlong_buffer_tokens"):
         shape_rewards(tensor(1), [1], config=config, max_response_tokens=4)
     kept = shape_rewards(tensor(1), [10], config=GRPO, max_response_tokens=None)
@@ -270,3 +270,31 @@ def test_a_teachers_advantages():
 def test_what_is_missing_is_named(config, message):
     with pytest.raises(ValueError, match=message):
         step(config, log_probs=LOG_PROBS)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_alone_has_the_same_bits(name):
+    """What is streamed early must be what the whole step says later."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.randint(2, 9, (40,), generator=draw)
+    groups = torch.arange(40).repeat_interleave(sizes)
+    rewards = torch.rand(len(groups), generator=draw, dtype=torch.float64)
+    lengths = torch.randint(1, 30, (len(groups),), generator=draw)
+    config = AlgorithmConfig(name=name, kl_coef=0.1, kl_in="reward", kl_estimator="k3")
+    of_token = torch.arange(len(groups)).repeat_interleave(lengths)
+    log_probs, reference = torch.randn(2, len(of_token), generator=draw, dtype=torch.float64)
+
+    def found(samples, tokens):
+        return step_advantages(
+            rewards[samples],
+            groups[samples],
+            lengths[samples].tolist(),
+            config=config,
+            log_probs=log_probs[tokens],
+            ref_log_probs=reference[tokens],
+        ).advantages
+
+    whole = found(groups >= 0, of_token >= 0)
+    for group in range(40):
+        own = groups == group
+        assert found(own, own[of_token]).equal(whole[own])

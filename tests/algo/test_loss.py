@@ -125,6 +125,26 @@ def test_on_policy_every_algorithm_is_the_policy_gradient(name, reward):
     assert result.sums["clip_ratio_low"] == result.sums["clip_ratio_high"] == 0
 
 
+@pytest.mark.parametrize(
+    ("ratio", "equals"),
+    [
+        ("sequence", "sequence-mean-token-mean"),
+        ("sequence-product", "sequence-mean-token-sum"),
+    ],
+)
+def test_on_policy_a_sequences_ratio_is_an_aggregation(ratio, equals):
+    mask, tensors, advantages = padded_case()
+
+    def gradient(**switches):
+        log_probs = tensors["logprobs"].clone().requires_grad_()
+        config = AlgorithmConfig(**switches)
+        loss, _ = policy_loss(log_probs, log_probs.detach(), advantages, mask, config=config)
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    of_sequence = gradient(importance_ratio=ratio, loss_aggregation="sequence-mean-token-mean")
+    torch.testing.assert_close(of_sequence, gradient(loss_aggregation=equals))
+
+
 # -- KL, mismatch, entropy --------------------------------------------------------------
 
 
@@ -368,6 +388,10 @@ def test_rows_without_a_verdict_are_left_out(aggregation):
     )
     advantages[1] = math.nan
     found, _ = policy_loss(advantages=advantages, mask=mask, config=config, **tensors)
+    torch.testing.assert_close(found, expected)
+    per_token = advantages.nan_to_num(nan=1.0)[:, None].repeat(1, 5)
+    per_token[1, 0] = math.nan  # one token of it is enough
+    found, _ = policy_loss(advantages=per_token, mask=mask, config=config, **tensors)
     torch.testing.assert_close(found, expected)
     advantages[1], mask[1] = 1.0, False
     found, _ = policy_loss(advantages=advantages, mask=mask.long(), config=config, **tensors)

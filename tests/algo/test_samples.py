@@ -104,6 +104,9 @@ def test_groups_that_come_early_differ_by_one_factor(aggregation):
         if soon.token_weight
     ]
     assert factors == pytest.approx([factors[0]] * 2)
+    one_by_one, _ = build_train_samples(groups[:1], config, partial=True, max_response_tokens=8)
+    in_full = {"token-mean": 1, "sequence-mean-token-mean": 1 / 3, "fixed-length": 1 / 8}
+    assert one_by_one[0].token_weight == in_full[aggregation]  # the denominator is not in it
 
 
 def test_truncated_responses_are_left_out():

@@ -146,9 +146,9 @@ def test_a_filler_is_one_token_and_one_target(layout):
     assert all(not p.grad.any() for p in model.parameters())
 
 
-def test_a_cpu_sorts_unless_told_otherwise():
-    assert new_batcher("auto").layout == new_batcher("sorted").layout == "sorted"
-    assert new_batcher("packed").layout == "packed"
+def test_rows_are_packed_unless_told_otherwise():
+    assert new_batcher("auto").layout == new_batcher("packed").layout == "packed"
+    assert new_batcher("sorted").layout == "sorted"
 
 
 def test_sorted_rows_leave_the_attention_alone():

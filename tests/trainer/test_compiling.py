@@ -21,7 +21,8 @@ from rollpacker.trainer.base import LoraConfig
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.lora import adapter_off, adapter_parameters, add_adapter
 
-IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10], [4, 4, 6, 3, 7, 1, 2, 5]])
+IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 5], [4, 4, 6, 3, 7, 1, 2, 5, 9, 9, 8]])
+"""A width that is no other size of the model: torch takes equal sizes for the same."""
 
 
 def tiny_model(num_layers: int = 1) -> Qwen2ForCausalLM:
@@ -89,9 +90,9 @@ def test_one_compilation_serves_all_layers_and_lengths():
     plain, compiled, backend = tiny_model(5), tiny_model(5), Counting()
     names = [name for name, _ in compiled.named_parameters()]
     assert compile_layers(compiled, backend=backend)
-    for width in (8, 5, 3):
+    for width in (11, 5, 3):
         assert_same(gradients(compiled, IDS[:, :width]), gradients(plain, IDS[:, :width]))
-    assert 1 <= backend.graphs <= 2
+    assert backend.graphs == 1
     assert [name for name, _ in compiled.named_parameters()] == names
     assert compiled.state_dict().keys() == plain.state_dict().keys()
 
@@ -125,6 +126,16 @@ def test_gradient_checkpointing_still_saves_memory():
         compile_layers(each, backend="aot_eager")
     assert_same(gradients(model), gradients(plain))
     assert saved_bytes(model) < 0.6 * saved_bytes(free)
+
+
+def test_checkpointed_layers_are_compiled_around_what_cannot_be():
+    plain, model, backend = checkpointed(tiny_model()), checkpointed(tiny_model()), Counting()
+    compile_layers(model, backend=backend)
+    for each in (plain, model):
+        feed_forward = each.model.layers[0].mlp
+        feed_forward.forward = torch.compiler.disable(feed_forward.forward)
+    assert_same(gradients(model), gradients(plain))
+    assert backend.graphs > 0
 
 
 @pytest.mark.parametrize("fail_at", [0, 1])
@@ -185,26 +196,23 @@ def test_a_model_without_such_layers_says_so(caplog):
     assert "Linear has no layers" in caplog.text
 
 
-def test_two_processes_with_sharded_layers(tmp_path):
-    """The worker's assertions fail here."""
-    mp.spawn(_sharded_worker, args=(tmp_path / "store",), nprocs=2)
+def test_sharded_and_checkpointed_layers(tmp_path):
+    """In a process of its own, whose assertions fail here. FSDP's classes and hooks are the same
+    for one process as for several."""
+    mp.spawn(_sharded_worker, args=(tmp_path / "store",), nprocs=1)
 
 
 def _sharded_worker(rank: int, store: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
     try:
-        for compile_first in (True, False):
-            plain, model, backend = tiny_model(), checkpointed(tiny_model()), Counting()
-            if compile_first:
-                compile_layers(model, backend=backend)
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            if not compile_first:
-                compile_layers(model, backend=backend)
-            actual = {n: g.full_tensor() for n, g in gradients(model).items()}
-            assert_same(actual, gradients(plain))
-            assert backend.graphs >= 1
+        plain, model, backend = tiny_model(), checkpointed(tiny_model()), Counting()
+        compile_layers(model, backend=backend)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        actual = {n: g.full_tensor() for n, g in gradients(model).items()}
+        assert_same(actual, gradients(plain))
+        assert backend.graphs >= 1
     finally:
         dist.destroy_process_group()

@@ -152,7 +152,7 @@ def test_another_architecture_is_refused_and_changes_nothing(tmp_path: Path) -> 
         assert all(torch.equal(value, before[n]) for n, value in critic.state_dict().items())
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "value_head.safetensors", "config.json"])
+@pytest.mark.parametrize("missing", ["model.safetensors", "value_head.safetensors"])
 def test_an_incomplete_folder_is_refused(missing: str, tmp_path: Path) -> None:
     critic = from_policy_model(language_model())
     save_critic(critic, tmp_path)

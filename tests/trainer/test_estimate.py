@@ -15,11 +15,15 @@ from rollpacker.core.rounds import TailBatchingConfig, Tier
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
-from rollpacker.trainer.base import ModelConfig, TrainConfig
-from rollpacker.trainer.batches import collate
-from rollpacker.trainer.estimate import estimate
-from rollpacker.trainer.logprobs import response_log_probs
+from rollpacker.trainer import logprobs
+from rollpacker.trainer.base import CriticConfig, LoraConfig, ModelConfig, TrainConfig
+from rollpacker.trainer.checkpointing import enable_checkpointing, layers_in_training
+from rollpacker.trainer.estimate import LOGIT_BLOCK_ELEMENTS, estimate
+from rollpacker.trainer.lora import adapter_parameters, add_adapter
+from rollpacker.trainer.micro_batch import collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
+from rollpacker.trainer.optimizer import build_optimizer
+from rollpacker.trainer.policy import Policy
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -33,13 +37,14 @@ ARCHITECTURE = {
 }
 
 
-def run_config(path, *, algorithm=None, **model) -> RunConfig:
+def run_config(path, *, algorithm=None, train=None, **model) -> RunConfig:
+    settings = {"steps": 7, "micro_batch_tokens": 512} | (train or {})
     return RunConfig(
         name="r",
         model=ModelConfig(path=str(path), **model),
         data=DataConfig(train=DatasetConfig(kind="jsonl", path="x"), max_prompt_tokens=28),
         rollout=RolloutConfig(prompts_per_step=8, samples_per_prompt=4, max_response_tokens=100),
-        train=TrainConfig(steps=7, micro_batch_tokens=512),
+        train=TrainConfig(**settings),
         algorithm=algorithm or AlgorithmConfig(),
         rewards=(RewardConfig(function="m:f"),),
     )
@@ -80,10 +85,9 @@ def test_parameters_and_what_follows_from_them_are_exact(folder):
     assert part(low, "weights") == 2 * count and part(low, "master") == 4 * count
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_and_logits_are_within_a_tenth_of_the_measured(folder, dtype):
-    """Everything that backward keeps of one full micro-batch, by counting storages."""
-    model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
+def kept_for_backward(model, rows, layers=()) -> int:
+    """Bytes of everything that a forward pass saves, by counting storages."""
+    policy = Policy(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -93,17 +97,75 @@ def test_activations_and_logits_are_within_a_tenth_of_the_measured(folder, dtype
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    rows = [((3,), tuple([4] * 128))] * 4
     batch = collate(rows, 0, torch.device("cpu"))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        response_log_probs(model, batch, 1.0)
-    measured = sum(size for size, _ in kept.values())
-    result = estimate(run_config(folder, dtype=dtype), has_cuda=False)
-    element = 2 if dtype == "bfloat16" else 4
-    vocabulary = model.config.vocab_size
-    logits = 512 * vocabulary * element
-    assert part(result, "logits") == 2 * logits + 8 * 512 * vocabulary
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    with layers_in_training(layers), hooks:
+        policy(batch, 1.0)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activations_are_within_a_tenth_of_the_measured(folder, dtype, checkpointed):
+    """Of one full micro-batch, all of it response; its logits are one block, which is kept."""
+    model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
+    layers = enable_checkpointing(model) if checkpointed else []
+    measured = kept_for_backward(model, [((3,), tuple([4] * 128))] * 4, layers)
+    result = estimate(
+        run_config(folder, dtype=dtype, gradient_checkpointing=checkpointed), has_cuda=False
+    )
+    logits = 512 * model.config.vocab_size * 4
     assert part(result, "activations") + logits == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_under_adapters_are_within_a_tenth_of_the_measured(folder, dtype):
+    pytest.importorskip("peft")
+    model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
+    add_adapter(model, LoraConfig(rank=2))
+    measured = kept_for_backward(model, [((3,), tuple([4] * 128))] * 4)
+    result = estimate(run_config(folder, dtype=dtype, lora=LoraConfig(rank=2)), has_cuda=False)
+    logits = 512 * model.config.vocab_size * 4
+    assert part(result, "activations") + logits == pytest.approx(measured, rel=0.1)
+    adapters = sum(p.nbytes for p in adapter_parameters(model).values())
+    assert part(result, "adapters") == part(result, "gradients") == adapters
+    assert part(result, "optimizer") == 2 * adapters
+    weights = part(result, "weights")
+    assert part(result, "engine") == part(result, "hand-over") == weights
+    kl = AlgorithmConfig(kl_coef=0.1)
+    penalized = estimate(
+        run_config(folder, dtype=dtype, lora=LoraConfig(rank=2), algorithm=kl), has_cuda=False
+    )
+    assert penalized.total_bytes == result.total_bytes, "the reference is the model without them"
+
+
+def test_only_named_modules_have_adapters(folder):
+    one = estimate(
+        run_config(folder, lora=LoraConfig(rank=2, target_modules=("q_proj",))), has_cuda=False
+    )
+    assert part(one, "adapters") == 4 * 3 * 2 * (64 + 64) and not one.notes
+    strange = estimate(
+        run_config(folder, lora=LoraConfig(rank=2, target_modules=("q_proj", "wqkv"))),
+        has_cuda=False,
+    )
+    assert any("wqkv" in note for note in strange.notes)
+
+
+def test_the_block_of_logits_is_the_trainer_s():
+    assert LOGIT_BLOCK_ELEMENTS == logprobs.BLOCK_ELEMENTS
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_optimizer_s_state_is_exact(folder, optimizer):
+    model = load_model(ModelConfig(path=str(folder), device="cpu")).model
+    config = run_config(folder, train={"optimizer": optimizer})
+    built = build_optimizer(model.named_parameters(), config.train)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    built.step(1e-3, 1.0)
+    moments = [v for name, v in built.state().items() if not name.startswith("step.")]
+    result = estimate(config, has_cuda=False)
+    assert part(result, "optimizer") == sum(value.nbytes for value in moments)
 
 
 def test_checkpointing_a_reference_and_a_long_context(folder):
@@ -114,6 +176,70 @@ def test_checkpointing_a_reference_and_a_long_context(folder):
     with_kl = estimate(run_config(folder, algorithm=AlgorithmConfig(kl_coef=0.1)), has_cuda=False)
     assert with_kl.total_bytes - plain.total_bytes == part(plain, "weights")
     assert part(plain, "kv cache") == 50 * 128 * 2 * 3 * 32 * 4
+
+
+def test_full_logits_are_not_in_it(folder):
+    """Twice the micro-batch: the block of logits stays, what is per token doubles."""
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200_000}))
+    small, large = (
+        estimate(run_config(folder, train={"micro_batch_tokens": n}), has_cuda=False)
+        for n in (1024, 2048)
+    )
+    assert part(large, "activations") == 2 * part(small, "activations")
+    block, full_logits = 2 * 4 * LOGIT_BLOCK_ELEMENTS, 2048 * 200_000 * 4
+    assert block < part(small, "backward") < part(large, "backward") < full_logits / 4
+
+
+def test_a_critic_and_a_teacher(folder):
+    plain = estimate(run_config(folder), has_cuda=False)
+    ppo = estimate(run_config(folder, algorithm=AlgorithmConfig(name="ppo")), has_cuda=False)
+    assert part(ppo, "critic") == part(plain, "weights"), "the output layer is the embeddings"
+    assert part(ppo, "critic optimizer") == part(plain, "optimizer")
+    assert part(ppo, "activations") == 2 * part(plain, "activations")
+    own = {"critic": CriticConfig(path="some-org/value-0.5B")}
+    other = estimate(
+        run_config(folder, algorithm=AlgorithmConfig(name="ppo"), train=own), has_cuda=False
+    )
+    assert part(other, "critic") == 4 * 500_000_000
+    taught = estimate(
+        run_config(
+            folder, algorithm=AlgorithmConfig(name="distillation"), teacher="some-org/Large-1.5B"
+        ),
+        has_cuda=False,
+    )
+    assert part(taught, "teacher") == 4 * 1_500_000_000
+
+
+def test_processes_of_the_trainer_s_own(folder):
+    plain = estimate(run_config(folder), has_cuda=False)
+    weights, optimizer = part(plain, "weights"), part(plain, "optimizer")
+    step, often = (
+        estimate(run_config(folder, train={"processes": 4, "gradient_sync": sync}), has_cuda=False)
+        for sync in ("step", "micro-batch")
+    )
+    assert {p.name for p in step.memory} == {"engine", "hand-over", "kv cache"}
+    assert part(step, "engine") == part(step, "hand-over") == weights
+    of_process = {p.name: p.size_bytes for p in step.process_memory}
+    assert of_process["weights"] == weights // 4 and of_process["optimizer"] == optimizer // 4
+    assert of_process["gradients"] == weights, "each process adds up whole gradients"
+    assert {p.name: p.size_bytes for p in often.process_memory}["gradients"] == weights // 4
+    each = sum(of_process.values())
+    assert step.total_bytes == sum(p.size_bytes for p in step.memory) + 4 * each
+    assert "each of the trainer's 4 processes" in "\n".join(step.lines())
+    on_gpus = estimate(run_config(folder, train={"processes": 4}), has_cuda=True)
+    assert on_gpus.total_bytes == sum(p.size_bytes for p in on_gpus.memory)
+    shards = {p.name: p.size_bytes for p in on_gpus.process_memory}
+    assert shards["weights"] == weights // 4 and "master" not in shards, "float32 at rest"
+
+
+def test_micro_batches_that_are_smaller_than_a_sample_are_noted(folder):
+    result = estimate(run_config(folder, train={"micro_batch_tokens": 64}), has_cuda=False)
+    (note,) = result.notes
+    assert "micro_batch_tokens=64" in note and "127 tokens" in note
+    assert "127 tokens" in next(p.formula for p in result.memory if p.name == "activations")
 
 
 def test_context_that_is_too_short_is_noted(folder):

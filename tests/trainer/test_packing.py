@@ -274,6 +274,27 @@ def test_checkpointed_layers_are_computed_again_from_the_pack():
         assert torch.equal(gradient, expected[name]), name
 
 
+def test_compiled_layers_are_not_compiled_again_for_every_pack(on_cpu):
+    torch.compiler.reset()
+    model, compilations = new_model("qwen2_windows"), []
+
+    def backend(graph, _inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    expected = new_model("qwen2_windows")
+    for layer in model.model.layers[:1]:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+    for number in range(2, 6):
+        batch = pack(new_rows(seed=number)[:number], CPU)
+        with packed_attention(model, "varlen"), packed_attention(expected, "varlen"):
+            difference = log_probs_of(model, batch) - log_probs_of(expected, batch)
+        assert difference.abs().max() < 1e-12
+        if number == 3:
+            after_two = len(compilations)
+    assert len(compilations) == after_two
+
+
 @pytest.mark.parametrize("change", ["sinks", "dropout", "mask", "bidirectional"])
 def test_what_packs_cannot_do_is_refused(change):
     attend = varlen.packed_attention_function("grouped", log_probs_of)

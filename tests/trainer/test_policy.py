@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.rollout.attention import install_attention
-from rollpacker.trainer.batches import MicroBatch, collate
+from rollpacker.trainer.micro_batch import MicroBatch, collate
 from rollpacker.trainer.policy import Policy
 from tests.trainer.test_logprobs import LargestTensor
 

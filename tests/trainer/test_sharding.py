@@ -290,6 +290,50 @@ def test_steps_and_scores_in_between_equal_a_plain_models(ranks, size, gradient_
     assert all(answer["noted_forwards"] == 0 for answer in answers)
 
 
+def scores_around_an_update(shards: Shards) -> list[Tensor]:
+    scorer = build()
+    shard(scorer, shards, param_dtype=None, gradient_sync="step")
+    parameters = list(scorer.parameters())
+    scores = []
+    with torch.no_grad():
+        for _ in range(2):
+            scores.append(scorer(micro_batch(7))[0])
+            for parameter in parameters:
+                parameter.mul_(0.5)
+    return scores
+
+
+@SIZES
+def test_an_update_right_after_scoring_is_seen_by_the_next_scores(ranks, size):
+    """Without a backward pass in between."""
+    plain = build()
+    with torch.no_grad():
+        expected = [plain(micro_batch(7))[0]]
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+        expected.append(plain(micro_batch(7))[0])
+    for scores in ranks.run(size, scores_around_an_update):
+        for got, wanted in zip(scores, expected, strict=True):
+            assert torch.allclose(got, wanted, rtol=1e-9, atol=0)
+
+
+def summed_before_the_end(shards: Shards, gradient_sync: str) -> list[bool]:
+    scorer = build()
+    gradients = shard(scorer, shards, param_dtype=None, gradient_sync=gradient_sync)
+    summed = []
+    for step in range(2):
+        loss_of(scorer, step).backward()
+        summed.append(any(p.grad is not None for p in scorer.parameters()))
+        accumulate(scorer, gradients, [], shards)
+        gradients.forget()
+    return summed
+
+
+def test_gradients_are_sent_once_a_step_or_at_every_backward(ranks):
+    assert ranks.run(2, summed_before_the_end, "step") == [[False, False]] * 2
+    assert ranks.run(2, summed_before_the_end, "micro-batch") == [[True, True]] * 2
+
+
 def exchange(shards: Shards, counts: Sequence[int]) -> tuple[object, ...]:
     mine = counts[shards.rank]
     return (

@@ -50,7 +50,9 @@ def padded_grpo_gradient(model, groups, config: AlgorithmConfig, reference=None)
     for group in groups:
         rewards = torch.tensor([reward for _, reward in group], dtype=torch.float64)
         centred = rewards - rewards.mean()
-        advantages.append(centred / (rewards.std() + 1e-4) if config.normalize_std == "group" else centred)
+        advantages.append(
+            centred / (rewards.std() + 1e-4) if config.normalize_std == "group" else centred
+        )
     advantage = torch.cat(advantages)[:, None]
 
     def log_probs(m):
@@ -303,7 +305,9 @@ def test_bfloat16_keeps_updates_that_are_smaller_than_its_steps():
     for _ in range(30):
         step(t, samples(0))
     masters = {
-        n.removeprefix("master."): m for n, m in t.learner._actor.optimizer.state().items() if "master" in n
+        n.removeprefix("master."): m
+        for n, m in t.learner._actor.optimizer.state().items()
+        if "master" in n
     }
     for name, weight in model.named_parameters():
         assert weight.dtype == torch.bfloat16 and masters[name].dtype == torch.float32

@@ -1,0 +1,111 @@
+"""Does each algorithm learn? Held-out pass@1 of the quickstart, before and after.
+
+One run per algorithm from the same warmed-up weights, on the same prompts: that of
+configs/quickstart.yaml with `algorithm.name` set and the settings below, and nothing else. The
+teacher of distillation is what GRPO has made of the model in the first run. PPO also reports which
+share of the returns' variance its critic explains, before it has seen them.
+
+    python benchmarks/algorithms.py [--only ppo gspo] [--steps 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import RESULTS, ROOT, write_result
+
+from rollpacker.algo import ALGORITHMS
+from rollpacker.controller.checkpoint import newest_checkpoint
+
+TARGET = 0.15
+SETTINGS: dict[str, list[str]] = {
+    "grpo": [],
+    "dr_grpo": [],
+    "dapo": ["rollout.dynamic_sampling.enabled=true", "algorithm.overlong_buffer_tokens=96"],
+    "gspo": [],
+    "cispo": [],
+    "rloo": [],
+    "reinforce_pp": ["algorithm.kl_coef=0.001"],
+    "reinforce_pp_baseline": ["algorithm.kl_coef=0.001"],
+    "ppo": ["train.critic.learning_rate=2e-3", "algorithm.gae_lambda=1.0"],
+    "distillation": [],
+}
+LAST_STEPS = 20
+"""Over so many last steps the critic's share is averaged."""
+
+
+def train(name: str, steps: int, folder: Path, teacher: Path | None) -> dict[str, Any]:
+    settings = list(SETTINGS[name])
+    if name == "distillation":
+        assert teacher is not None
+        settings.append(f"model.teacher={teacher}")
+    command = [
+        *(str(Path(sys.executable).parent / "rollpacker"), "train", "configs/quickstart.yaml"),
+        *(f"name={name}", f"runs_dir={folder}", f"algorithm.name={name}", f"train.steps={steps}"),
+        # The row's own: the quickstart's config sets another.
+        "algorithm.loss_aggregation=null",
+        *("eval.samples_per_prompt=4", f"eval.every_steps={steps}", "save_samples=false"),
+        *settings,
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
+    result: dict[str, Any] = {
+        "settings": settings,
+        "before": curve[min(curve)],
+        "after": curve[max(curve)],
+        "gain": curve[max(curve)] - curve[min(curve)],
+    }
+    explained = [
+        row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row
+    ]
+    if explained:
+        result["explained_variance_last_steps"] = statistics.fmean(explained[-LAST_STEPS:])
+        result["explained_variance"] = explained
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="keeps the others")
+    args = parser.parse_args()
+    earlier = RESULTS / "algorithms.json"
+    found: dict[str, Any] = {}
+    if args.only and earlier.is_file():
+        found = json.loads(earlier.read_text())["algorithms"]
+    names = list(args.only or ALGORITHMS)
+    if "distillation" in names and "grpo" not in names:
+        names.insert(0, "grpo")
+    names.sort(key=list(ALGORITHMS).index)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        teacher = None
+        for name in names:
+            found[name] = train(name, args.steps, folder, teacher)
+            print(
+                f"{name:22} {found[name]['before']:.3f} -> {found[name]['after']:.3f}", flush=True
+            )
+            if name == "grpo":
+                teacher = newest_checkpoint(folder / "grpo" / "checkpoints").folder / "model"
+    missed = sorted(name for name, row in found.items() if row["gain"] < TARGET)
+    payload = {"steps": args.steps, "target": TARGET, "missed": missed, "algorithms": found}
+    write_result("algorithms", payload)
+    print(f"raised pass@1 by at least {TARGET}: all but {', '.join(missed) or 'none'}")
+    if "ppo" in found:
+        share = found["ppo"]["explained_variance_last_steps"]
+        print(f"the critic explains {100 * share:.0f} % of the returns' variance in the end")
+
+
+if __name__ == "__main__":
+    main()

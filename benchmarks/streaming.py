@@ -1,0 +1,115 @@
+"""Does streaming pay? A trainer in a process of its own, with and without `stream_trainer`.
+
+The quickstart's model, prompts and reward; its lengths have a long tail. One process generates,
+one trains, one torch thread each. Both arms train the same samples from the same weights, so that
+their weights must be equal after ten steps but for rounding; they take turns, several times.
+`plain` waits for every response of a round, `tail` is tail batching with the quickstart's
+factors.
+
+    python benchmarks/streaming.py [--turns 3] [--steps 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import ROOT, write_result
+from safetensors.torch import load_file
+
+CHECKED_STEPS = 10
+"""After so many steps the weights of both arms are compared."""
+SKIPPED_STEPS = 5
+"""Not timed: the first ones of a process are slower."""
+
+
+def train(name: str, steps: int, folder: Path, *settings: str) -> tuple[Path, list[dict[str, Any]]]:
+    """One run: its folder, and its rows of metrics."""
+    command = [
+        *(str(Path(sys.executable).parent / "rollpacker"), "train", "configs/quickstart.yaml"),
+        *(f"name={name}", f"runs_dir={folder}", f"train.steps={steps}", "train.processes=1"),
+        *("eval.every_steps=100000", "eval.max_prompts=8", "save_samples=false"),
+        *(f"checkpoint.every_steps={CHECKED_STEPS}", "checkpoint.keep_last=100"),
+        *settings,
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return folder / name, [row for row in rows if "timing_s/step" in row]
+
+
+def step_s(rows: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step, without checkpoints and evaluations."""
+    return [
+        row["timing_s/step"]
+        - row.get("timing_s/save_checkpoint", 0.0)
+        - row.get("timing_s/testing", 0.0)
+        for row in rows[SKIPPED_STEPS:]
+    ]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Between the weights of two runs after the same number of steps."""
+    weights = []
+    for run in (one, other):
+        path = run / "checkpoints" / f"step_{CHECKED_STEPS:06d}" / "model" / "model.safetensors"
+        weights.append(load_file(path))
+    return max((weights[0][name] - value).abs().max().item() for name, value in weights[1].items())
+
+
+def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path) -> dict[str, Any]:
+    arms: dict[str, list[float]] = {"waiting": [], "streaming": []}
+    differences, fired, ratios = [], [], []
+    for turn in range(turns):
+        runs = {}
+        for arm in ("waiting", "streaming") if turn % 2 == 0 else ("streaming", "waiting"):
+            on = str(arm == "streaming").lower()
+            name = f"{kind}-{arm}-{turn}"
+            run, rows = train(name, steps, folder, f"stream_trainer.enabled={on}", *settings)
+            runs[arm] = run
+            arms[arm].append(statistics.fmean(step_s(rows)))
+            if arm == "streaming":
+                fired.append(statistics.fmean(row["stream/fired"] for row in rows))
+        differences.append(largest_difference(runs["waiting"], runs["streaming"]))
+        ratios.append(arms["waiting"][-1] / arms["streaming"][-1])
+        print(f"{kind} turn {turn}: {ratios[-1]:.3f}x, weights {differences[-1]:.2g}", flush=True)
+    return {
+        "step_s": arms,
+        "speed_up": ratios,
+        "speed_up_mean": statistics.fmean(ratios),
+        "steps_that_streamed": statistics.fmean(fired),
+        "largest_weight_difference": max(differences),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        found = {
+            "plain": measure(
+                "plain", ["tail_batching.enabled=false"], args.turns, args.steps, folder
+            ),
+            "tail": measure("tail", [], args.turns, args.steps, folder),
+        }
+    write_result("streaming", {"steps": args.steps, "checked_after": CHECKED_STEPS, **found})
+    for kind, row in found.items():
+        print(
+            f"{kind:6} {row['speed_up_mean']:.3f}x; weights after {CHECKED_STEPS} steps differ by "
+            f"{row['largest_weight_difference']:.2g}"
+        )
+
+
+if __name__ == "__main__":
+    main()
