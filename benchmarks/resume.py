@@ -138,7 +138,9 @@ def fingerprints(folder: Path) -> dict[str, str]:
     job = {name: value for name, value in state["job"].items() if name != "num_late"}
     return {
         "weights": _sha256((checkpoint / "model" / "model.safetensors").read_bytes()),
-        "optimizer": _sha256((checkpoint / "trainer" / "optimizer.safetensors").read_bytes()),
+        "optimizer": _sha256(
+            b"".join(p.read_bytes() for p in sorted((checkpoint / "trainer").glob("*.safetensors")))
+        ),
         "schedule": _sha256((checkpoint / "trainer" / "trainer.json").read_bytes()),
         "cursor": _sha256(json.dumps(state["cursor"], sort_keys=True).encode()),
         "job": _sha256(json.dumps(job, sort_keys=True).encode()),

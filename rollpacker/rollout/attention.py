@@ -122,6 +122,8 @@ def _refuse_extras(
         reason = "a position bias"
     elif attention_mask is not None:
         reason = "a mask of its own"
+    elif kwargs.get("packed_rows") is not None:
+        reason = "packed rows outside of the trainer's own attention"
     elif is_causal is False or not getattr(module, "is_causal", True):
         reason = "bidirectional attention"
     if reason is not None:

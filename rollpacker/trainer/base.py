@@ -104,7 +104,7 @@ class TrainConfig:
     learning_rate: float = 1e-6
     schedule: str = "constant"
     """constant, linear, cosine, or another schedule of transformers by its name."""
-    schedule_options: Mapping[str, float] = field(default_factory=dict)
+    schedule_options: Mapping[str, float | str] = field(default_factory=dict)
     """Further arguments of that schedule, such as num_cycles."""
     warmup_steps: int = 0
     min_learning_rate_ratio: float = 0.0
@@ -119,8 +119,8 @@ class TrainConfig:
     micro_batch_tokens: int = 4096
     """Tokens per micro-batch, padding included. One longer sample gets its own."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
-    """sorted: rows of like length, padded to the longest. packed: rows end to end without padding.
-    auto: packed on CUDA, sorted on a CPU."""
+    """packed: rows end to end without padding. sorted: rows of like length, padded to the longest.
+    auto: packed, where the model's attention allows it."""
     offload: bool = False
     """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
     compile: bool = False

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """What the engine takes for keys and values on a CPU unless told otherwise."""
-LOGIT_BLOCK_ELEMENTS = 1 << 24
+MALLOC_KEEPS = "a fifth to a third of training's"
+"""Of glibc, with tensors of less than 32 MB; measured by `benchmarks/memory_estimate.py`."""
+LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
@@ -106,7 +108,10 @@ class Estimate:
             lines.append(
                 f"model         {self.num_parameters:,} parameters, {self.dtype}, {self.device}"
             )
-        lines += _memory_lines(self.memory, "besides torch itself")
+        besides = "besides torch itself"
+        if self.device == "cpu":
+            besides += f" and what malloc keeps ({MALLOC_KEEPS})"
+        lines += _memory_lines(self.memory, besides)
         if self.process_memory:
             lines.append(f"and in each of the trainer's {self.processes} processes:")
             lines += _memory_lines(self.process_memory, "in each")
@@ -182,7 +187,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         )
     element = 2 if dtype == "bfloat16" else 4
     notes += _tail_notes(config) + _micro_batch_notes(config)
-    run, process = _memory(config, shape, parameters, element, notes)
+    run, process = _memory(config, shape, parameters, element, on_cuda, notes)
     run += _cache_memory(config, shape, on_cuda, element, notes)
     return Estimate(
         device="cuda" if on_cuda else "cpu",
@@ -272,20 +277,26 @@ def _memory(
     shape: _Shape | None,
     parameters: int | None,
     element: int,
+    on_cuda: bool,
     notes: list[str],
 ) -> tuple[list[MemoryPart], list[MemoryPart]]:
     """Of the run's own process, and of each of the trainer's."""
     processes = config.train.processes
-    apart = processes is not None or config.model.lora is not None
     engine: list[MemoryPart] = []
-    if apart and parameters is not None:
-        what = "parameters" if config.model.lora is None else "merged parameters"
-        engine.append(_part("engine", parameters * element, f"{what} x {element} bytes"))
-        handed = (
-            "shared with the trainer" if processes is not None else "while they are handed over"
-        )
-        engine.append(_part("hand-over", parameters * element, f"the same once more, {handed}"))
-    models = _Models(config=config, shape=shape, parameters=parameters, element=element)
+    if parameters is not None and (processes is not None or config.model.lora is not None):
+        size, formula = parameters * element, f"parameters x {element} bytes, apart from training"
+        engine.append(_part("engine", size, formula))
+        if on_cuda:
+            notes.append(f"weights go to the engine through {_size(size)} of host memory")
+        else:
+            engine.append(_part("hand-over", size, "the same once more, on its way to the engine"))
+    models = _Models(
+        config=config,
+        shape=shape,
+        parameters=parameters,
+        element=element,
+        block_elements=LOGIT_BLOCK_ELEMENTS["cuda" if on_cuda else "cpu"],
+    )
     training = models.parts(notes)
     if processes is None:
         return engine + training, []
@@ -306,6 +317,8 @@ class _Models:
     parameters: int | None
     element: int
     """Bytes of a number in the dtype that is computed in."""
+    block_elements: int
+    """Logits that are computed at a time."""
 
     @property
     def ranks(self) -> int:
@@ -428,7 +441,7 @@ class _Models:
             )
         logits, layer = self._logits(shape, tokens), tokens * self._one_layer(shape)
         formula = (
-            f"a block of logits (at most {LOGIT_BLOCK_ELEMENTS:,}), hidden states and the output "
+            f"a block of logits (at most {self.block_elements:,}), hidden states and the output "
             "layer's gradient"
             if logits >= layer
             else "one layer's activations and gradients"
@@ -470,9 +483,9 @@ class _Models:
         one block; hidden states and the gradients of both ends."""
         elements = tokens * shape.vocabulary
         copies = 2
-        if self.config.algorithm.entropy_coef or elements <= LOGIT_BLOCK_ELEMENTS:
+        if self.config.algorithm.entropy_coef or elements <= self.block_elements:
             copies = 3
-        block = min(elements, LOGIT_BLOCK_ELEMENTS) * 4 * copies
+        block = min(elements, self.block_elements) * 4 * copies
         hidden = tokens * shape.hidden * (4 + self.element)
         output_layer = 0 if self.config.model.lora is not None else shape.embedding * self.element
         return block + hidden + output_layer

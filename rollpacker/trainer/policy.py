@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollpacker.trainer.logprobs import (
-    BLOCK_ELEMENTS,
-    LogitTransform,
-    chunked_log_probs,
-    full_precision,
-)
+from rollpacker.trainer.logprobs import LogitTransform, chunked_log_probs, full_precision
 from rollpacker.trainer.micro_batch import MicroBatch
 
 CHECKED_TOKENS = 8
@@ -42,9 +37,9 @@ class Policy(nn.Module):
     as a whole.
     """
 
-    def __init__(self, model: nn.Module, *, block_elements: int = BLOCK_ELEMENTS) -> None:
+    def __init__(self, model: nn.Module, *, block_elements: int | None = None) -> None:
         super().__init__()
-        assert block_elements > 0, block_elements
+        assert block_elements is None or block_elements > 0, block_elements
         self.model = model
         self.block_elements = block_elements
         self._transform = _logit_transform(_base_model(model).config.get_text_config())
@@ -78,10 +73,11 @@ class Policy(nn.Module):
             block_elements=self.block_elements,
         )
 
-    def _hidden_states(self, input_ids: Tensor, model_inputs: Any) -> Tensor:
+    def _hidden_states(self, input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
         """[B, W, D], after the last norm."""
         decoder = _base_model(self.model).get_decoder()
-        return decoder(input_ids=input_ids, use_cache=False, **model_inputs)[0]
+        hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **model_inputs)[0]
+        return hidden
 
     def _logits_at(self, batch: MicroBatch) -> Tensor:
         """Logits [N, V] at the batch's positions, by feeding the output layer those hidden states
@@ -126,7 +122,7 @@ class Policy(nn.Module):
         return bool(difference <= tolerance * expected.abs().max())
 
 
-def _base_model(model: nn.Module) -> nn.Module:
+def _base_model(model: Any) -> Any:
     """Without peft's wrapper; its adapters are inside the layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -3,8 +3,7 @@
     shards = join(device)                            # under torchrun; gloo on a CPU, nccl on CUDA
     policy = Policy(model)                           # the same weights in every process
     gradients = shard(policy, shards, param_dtype=torch.bfloat16, gradient_sync="step")
-    named = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(named, ...)          # the parameters are DTensors now
+    optimizer = build_optimizer(policy.model.named_parameters(), config)      # DTensors from here
 
     # scoring: a forward is a collective, so every process runs as many
     batches = mine + [filler] * (same_number(len(mine), shards) - len(mine))
@@ -24,9 +23,11 @@
     total_loss, = sum_over_ranks([loss_sum], shards)
 
     save_model(policy.model, tokenizer, folder / "model", shards=shards, dtype=torch.bfloat16)
-    save_trainer(optimizer.state(), {"version": 3}, folder / "trainer", shards)
+    masters = {f"master.{n}": p for n, p in policy.model.named_parameters() if p.requires_grad}
+    tensors = optimizer.state() | masters            # the model folder has but bfloat16's digits
+    save_trainer(tensors, {"version": 3}, folder / "trainer", shards)
     load_model_weights(policy.model, folder / "model", shards)
-    optimizer.load_state(load_trainer_tensors(folder / "trainer", like, shards))
+    tensors = load_trainer_tensors(folder / "trainer", like, shards)          # as those of `like`
     leave()
 
 Everything here is a collective: all processes call it, in the same order. With `shards=None` there
@@ -116,7 +117,10 @@ class ShardedGradients:
             self._root.set_requires_gradient_sync(False)
 
     def forget(self) -> None:
-        """Drop what this process has not summed yet, and every parameter's `grad`."""
+        """Drop what this process has not summed yet, and every parameter's `grad`. Also the end of
+        a forward pass with gradients that no backward pass follows."""
+        if self._root._get_fsdp_state()._is_root is not None:  # there was a forward
+            _free_after_forward(self._root)
         for parameter in self._root.parameters():
             parameter.grad = None
         for group in _parameter_groups(self._root):
@@ -248,6 +252,12 @@ def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
     if torch.is_grad_enabled():
         return
     assert isinstance(root, FSDPModule)
+    _free_after_forward(root)
+
+
+def _free_after_forward(root: FSDPModule) -> None:
+    """The root's whole parameters, which stay for a backward pass, and what was noted for it. While
+    they stay, `named_parameters` gives them instead of the shards."""
     root.reshard()
     # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only
     # scores would let it grow without end, and any other would prefetch what it does not need.

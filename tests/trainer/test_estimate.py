@@ -189,7 +189,7 @@ def test_full_logits_are_not_in_it(folder):
         for n in (1024, 2048)
     )
     assert part(large, "activations") == 2 * part(small, "activations")
-    block, full_logits = 2 * 4 * LOGIT_BLOCK_ELEMENTS, 2048 * 200_000 * 4
+    block, full_logits = 2 * 4 * LOGIT_BLOCK_ELEMENTS["cpu"], 2048 * 200_000 * 4
     assert block < part(small, "backward") < part(large, "backward") < full_logits / 4
 
 
@@ -231,6 +231,8 @@ def test_processes_of_the_trainer_s_own(folder):
     assert "each of the trainer's 4 processes" in "\n".join(step.lines())
     on_gpus = estimate(run_config(folder, train={"processes": 4}), has_cuda=True)
     assert on_gpus.total_bytes == sum(p.size_bytes for p in on_gpus.memory)
+    assert {p.name for p in on_gpus.memory} == {"engine", "kv cache"}
+    assert any("host memory" in note for note in on_gpus.notes), "the hand-over is not on the GPU"
     shards = {p.name: p.size_bytes for p in on_gpus.process_memory}
     assert shards["weights"] == weights // 4 and "master" not in shards, "float32 at rest"
 
@@ -265,6 +267,7 @@ def test_lines_name_everything(folder):
     text = "\n".join(estimate(run_config(folder), has_cuda=False).lines())
     for word in ("10 prompts x 5 samples = 50", "long round", "weights", "activations", "kv cache"):
         assert word in text
+    assert "what malloc keeps" in text
 
 
 def test_estimating_does_not_import_torch():

@@ -102,7 +102,7 @@ def step_groups() -> Groups:
     """Four groups of three; some responses were cut off. The engine's log-probs are near the
     trainer's, so that some ratios are clipped and others are not."""
     groups = responses(1)
-    model = tiny_model()
+    model = exact_model()
     move(model)
     flat = [response for group in groups for response, _ in group]
     with torch.no_grad():
@@ -121,10 +121,10 @@ def step_groups() -> Groups:
 
 def learner_of(case: Case, partition: Partition, shards: Shards | None = None) -> Learner:
     """Policy, reference, teacher and critic all differ, and none of their gradients is zero."""
-    model = tiny_model()
+    model = exact_model()
     critic = None
     if case.algorithm.needs_critic:
-        critic = from_policy_model(tiny_model(3))
+        critic = from_policy_model(exact_model(3))
         torch.nn.init.constant_(critic.value_head.weight, 0.3)
     if case.lora:
         add_adapter(model, LoraConfig(rank=2))
@@ -149,11 +149,22 @@ def learner_of(case: Case, partition: Partition, shards: Shards | None = None) -
         temperature=TEMPERATURE,
         total_steps=1,
         critic=critic,
-        teacher=FrozenPolicy(tiny_model(5)) if case.algorithm.needs_teacher else None,
+        teacher=FrozenPolicy(exact_model(5)) if case.algorithm.needs_teacher else None,
         shards=shards,
     )
     move(learner.model)
     return learner
+
+
+def exact_model(seed: int = 0) -> torch.nn.Module:
+    """float64 throughout: transformers' own norms go through float32, so that even a gradient's
+    scale would show in the eighth digit."""
+    model = tiny_model(seed)
+    for name, module in list(model.named_modules()):
+        if name.endswith("norm"):
+            exact = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            model.set_submodule(name, exact.to(module.weight))
+    return model
 
 
 @torch.no_grad()
@@ -332,7 +343,7 @@ def directly(case: Case) -> dict[str, dict[str, Tensor]]:
     reference = None
     if config.kl_coef > 0 and config.kl_in == "loss":
         with torch.no_grad():
-            reference, _ = direct_log_probs(tiny_model(), flat)
+            reference, _ = direct_log_probs(exact_model(), flat)
     rollout = padded([response.log_probs for response in flat])
     advantages = padded(
         [
@@ -406,9 +417,9 @@ def direct_scores(case: Case, flat: Sequence[Response]) -> dict[SampleId, TokenS
     config = case.algorithm
     columns: dict[str, Tensor] = {"log_probs": direct_log_probs(learner.model, flat)[0]}
     if config.reference_in_scores:
-        columns["ref_log_probs"] = direct_log_probs(tiny_model(), flat)[0]
+        columns["ref_log_probs"] = direct_log_probs(exact_model(), flat)[0]
     if config.needs_teacher:
-        columns["teacher_log_probs"] = direct_log_probs(tiny_model(5), flat)[0]
+        columns["teacher_log_probs"] = direct_log_probs(exact_model(5), flat)[0]
     if config.needs_critic:
         columns["values"] = direct_values(learner._critic, flat)
     return {

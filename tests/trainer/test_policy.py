@@ -123,6 +123,14 @@ def test_an_unknown_output_layer_runs_as_a_whole_and_says_so_once(caplog):
     assert len(caplog.records) == 1 and "LlamaForCausalLM" in caplog.text
 
 
+def test_a_decoder_that_takes_other_arguments_runs_as_a_whole():
+    model = make("llama")
+    model.get_decoder = lambda: nn.Flatten()
+    policy = Policy(model)
+    assert not policy.runs_in_blocks
+    assert_same(model, policy)
+
+
 def test_an_unknown_transform_of_the_logits_runs_as_a_whole():
     model = make("llama")
     own_forward = model.forward

@@ -389,7 +389,9 @@ def test_loss_weights_multiply_the_samples_and_not_the_denominator(aggregation):
     assert of_weighted == metrics
     flat = [weight for group in weights for weight in group]
     for sample, before, weight in zip(weighted, plain, flat, strict=True):
-        assert sample == dataclasses.replace(before, token_weight=before.token_weight * weight)
+        assert sample == dataclasses.replace(
+            before, token_weight=before.token_weight * weight, loss_weight=weight
+        )
     # The gradient is the weighted sum of the samples' own.
     actual = gradient_of(trainer(algorithm=config), [weighted])
     expected: dict[str, torch.Tensor] = {}
