@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from exactly_once import check
 from machine import write_result
+from safetensors.numpy import load_file
 
 ALPHABET = "0123456789+-=?.,: abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -127,6 +128,15 @@ def run(
     return process.exitcode
 
 
+def _optimizer_state(folder: Path) -> bytes:
+    """Every tensor's name and bytes, by name: the files hold them in any order."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    assert tensors, f"no optimizer state in {folder}"
+    return b"".join(name.encode() + tensors[name].tobytes() for name in sorted(tensors))
+
+
 def fingerprints(folder: Path) -> dict[str, str]:
     """SHA-256 of everything that must not depend on interruptions."""
     checkpoint = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
@@ -138,9 +148,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
     job = {name: value for name, value in state["job"].items() if name != "num_late"}
     return {
         "weights": _sha256((checkpoint / "model" / "model.safetensors").read_bytes()),
-        "optimizer": _sha256(
-            b"".join(p.read_bytes() for p in sorted((checkpoint / "trainer").glob("*.safetensors")))
-        ),
+        "optimizer": _sha256(_optimizer_state(checkpoint / "trainer")),
         "schedule": _sha256((checkpoint / "trainer" / "trainer.json").read_bytes()),
         "cursor": _sha256(json.dumps(state["cursor"], sort_keys=True).encode()),
         "job": _sha256(json.dumps(job, sort_keys=True).encode()),

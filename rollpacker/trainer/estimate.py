@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """What the engine takes for keys and values on a CPU unless told otherwise."""
-MALLOC_KEEPS = "a fifth to a third of training's"
+MALLOC_KEEPS = "20 to 40 % on top of training's"
 """Of glibc, with tensors of less than 32 MB; measured by `benchmarks/memory_estimate.py`."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""

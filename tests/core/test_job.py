@@ -253,7 +253,9 @@ def a_config(tail: TailBatchingConfig, overlap: bool, stream: bool, **values: ob
         cancel=values.pop("cancel"),  # type: ignore[arg-type]
         kinds={"train": values.pop("kind")},  # type: ignore[dict-item]
     )
-    stream_config = StreamConfig(enabled=stream and tail.debias == "none", reward_wait=True)
+    stream_config = StreamConfig(
+        enabled=stream and tail.debias == "none", reward_wait=not values.get("trainer_apart")
+    )
     return JobConfig(tail_batching=tail, rewards=rewards, stream=stream_config, **values)  # type: ignore[arg-type]
 
 
@@ -291,6 +293,8 @@ worlds = st.builds(
         prompts_per_step=st.integers(1, 6),
         samples_per_prompt=st.integers(2, 4),
         max_steps=st.none() | st.integers(1, 12),
+        trainer_apart=st.booleans(),
+        min_verdicts=st.integers(1, 2),
     ),
     num_rows=st.integers(1, 25),
     epochs=st.integers(1, 3),
@@ -332,7 +336,7 @@ def test_nothing_leaks_and_nothing_is_off_policy(world: World) -> None:
     verdicts = {e.sample: e.value for e in events_of(world, SampleScored)}
     for version, command in enumerate(commands_of(world, TrainOn)):
         for group in command.groups:
-            assert 2 <= len(group) <= world.config.samples_per_prompt
+            assert world.config.min_verdicts <= len(group) <= world.config.samples_per_prompt
             assert list(group) == sorted(group)
             assert all(versions[s] == version for s in group)
             assert all(verdicts[s] is not None for s in group)

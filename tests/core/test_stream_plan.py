@@ -265,6 +265,42 @@ def test_a_restored_plan_goes_on_alike(before, after):
     assert plan.state() == other.state()
 
 
+def test_a_trainer_apart_needs_no_release_and_no_empty_engine():
+    plan = StreamPlan(StreamConfig(enabled=True), DeviceLayout(gpus=8), trainer_apart=True)
+    assert play(plan, range(1, 101), kind=SHORT) == []
+    assert plan.streamed() == (0, "no group was complete before the whole step was due")
+    groups = [(1, 2), (3, 4)]
+    assert plan.groups_to_stream(groups, engine_empty=False) == tuple(groups)
+    assert plan.streamed() == (4, "")
+    assert play(plan, range(1, 101), kind=LONG) == [] and plan.num_tries == 0
+    off = StreamPlan(StreamConfig(), DeviceLayout(), trainer_apart=True)
+    off.begin(LONG, num_samples=4, num_to_train=4)
+    assert off.groups_to_stream(groups, engine_empty=True) == ()
+
+
+@pytest.mark.parametrize(
+    "layout, kind, lengths, reason",
+    [
+        (DeviceLayout(gpus=8), SHORT, [5] * 20, "nothing is released in a short round"),
+        (DeviceLayout(gpus=1), LONG, [5] * 20, "an engine or a training replica would be split"),
+        (
+            DeviceLayout(gpus=8, kv_tokens=1),
+            LONG,
+            [5] * 20,
+            "the other engines would run out of key-value cache",
+        ),
+        (DeviceLayout(gpus=8), LONG, [5] * 20, "no group was complete after the release"),
+        (DeviceLayout(gpus=8), LONG, [], "the round was over before a release could be tried"),
+    ],
+)
+def test_it_says_why_nothing_was_streamed(layout, kind, lengths, reason):
+    plan = StreamPlan(StreamConfig(enabled=True), layout, max_response_tokens=9)
+    plan.begin(kind, num_samples=20, num_to_train=20)
+    for length in lengths:
+        plan.on_finished(length)
+    assert plan.streamed() == (0, reason)
+
+
 def test_the_history_is_bounded():
     plan = plan_of()
     for _ in range(3):

@@ -161,9 +161,15 @@ class World:
                 )
             case StartGradients(step=step, groups=groups):
                 assert step == self.job.step + 1
-                assert not self.running, "one device: gradients only once the engine is empty"
+                apart = self.job.config.trainer_apart
+                assert apart or not self.running, "one device: gradients once the engine is empty"
                 self.streamed += groups
             case TrainOn(step=step, groups=groups, weights=weights):
+                assert command.num_streamed == sum(map(len, self.streamed))
+                if self.job.config.stream.enabled:
+                    assert bool(command.num_streamed) != bool(command.not_streamed), command
+                else:
+                    assert not command.not_streamed
                 assert not self.running, "trained while the engine was at work"
                 assert len(set(self.streamed)) == len(self.streamed), "begun twice"
                 assert set(self.streamed) <= set(groups), "begun, but not trained on"

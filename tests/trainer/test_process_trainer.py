@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
+from rollpacker.trainer import launch
 from rollpacker.trainer.base import (
     ModelConfig,
     NonFiniteError,
@@ -294,3 +295,15 @@ def test_processes_that_were_never_connected_end_at_once():
     began = time.monotonic()
     ranks.close()
     assert ended(pids) and time.monotonic() - began < 3
+
+
+def test_an_error_of_one_process_alone_ends_the_others_that_wait_for_it(two, monkeypatch):
+    """The last test with these processes."""
+    monkeypatch.setattr(launch, "GRACE_S", 1.0)
+    samples = asyncio.run(samples_of(two, 0))
+    pids = two.pids
+    with pytest.raises(TrainerError, match="process 1 of the trainer failed: AttributeError"):
+        two._ranks.call("accumulate", [(samples,), (["no sample"],)])
+    assert ended(pids)
+    with pytest.raises(TrainerProcessError, match=r"process 0 .*ended|process 0 .*SIGKILL"):
+        step(two, 0)

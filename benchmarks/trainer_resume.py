@@ -1,0 +1,273 @@
+"""A trainer with processes of its own goes on exactly, at any number of them, whoever dies.
+
+Real runs of the quickstart's model, in small steps. Each is compared with a run that nothing
+disturbed:
+
+    resume   killed as soon as step k is committed, resumed at as many processes or at others. At as
+             many, weights and optimizer must be equal bit for bit at the end. At others the first
+             step after the resume may differ in rounding alone (later ones sample other tokens as
+             soon as one flips, so their difference is only reported).
+    kills    one rank of two is killed (SIGKILL) at random moments, start-up included. Each time the
+             run must end with exit code 6, and what resumes must end bit for bit where the
+             undisturbed run did. `exactly_once.py` checks the log.
+
+Without streaming: which groups are begun early depends on the clock, and with them the order of
+sums.
+
+    python benchmarks/trainer_resume.py [--steps 5] [--kills 6]
+
+Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it there), and Linux
+(/proc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exactly_once import check
+from machine import ROOT, write_result
+from resume import committed
+
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+SMALL = (
+    "data.train.size=400",
+    "data.eval=null",
+    "eval.every_steps=null",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_tokens=96",
+    "checkpoint={every_steps: 1, keep_last: 100}",
+    "save_samples=false",
+)
+TOLERANCE = 1e-6
+TRAINER_PROCESS_ENDED = 6
+
+
+class _KillRun:
+    """An observer that kills the run's own process once a step is committed."""
+
+    def __init__(self, step: int) -> None:
+        self._is_due = committed(step)
+
+    def feed(self, entry: Any) -> None:
+        if self._is_due(entry):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        pass
+
+
+def _rank_pids() -> list[int]:
+    """The trainer's processes that this process has started."""
+    own = os.getpid()
+    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+    return [
+        int(pid)
+        for pid in children
+        if b"rollpacker.trainer.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def _kill_a_rank(delay_s: float, seed: int) -> None:
+    """After so long, or as soon as there is one."""
+    time.sleep(delay_s)
+    while not (pids := _rank_pids()):
+        time.sleep(0.01)
+    os.kill(random.Random(seed).choice(pids), signal.SIGKILL)
+
+
+def _train(overrides: list[str], resume: bool, step: int | None, delay_s: float | None) -> None:
+    import rollpacker
+    from rollpacker.cli.errors import report_error
+
+    os.setsid()
+    observers = [] if step is None else [_KillRun(step)]
+    if delay_s is not None:
+        threading.Thread(target=_kill_a_rank, args=(delay_s, int(delay_s * 1e6))).start()
+    try:
+        rollpacker.train(CONFIG, overrides, resume=resume, observers=observers)
+    except Exception as error:
+        os._exit(report_error(error))
+    os._exit(0)
+
+
+class Runs:
+    """Runs of one configuration in one folder."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self._overrides = [*SMALL, f"train.steps={steps}", f"runs_dir={folder}"]
+
+    def run(
+        self,
+        name: str,
+        processes: int,
+        *,
+        resume: bool = False,
+        kill_run_after: int | None = None,
+        kill_rank_after_s: float | None = None,
+    ) -> int:
+        """Train in a forked process, so that torch is imported once. Returns its exit code."""
+        overrides = [*self._overrides, f"name={name}", f"train.processes={processes}"]
+        process = multiprocessing.get_context("fork").Process(
+            target=_train, args=(overrides, resume, kill_run_after, kill_rank_after_s)
+        )
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return process.exitcode
+
+    def checkpoint(self, name: str, step: int | None = None) -> Path:
+        """That of a step, or the last."""
+        checkpoints = self.folder / name / "checkpoints"
+        if step is None:
+            return checkpoints / (checkpoints / "latest").read_text().strip()
+        return checkpoints / f"step_{step:06d}"
+
+    def log_problems(self, name: str) -> list[str]:
+        problems: list[str] = check(self.folder / name / "events.jsonl")["problems"]
+        return problems
+
+
+def tensors(checkpoint: Path) -> dict[str, Any]:
+    """Weights and the trainer's state, by folder, file and name. What all processes have alike, any
+    of them may have written."""
+    from safetensors.torch import load_file
+
+    return {
+        f"{path.parent.name}/{'' if '/step.' in name else path.name}/{name}": value
+        for path in sorted(checkpoint.glob("*/*.safetensors"))
+        for name, value in load_file(path).items()
+    }
+
+
+def different(one: Path, other: Path) -> list[str]:
+    """Names of tensors that are not equal bit for bit."""
+    first, second = tensors(one), tensors(other)
+    common = first.keys() & second.keys()
+    unequal = {name for name in common if not first[name].equal(second[name])}
+    return sorted(unequal | (first.keys() ^ second.keys()))
+
+
+def weight_difference(one: Path, other: Path) -> float:
+    """The largest between two models' weights."""
+    first, second = tensors(one), tensors(other)
+    names = [name for name in first if name.startswith("model/")]
+    return max((first[name] - second[name]).abs().max().item() for name in names)
+
+
+def resumed(runs: Runs, before: int, after: int, step: int) -> dict[str, Any]:
+    """Killed after `step` at `before` processes, resumed at `after`."""
+    name, reference = f"{before}-to-{after}", f"undisturbed-{before}"
+    code = runs.run(name, before, kill_run_after=step)
+    assert code == -signal.SIGKILL, f"the run was to be killed, it exited {code}"
+    assert runs.run(name, after, resume=True) == 0
+    result = {
+        "processes": [before, after],
+        "killed_after_step": step,
+        "different_at_the_end": len(different(runs.checkpoint(name), runs.checkpoint(reference))),
+        "weight_difference_one_step_later": weight_difference(
+            runs.checkpoint(name, step + 1), runs.checkpoint(reference, step + 1)
+        ),
+        "weight_difference_at_the_end": weight_difference(
+            runs.checkpoint(name), runs.checkpoint(reference)
+        ),
+        "log_problems": runs.log_problems(name),
+    }
+    result["good"] = not result["log_problems"] and (
+        result["different_at_the_end"] == 0
+        if before == after
+        else result["weight_difference_one_step_later"] <= TOLERANCE
+    )
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def killed_at_random(runs: Runs, kills: int, within_s: float, seed: int = 0) -> dict[str, Any]:
+    """One rank of two killed `kills` times, each time resumed."""
+    draw = random.Random(seed)
+    name, codes, steps = "random", [], []
+    while len(codes) < kills:
+        delay_s = draw.uniform(0, within_s)
+        code = runs.run(name, 2, resume=bool(codes), kill_rank_after_s=delay_s)
+        if code == 0:
+            break
+        codes.append(code)
+        latest = runs.folder / name / "checkpoints" / "latest"
+        steps.append(int(latest.read_text().strip()[-6:]) if latest.exists() else 0)
+        print(f"rank killed after {delay_s:.1f} s: exit code {code}, step {steps[-1]}", flush=True)
+    else:
+        assert runs.run(name, 2, resume=True) == 0
+    reference = runs.checkpoint("undisturbed-2")
+    result = {
+        "kills": len(codes),
+        "exit_codes": sorted(set(codes)),
+        "committed_steps_after_each": steps,
+        "different_at_the_end": len(different(runs.checkpoint(name), reference)),
+        "log_problems": runs.log_problems(name),
+    }
+    result["good"] = (
+        len(codes) > 0
+        and set(codes) == {TRAINER_PROCESS_ENDED}
+        and steps == sorted(steps)
+        and not result["different_at_the_end"]
+        and not result["log_problems"]
+    )
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def measure(steps: int, kills: int) -> dict[str, Any]:
+    import torch
+    import transformers  # noqa: F401  (imported once, before the forks)
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = Runs(Path(temporary), steps)
+        for processes in (1, 2):
+            began = time.perf_counter()
+            assert runs.run(f"undisturbed-{processes}", processes) == 0
+            seconds = time.perf_counter() - began
+        at = steps // 2
+        pairs = [resumed(runs, b, a, at) for b, a in ((1, 1), (2, 2), (1, 2), (2, 1))]
+        by_kill = killed_at_random(runs, kills, within_s=seconds)
+        apart = weight_difference(
+            runs.checkpoint("undisturbed-1", 1), runs.checkpoint("undisturbed-2", 1)
+        )
+    return {
+        "steps": steps,
+        "first_step_of_1_and_2_processes_weight_difference": apart,
+        "resumed": pairs,
+        "killed_ranks": by_kill,
+        "all_good": by_kill["good"] and all(pair["good"] for pair in pairs),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=6)
+    args = parser.parse_args()
+    os.chdir(ROOT)  # the quickstart's paths are relative
+    began = time.perf_counter()
+    result = measure(args.steps, args.kills)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    write_result("trainer_resume", result)
+    return 0 if result["all_good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
