@@ -3,7 +3,7 @@
 Both run on a CPU in float32 in this one process, in turns, each turn from the same start weights on
 the same rows. Several of TRL's settings are tried first; the fastest is what RollPacker is compared
 with. RollPacker runs as configured, event log and metrics on. A turn's first steps warm up and do
-not count. Needs `pip install -e .[bench]`.
+not count.
 
     python benchmarks/vs_trl.py [--only 0 2] [--search] [--quick]
 """

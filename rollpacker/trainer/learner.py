@@ -41,6 +41,7 @@ from rollpacker.trainer.base import (
 )
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.checkpointing import enable_checkpointing, layers_in_training
+from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import Critic, load_critic_weights, save_critic
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.frozen import FrozenPolicy, frozen_copy
@@ -122,11 +123,9 @@ class Learner:
         self._reference = self._make_reference()
         self._teacher = teacher
         self._checkpointed = enable_checkpointing(model) if gradient_checkpointing else []
-        if config.compile:
-            from rollpacker.trainer.compiling import compile_layers
-
-            compile_layers(model)
         self._policy = Policy(model)
+        if config.compile:
+            compile_layers(model)
         frozen = [one.policy for one in (self._reference, teacher) if one is not None]
         self._batcher = Batcher(
             model,

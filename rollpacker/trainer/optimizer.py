@@ -358,12 +358,3 @@ def _describe_non_finite(gradients: Mapping[str, Tensor]) -> str:
         if _gathered(gradient.isfinite().logical_not().sum()).item():
             return f", first in {name}"
     return " (each gradient is finite, their norm is not)"
-
-
-class MasterAdamW(MasterOptimizer):
-    """AdamW for a whole model."""
-
-    def __init__(
-        self, model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        super().__init__(model.named_parameters(), betas=betas, eps=eps, weight_decay=weight_decay)

@@ -30,7 +30,7 @@ from rollpacker.trainer.micro_batch import (
     row_length,
 )
 from rollpacker.trainer.model import UNKNOWN, character_tokenizer, load_model, new_model
-from rollpacker.trainer.optimizer import MasterAdamW
+from rollpacker.trainer.optimizer import MasterOptimizer
 from rollpacker.trainer.packing import best_kind, pack, packed_attention
 from rollpacker.trainer.policy import Policy
 
@@ -247,7 +247,7 @@ def _run_stage(
     seed: tuple[int, int],
 ) -> Iterator[tuple[float, int]]:
     """Train; yields each step's loss and completion tokens."""
-    optimizer = MasterAdamW(model, betas=BETAS, eps=EPS, weight_decay=0.0)
+    optimizer = MasterOptimizer(model.named_parameters(), betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
     policy = Policy(model)
     kind = best_kind(model, model.device)

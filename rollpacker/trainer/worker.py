@@ -125,6 +125,7 @@ def _portable(error: Exception) -> Exception:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # a crash in a library says where
     faulthandler.register(signal.SIGUSR1)
     try:
         connection = connect_to_run()

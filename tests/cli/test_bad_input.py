@@ -5,6 +5,7 @@ A model of a few thousand parameters; most cases run in this process."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -21,8 +22,9 @@ import torch
 
 from rollpacker.cli.main import main
 from rollpacker.controller import checkpoint as checkpoints
-from rollpacker.trainer import torch_trainer
+from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import new_model, write_character_tokenizer
+from rollpacker.trainer.outcome import StepOutcome
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -140,7 +142,7 @@ def command(tmp_path, capsys, model) -> Command:
         ("train.steps=2.5", "train.steps (override train.steps=2.5) is 2.5. Allowed: a whole"),
         ("train.learning_rate=.nan", "Allowed: a number"),
         ("data.shuffle=yes", "Allowed: true or false"),
-        ("rollout.samples_per_prompt=1", "a group of one has no baseline"),
+        ("rollout.samples_per_prompt=1", "a group of one has nothing to compare with"),
         ("rewards.3.weight=1", "entries: 0 to 0"),
         ("train.steps", "expected key=value"),
         ("name=a/b", "plain folder name"),
@@ -316,15 +318,17 @@ def test_a_failing_reward_shows_the_users_lines_and_not_ours(command, caplog):
 
 
 def test_nan_in_the_loss_names_the_step_and_keeps_the_checkpoint(command, monkeypatch):
-    original = torch_trainer.response_log_probs
+    original = Learner._losses
     calls = []
 
-    def poisoned(*arguments, **keywords):
-        log_probs, entropy = original(*arguments, **keywords)
+    def poisoned(learner, batch, samples):
+        result = original(learner, batch, samples)
         calls.append(1)
-        return (log_probs * torch.nan if len(calls) == 3 else log_probs), entropy
+        if len(calls) not in (3, 4):  # the third step's, and when it is computed once more
+            return result
+        return dataclasses.replace(result, losses=[loss * torch.nan for loss in result.losses])
 
-    monkeypatch.setattr(torch_trainer, "response_log_probs", poisoned)
+    monkeypatch.setattr(Learner, "_losses", poisoned)
     assert command.train() == 3
     assert command.err.startswith("rollpacker: step 3: the loss is nan")
     assert "no update was applied" in command.err
@@ -337,16 +341,14 @@ def test_nan_in_the_loss_names_the_step_and_keeps_the_checkpoint(command, monkey
 def test_an_update_that_spoils_the_weights(command, monkeypatch):
     """A finite gradient whose update overflows. Done by hand: which learning rate does it depends
     on the machine's kernels."""
-    from rollpacker.trainer.torch_trainer import TorchTrainer
+    apply = Learner.apply
 
-    apply = TorchTrainer._apply
+    def spoil(learner: Learner) -> StepOutcome:
+        outcome = apply(learner)
+        next(learner.model.parameters()).data.fill_(float("nan"))
+        return outcome
 
-    def spoil(trainer: TorchTrainer) -> dict[str, float]:
-        metrics = apply(trainer)
-        next(trainer.model.parameters()).data.fill_(float("nan"))
-        return metrics
-
-    monkeypatch.setattr(TorchTrainer, "_apply", spoil)
+    monkeypatch.setattr(Learner, "apply", spoil)
     assert command.train() == 3
     assert "step 2: " in command.err and "remove" in command.err
     assert command.kept() == ["step_000001"]

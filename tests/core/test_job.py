@@ -358,10 +358,16 @@ def test_a_run_restored_at_any_commit_goes_on_as_if_nothing_had_been(
     step = data.draw(st.sampled_from(steps[:-1] if gave_up else steps))
     resumed = world.resume_from(step)
     expected = [c for c in commands_of(world, TrainOn) if c.step > step]
-    assert commands_of(resumed, TrainOn) == expected
+    assert what_is_trained(commands_of(resumed, TrainOn)) == what_is_trained(expected)
     assert resumed.job.step == world.job.step
     assert resumed.job.ledger.state() == world.job.ledger.state()
     assert resumed.finished == world.finished
+
+
+def what_is_trained(commands: list[TrainOn]) -> list[TrainOn]:
+    """Without how much of it was begun early: that depends on when verdicts came, and checks of
+    the round before may have kept a worker busy that is free after a restart."""
+    return [replace(c, num_streamed=0, not_streamed="") for c in commands]
 
 
 @settings(max_examples=40, deadline=None)
