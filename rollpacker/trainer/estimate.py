@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """What the engine takes for keys and values on a CPU unless told otherwise."""
-MALLOC_KEEPS = "20 to 40 % on top of training's"
-"""Of glibc, with tensors of less than 32 MB; measured by `benchmarks/memory_estimate.py`."""
+MALLOC_SHARE = 0.3
+"""What glibc's malloc keeps on a CPU, between blocks in use, on top of what training needs. Fitted
+to three settings of `benchmarks/memory_estimate.py`, which has others to check it."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
@@ -108,10 +109,7 @@ class Estimate:
             lines.append(
                 f"model         {self.num_parameters:,} parameters, {self.dtype}, {self.device}"
             )
-        besides = "besides torch itself"
-        if self.device == "cpu":
-            besides += f" and what malloc keeps ({MALLOC_KEEPS})"
-        lines += _memory_lines(self.memory, besides)
+        lines += _memory_lines(self.memory, "besides torch itself")
         if self.process_memory:
             lines.append(f"and in each of the trainer's {self.processes} processes:")
             lines += _memory_lines(self.process_memory, "in each")
@@ -188,6 +186,9 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     element = 2 if dtype == "bfloat16" else 4
     notes += _tail_notes(config) + _micro_batch_notes(config)
     run, process = _memory(config, shape, parameters, element, on_cuda, notes)
+    if not on_cuda:
+        for parts in (run, process):
+            parts += _malloc(parts)
     run += _cache_memory(config, shape, on_cuda, element, notes)
     return Estimate(
         device="cuda" if on_cuda else "cpu",
@@ -199,6 +200,15 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         process_memory=tuple(process),
         notes=tuple(notes),
     )
+
+
+def _malloc(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """For a process that trains; one that holds the engine's copy alone has few, large blocks."""
+    if not any(part.name == "gradients" for part in parts):
+        return []
+    needed = sum(part.size_bytes for part in parts)
+    formula = f"what malloc keeps of freed blocks: {MALLOC_SHARE:.0%} of the above, as measured"
+    return [_part("malloc", MALLOC_SHARE * needed, formula)]
 
 
 def _batch(config: RunConfig) -> BatchArithmetic:
