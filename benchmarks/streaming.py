@@ -94,7 +94,7 @@ def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path
             runs[arm] = run
             arms[arm].append(statistics.fmean(step_s(rows)))
             if arm == "streaming":
-                fired.append(statistics.fmean(row["stream/fired"] for row in rows))
+                fired.append(statistics.fmean(row["perf/samples_streamed"] > 0 for row in rows))
         apart.append(differences(runs["waiting"], runs["streaming"]))
         ratios.append(arms["waiting"][-1] / arms["streaming"][-1])
         print(f"{kind} turn {turn}: {ratios[-1]:.3f}x, {apart[-1]}", flush=True)

@@ -7,9 +7,9 @@ disturbed:
              many, weights and optimizer must be equal bit for bit at the end. At others the first
              step after the resume may differ in rounding alone (later ones sample other tokens as
              soon as one flips, so their difference is only reported).
-    kills    one rank of two is killed (SIGKILL) at random moments, start-up included. Each time the
-             run must end with exit code 6, and what resumes must end bit for bit where the
-             undisturbed run did. `exactly_once.py` checks the log.
+    kills    one rank of two is killed (SIGKILL) at random moments, of the start-up and of the steps
+             by turns. Each time the run must end with exit code 6, and what resumes must end bit
+             for bit where the undisturbed run did. `exactly_once.py` checks the log.
 
 Without streaming: which groups are begun early depends on the clock, and with them the order of
 sums.
@@ -70,6 +70,25 @@ class _KillRun:
         pass
 
 
+class _KillRank:
+    """An observer that has a rank killed so long after the first entry of the log."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s: float | None = delay_s
+
+    def feed(self, entry: Any) -> None:
+        if self._delay_s is not None:
+            _kill_a_rank_after(self._delay_s)
+            self._delay_s = None
+
+    def close(self) -> None:
+        pass
+
+
+def _kill_a_rank_after(delay_s: float) -> None:
+    threading.Thread(target=_kill_a_rank, args=(delay_s,), daemon=True).start()
+
+
 def _rank_pids() -> list[int]:
     """The trainer's processes that this process has started."""
     own = os.getpid()
@@ -81,22 +100,30 @@ def _rank_pids() -> list[int]:
     ]
 
 
-def _kill_a_rank(delay_s: float, seed: int) -> None:
+def _kill_a_rank(delay_s: float) -> None:
     """After so long, or as soon as there is one."""
     time.sleep(delay_s)
     while not (pids := _rank_pids()):
         time.sleep(0.01)
-    os.kill(random.Random(seed).choice(pids), signal.SIGKILL)
+    os.kill(random.Random(delay_s).choice(pids), signal.SIGKILL)
 
 
-def _train(overrides: list[str], resume: bool, step: int | None, delay_s: float | None) -> None:
+def _train(
+    overrides: list[str],
+    resume: bool,
+    step: int | None,
+    delay_s: float | None,
+    delay_from_first_entry_s: float | None,
+) -> None:
     import rollpacker
     from rollpacker.cli.errors import report_error
 
     os.setsid()
-    observers = [] if step is None else [_KillRun(step)]
+    observers: list[Any] = [] if step is None else [_KillRun(step)]
     if delay_s is not None:
-        threading.Thread(target=_kill_a_rank, args=(delay_s, int(delay_s * 1e6))).start()
+        _kill_a_rank_after(delay_s)
+    if delay_from_first_entry_s is not None:
+        observers.append(_KillRank(delay_from_first_entry_s))
     try:
         rollpacker.train(CONFIG, overrides, resume=resume, observers=observers)
     except Exception as error:
@@ -119,11 +146,13 @@ class Runs:
         resume: bool = False,
         kill_run_after: int | None = None,
         kill_rank_after_s: float | None = None,
+        kill_rank_after_first_entry_s: float | None = None,
     ) -> int:
         """Train in a forked process, so that torch is imported once. Returns its exit code."""
         overrides = [*self._overrides, f"name={name}", f"train.processes={processes}"]
+        kills = (kill_run_after, kill_rank_after_s, kill_rank_after_first_entry_s)
         process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(overrides, resume, kill_run_after, kill_rank_after_s)
+            target=_train, args=(overrides, resume, *kills)
         )
         process.start()
         process.join()
@@ -196,38 +225,45 @@ def resumed(runs: Runs, before: int, after: int, step: int) -> dict[str, Any]:
     return result
 
 
-def killed_at_random(runs: Runs, kills: int, within_s: float, seed: int = 0) -> dict[str, Any]:
-    """One rank of two killed `kills` times, each time resumed."""
+def killed_at_random(
+    runs: Runs, kills: int, within_s: tuple[float, float], seed: int = 0
+) -> dict[str, Any]:
+    """One rank of two killed `kills` times, each time resumed; a new run after each that ended.
+    `within_s`: how long the steps of a run take, and how long the start-up."""
     draw = random.Random(seed)
-    name, codes, steps = "random", [], []
-    while len(codes) < kills:
-        delay_s = draw.uniform(0, within_s)
-        code = runs.run(name, 2, resume=bool(codes), kill_rank_after_s=delay_s)
-        if code == 0:
-            break
-        codes.append(code)
-        latest = runs.folder / name / "checkpoints" / "latest"
-        steps.append(int(latest.read_text().strip()[-6:]) if latest.exists() else 0)
-        print(f"rank killed after {delay_s:.1f} s: exit code {code}, step {steps[-1]}", flush=True)
-    else:
-        assert runs.run(name, 2, resume=True) == 0
     reference = runs.checkpoint("undisturbed-2")
-    result = {
-        "kills": len(codes),
-        "exit_codes": sorted(set(codes)),
-        "committed_steps_after_each": steps,
-        "different_at_the_end": len(different(runs.checkpoint(name), reference)),
-        "log_problems": runs.log_problems(name),
-    }
-    result["good"] = (
-        len(codes) > 0
-        and set(codes) == {TRAINER_PROCESS_ENDED}
-        and steps == sorted(steps)
-        and not result["different_at_the_end"]
-        and not result["log_problems"]
+    found: list[dict[str, Any]] = []
+    while (so_far := sum(len(one["exit_codes"]) for one in found)) < kills:
+        name, codes, steps = f"random-{len(found)}", [], []
+        while True:
+            number = so_far + len(codes)
+            when = "kill_rank_after_first_entry_s" if number % 2 == 0 else "kill_rank_after_s"
+            delay_s = draw.uniform(0, within_s[number % 2])
+            kill = {when: delay_s} if number < kills else {}
+            code = runs.run(name, 2, resume=bool(codes), **kill)
+            if code == 0:
+                break
+            latest = runs.folder / name / "checkpoints" / "latest"
+            steps.append(int(latest.read_text().strip()[-6:]) if latest.exists() else 0)
+            codes.append(code)
+            print(f"{name}: a rank killed after {delay_s:.1f} s, step {steps[-1]} is committed")
+        found.append(
+            {
+                "exit_codes": codes,
+                "committed_steps": steps,
+                "different_at_the_end": len(different(runs.checkpoint(name), reference)),
+                "log_problems": runs.log_problems(name),
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    good = all(
+        set(one["exit_codes"]) <= {TRAINER_PROCESS_ENDED}
+        and one["committed_steps"] == sorted(one["committed_steps"])
+        and not one["different_at_the_end"]
+        and not one["log_problems"]
+        for one in found
     )
-    print(json.dumps(result), flush=True)
-    return result
+    return {"kills": so_far, "runs": found, "good": good}
 
 
 def measure(steps: int, kills: int) -> dict[str, Any]:
@@ -240,10 +276,12 @@ def measure(steps: int, kills: int) -> dict[str, Any]:
         for processes in (1, 2):
             began = time.perf_counter()
             assert runs.run(f"undisturbed-{processes}", processes) == 0
-            seconds = time.perf_counter() - began
+            whole_s = time.perf_counter() - began
+        summary = json.loads((runs.folder / "undisturbed-2" / "summary.json").read_text())
+        start_s = summary["seconds"]["startup"]
         at = steps // 2
         pairs = [resumed(runs, b, a, at) for b, a in ((1, 1), (2, 2), (1, 2), (2, 1))]
-        by_kill = killed_at_random(runs, kills, within_s=seconds)
+        by_kill = killed_at_random(runs, kills, within_s=(0.7 * (whole_s - start_s), start_s))
         apart = weight_difference(
             runs.checkpoint("undisturbed-1", 1), runs.checkpoint("undisturbed-2", 1)
         )

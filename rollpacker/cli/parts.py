@@ -178,7 +178,7 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         total_steps=config.train.steps,
-        threads=policy.threads,
+        threads=max(policy.threads // (config.train.processes or 1), 1),
     )
     loaded = policy.loaded
     if ranks is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.driver import Controller
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
+    from rollpacker.trainer.base import Trainer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class _Session:
         self._stack.callback(trainer.close)
         cursor = build.build_cursor(config, policy)
         if checkpoint is not None:
-            trainer.load(checkpoint.folder)
+            _load(trainer, checkpoint.folder)
             cursor.restore(checkpoint.state["cursor"])
         _run(hand_over_weights(trainer, policy.engine, trainer.version))
         job = self._job(checkpoint, cursor, policy)
@@ -309,6 +310,16 @@ class _Session:
                 show=display,
             )
         ]
+
+
+def _load(trainer: Trainer, checkpoint: Path) -> None:
+    from rollpacker.controller.base import RunError
+    from rollpacker.trainer.base import TrainerStateError
+
+    try:
+        trainer.load(checkpoint)
+    except TrainerStateError as error:
+        raise RunError(f"cannot go on from {checkpoint}: {error}") from error
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

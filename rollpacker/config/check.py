@@ -156,6 +156,8 @@ class Checker:
         choices = [str(c) for m in members(kind) if get_origin(m) is Literal for c in get_args(m)]
         if isinstance(value, str) and choices:
             problem += f".{nearest(value, choices)}"
+        elif isinstance(value, Mapping) and any(":" in str(k) for k in value):
+            problem += " (in {key: value} a space comes after the colon)"
         elif str in members(kind) and isinstance(value, int | float):
             problem += " (put it in quotes)"
         return self._refuse(path, problem)

@@ -174,8 +174,8 @@ class Controller:
         """What the step's gradient holds already, with provisional weights."""
         self._scores: dict[SampleId, TokenScores] = {}
         """What other models said of the step's samples."""
-        self._not_streamed: Counter[str] = Counter()
-        """Why steps began no gradient early."""
+        self._was_short = False
+        """A step had fewer groups than it should, and that was said."""
         self._kind = ""
         self._state: dict[str, Any] = {}
         """The job's state at the last `Commit`."""
@@ -482,11 +482,13 @@ class Controller:
         self.note("gradients", self.now() - began, step, {"groups": len(groups)})
 
     async def _train(self, command: TrainOn) -> None:
-        if command.num_missing:
+        if command.num_missing and not self._was_short:
+            self._was_short = True
             logger.warning(
                 "step %d trains on %d groups instead of %d: the others had no signal or no"
                 " verdicts, and refilling found no more (at most"
-                " rollout.dynamic_sampling.max_refills=%d rounds, none while the queue is emptied)",
+                " rollout.dynamic_sampling.max_refills=%d rounds, none while the queue is emptied);"
+                " further such steps are in the log alone",
                 command.step,
                 len(command.groups),
                 len(command.groups) + command.num_missing,
@@ -508,8 +510,6 @@ class Controller:
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
         counts = self.parts.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
-        if self.config.stream_trainer.enabled:
-            self._note_streaming(command, metrics)
         self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))
 
     async def _accumulate(
@@ -542,17 +542,6 @@ class Controller:
         if requests:
             found = await self._by("deadlines.train_s", self.parts.trainer.score(requests))
             self._scores.update((r.sample, s) for r, s in zip(requests, found, strict=True))
-
-    def _note_streaming(self, command: TrainOn, metrics: dict[str, float]) -> None:
-        """How much of the step's gradient was begun early; each new reason for nothing is told."""
-        num_samples = sum(len(group) for group in command.groups)
-        metrics["stream/share"] = command.num_streamed / num_samples
-        metrics["stream/fired"] = float(command.num_streamed > 0)
-        reason = command.not_streamed
-        if reason and reason not in self._not_streamed:
-            logger.info("step %d: no gradient was begun early: %s", command.step, reason)
-        if reason:
-            self._not_streamed[reason] += 1
 
     def _scored_groups(
         self, groups: Sequence[Sequence[SampleId]]

@@ -119,6 +119,8 @@ class StepSummary:
     loss weights make of them: `length/...` and `debias/...`, what is known of them."""
     num_samples_streamed: int
     """Samples whose gradients were asked for before the round was over."""
+    not_streamed: str
+    """Why that was done with none of them, if streaming is on."""
     trainer: Mapping[str, float]
     long_queue: int
     """Prompts that wait for a long round, or for another race."""
@@ -152,6 +154,7 @@ class _Step:
     groups: tuple[tuple[SampleId, ...], ...] = ()
     weights: tuple[tuple[float, ...], ...] | None = None
     streamed: int = 0
+    not_streamed: str = ""
     trainer: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -377,6 +380,7 @@ class Accounting:
                     self._phase = "training"
             case TrainOn():
                 self._step.groups, self._step.weights = command.groups, command.weights
+                self._step.not_streamed = command.not_streamed
                 self._num_streaming = 0
                 self._phase = "training"
             case SyncWeights():
@@ -442,6 +446,7 @@ class Accounting:
             censored_lengths=tuple(step.stopped.values()),
             lengths=lengths,
             num_samples_streamed=step.streamed,
+            not_streamed=step.not_streamed,
             trainer=step.trainer,
             long_queue=len(self._queue),
         )

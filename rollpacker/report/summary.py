@@ -86,6 +86,11 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
             "failed": sum(step.num_samples_failed for step in steps),
             "no_verdict": _add_up(step.no_verdict for step in steps),
         },
+        "streaming": {
+            "samples": sum(step.num_samples_streamed for step in steps),
+            "steps": sum(step.num_samples_streamed > 0 for step in steps),
+            "steps_without": _add_up({s.not_streamed: 1} for s in steps if s.not_streamed),
+        },
         "checks": {
             name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
         },
@@ -284,6 +289,12 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
         size = f"{100 * lengths['effective_sample_size']:.0f} %"
         table.add_row("effective sample size of the weights", size)
+    streaming = summary["streaming"]
+    if streaming["samples"] or streaming["steps_without"]:
+        begun = f"{streaming['samples']:,} in {streaming['steps']:,} steps"
+        table.add_row("samples whose gradient was asked for early", begun)
+        if streaming["steps_without"]:
+            table.add_row("steps without", _reasons(streaming["steps_without"]))
     table.add_row("prompts trained on", f"{prompts['trained']:,}")
     table.add_row("prompts deferred to a long round", f"{prompts['deferred']:,}")
     if prompts["long_queue"]:

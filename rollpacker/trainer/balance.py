@@ -24,11 +24,6 @@ class WorkModel:
     differ in how close they come to the device's peak; the balance depends little on it.
     """
 
-    @classmethod
-    def of(cls, *, num_parameters: int, layers: int, heads: int, head_size: int) -> WorkModel:
-        """From a model's shape; `num_parameters` are those in its layers' matrices."""
-        return cls(crossover_tokens=num_parameters / (layers * heads * head_size))
-
     def __call__(self, length: int) -> float:
         return length + length * length / self.crossover_tokens
 

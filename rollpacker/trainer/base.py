@@ -22,6 +22,10 @@ class TrainerProcessError(TrainerError):
     """A process of the trainer ended. The run can be resumed."""
 
 
+class TrainerStateError(TrainerError):
+    """What a checkpoint holds cannot be read, or is not of this model."""
+
+
 class NonFiniteError(TrainerError):
     """A NaN or an infinity in rewards, loss or gradient. No update was applied."""
 
@@ -72,9 +76,11 @@ class CriticConfig:
     path: str | None = None
     """Where its body comes from. None: model.path."""
     learning_rate: float = 1e-5
+    """Constant: `train.schedule` and its warm-up are the policy's."""
     max_grad_norm: float | None = 1.0
     warmup_steps: int = 0
-    """Steps at the beginning in which the critic alone is trained."""
+    """Steps at the beginning in which the critic alone is trained. They count as steps for
+    everything else, such as the policy's schedule."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):

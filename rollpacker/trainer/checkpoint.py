@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import TrainerError
+from rollpacker.trainer.base import TrainerError, TrainerStateError
 from rollpacker.trainer.model import no_progress_bars
 from rollpacker.trainer.sharding import Shards, any_rank, full_tensors
 
@@ -68,7 +68,8 @@ def load_model_weights(model: PreTrainedModel, folder: Path, shards: Shards | No
     """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place.
 
     Each process reads no more than its shards, unless transformers saves such a model under other
-    names than it has. Raises `TrainerError` if the folder cannot be read or holds another model.
+    names than it has. Raises `TrainerStateError` if the folder cannot be read or holds another
+    model.
     """
     target = state_tensors(model)
     saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
@@ -101,17 +102,17 @@ def save_trainer(
 def load_trainer_state(folder: Path) -> dict[str, Any]:
     """The JSON that `save_trainer` wrote, and with it `processes`, how many wrote it.
 
-    Raises `TrainerError` if it cannot be read, is of another format, or a file that belongs to it
-    is missing or incomplete.
+    Raises `TrainerStateError` if it cannot be read, is of another format, or a file that belongs to
+    it is missing or incomplete.
     """
     path = folder / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         saved_format, files = state["format"], state.get("files", {})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainerError(f"{folder}: cannot read the trainer's state: {error!r}") from error
+        raise TrainerStateError(f"{folder}: cannot read the trainer's state: {error!r}") from error
     if saved_format != FORMAT:
-        raise TrainerError(
+        raise TrainerStateError(
             f"{path}: format {saved_format} is not the one that this version reads ({FORMAT}): "
             "continue with the version that wrote it, or start from its model folder"
         )
@@ -121,7 +122,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_names(folder: Path) -> frozenset[str]:
-    """Names of the tensors that `save_trainer` wrote. Raises `TrainerError`."""
+    """Names of the tensors that `save_trainer` wrote. Raises `TrainerStateError`."""
     load_trainer_state(folder)
     return frozenset(_saved_layout(folder))
 
@@ -131,7 +132,7 @@ def load_trainer_tensors(
 ) -> dict[str, Tensor]:
     """What `save_trainer` wrote, in new tensors that are placed and sharded as those of `like`.
 
-    Raises `TrainerError` if the files cannot be read, or if names, shapes or dtypes are others.
+    Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
     """
     saved = _on_all_ranks(lambda: _checked_layout(folder, like), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
@@ -188,9 +189,9 @@ def _write_state(state: Mapping[str, Any], folder: Path) -> None:
 
 def _check_file(path: Path, size: int) -> None:
     if not path.is_file():
-        raise TrainerError(f"{path} is missing: restore it, or use another checkpoint")
+        raise TrainerStateError(f"{path} is missing: restore it, or use another checkpoint")
     if path.stat().st_size != size:
-        raise TrainerError(
+        raise TrainerStateError(
             f"{path} has {path.stat().st_size} bytes instead of {size}: use another checkpoint"
         )
 
@@ -200,7 +201,7 @@ def _saved_layout(folder: Path) -> dict[str, Tensor]:
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except _READ_ERRORS as error:
-        raise TrainerError(f"{folder}: cannot read its tensors: {error}") from error
+        raise TrainerStateError(f"{folder}: cannot read its tensors: {error}") from error
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
@@ -213,7 +214,7 @@ def _checked_layout(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     _check_shapes(saved, like, folder)
     for name, value in saved.items():
         if value.dtype != like[name].dtype:
-            raise TrainerError(
+            raise TrainerStateError(
                 f"{folder} holds another model's state: {name} is {value.dtype} there and "
                 f"{like[name].dtype} here"
             )
@@ -221,14 +222,14 @@ def _checked_layout(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise `TrainerError` that names one tensor which only one side has, or in another shape."""
+    """Raise `TrainerStateError` that names a tensor that one side lacks or has in another shape."""
     if missing := wanted.keys() - saved.keys():
-        raise TrainerError(f"{folder} holds another model: {min(missing)} is missing")
+        raise TrainerStateError(f"{folder} holds another model: {min(missing)} is missing")
     if extra := saved.keys() - wanted.keys():
-        raise TrainerError(f"{folder} holds another model: it also has {min(extra)}")
+        raise TrainerStateError(f"{folder} holds another model: it also has {min(extra)}")
     for name, value in wanted.items():
         if saved[name].shape != value.shape:
-            raise TrainerError(
+            raise TrainerStateError(
                 f"{folder} holds another model: {name} has shape {tuple(saved[name].shape)} there "
                 f"and {tuple(value.shape)} here"
             )
@@ -242,7 +243,7 @@ def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> No
     try:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=shards is None)
     except CheckpointException as failure:
-        raise TrainerError(f"{folder}: cannot read its tensors: {_cause(failure)}") from None
+        raise TrainerStateError(f"{folder}: cannot read its tensors: {_cause(failure)}") from None
 
 
 def _copy_by_transformers(
@@ -254,7 +255,7 @@ def _copy_by_transformers(
                 folder, dtype=model.dtype, local_files_only=True, use_safetensors=True
             )
     except _READ_ERRORS as error:
-        raise TrainerError(f"{folder}: cannot read the model: {error}") from error
+        raise TrainerStateError(f"{folder}: cannot read the model: {error}") from error
     source = state_tensors(read)
     _check_shapes(source, target, folder)
     for name, value in target.items():
@@ -284,5 +285,5 @@ def _on_all_ranks(
         except (OSError, TrainerError) as caught:
             error = caught
     if any_rank(error is not None, shards):
-        raise error or TrainerError("another process could not read or write: see its message")
+        raise error or TrainerStateError("another process could not read or write: see its message")
     return result

@@ -32,8 +32,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
     run; if that fails, then or later, all layers run uncompiled from there on, and one warning says
     why. Returns whether there is a layer to compile; if not, a warning says so.
 
-    Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache (generation)
-    stay uncompiled. Works with FSDP2, before or after sharding, and with gradient checkpointing.
+    Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache or in
+    inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and with gradient checkpointing.
     Parameter names and state stay as they are.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -83,7 +83,11 @@ class _CompiledForward:
         eager = type(self._layer).forward.__get__(self._layer)
         # A layer writes into its cache: the trial run would write twice, and each layer's entry
         # would be a reason to compile again.
-        if self._attempt.failed or any(isinstance(v, Cache) for v in (*args, *kwargs.values())):
+        # So would be what the engine of a model that is trained in place hands to its attention.
+        generates = torch.is_inference_mode_enabled() or any(
+            isinstance(v, Cache) for v in (*args, *kwargs.values())
+        )
+        if self._attempt.failed or generates:
             return eager(*args, **kwargs)
         try:
             if self._compiled is None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from rollpacker.trainer.base import ModelConfig, TrainerError
+from rollpacker.trainer.base import ModelConfig, TrainerStateError
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
 
@@ -59,7 +59,8 @@ def from_policy_model(model: PreTrainedModel) -> Critic:
 def load_critic(config: ModelConfig, path: str) -> Critic:
     """A critic on the body of the causal LM in `path` (a Hugging Face folder or a hub name), in
     `config`'s dtype and on its device. Raises `ModelError`."""
-    return Critic(_body(load_model(replace(config, path=path)).model))
+    loaded = load_model(replace(config, path=path), setting="train.critic.path")
+    return Critic(_body(loaded.model))
 
 
 def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
@@ -76,7 +77,7 @@ def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None
 @torch.no_grad()
 def load_critic_weights(critic: Critic, folder: Path) -> None:
     """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded one takes its
-    part. Raises `TrainerError`, with nothing changed, if the folder cannot be read or holds a
+    part. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read or holds a
     critic of another architecture."""
     saved = _read(folder, critic)
     for name, value in critic.state_dict().items():
@@ -113,14 +114,14 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
             )
         head = load_file(folder / HEAD_FILE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise TrainerError(f"{folder}: cannot read the critic: {error}") from error
+        raise TrainerStateError(f"{folder}: cannot read the critic: {error}") from error
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     wrong = {BODY + n for n in {*info["missing_keys"], *info["unexpected_keys"], *mismatched}}
     own_head = critic.value_head.state_dict()
     wrong |= {HEAD + name for name in own_head.keys() ^ head.keys()}
     wrong |= {HEAD + n for n in own_head.keys() & head.keys() if own_head[n].shape != head[n].shape}
     if wrong:
-        raise TrainerError(
+        raise TrainerStateError(
             f"{folder} holds a critic of another architecture: {min(wrong)} is missing on one side"
             " or has another shape; set train.critic.path to the model that it was made from"
         )

@@ -49,7 +49,7 @@ def load_teacher(
     """
     dtype = model.dtype if dtype is None else dtype
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"))
+    loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
     _check_same_vocabulary(loaded.tokenizer, tokenizer, path)
     rows = loaded.model.get_input_embeddings().num_embeddings
     needed = model.get_input_embeddings().num_embeddings

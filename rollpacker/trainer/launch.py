@@ -34,7 +34,6 @@ END_S = 5.0
 """How long a rank may take to end by itself."""
 GRACE_S = 30.0
 """How long the others may take once a rank has failed: they may wait for it in a joint call."""
-_STORE_KEY = "rollpacker/trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +45,8 @@ class Torchrun:
     master: tuple[str, int]
     has_store: bool
     """torchrun's agent keeps the store; else rank 0 does."""
+    restart: str = "0"
+    """How often torchrun has started its processes anew; the store outlives them."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -58,7 +59,13 @@ class Torchrun:
             world_size=int(environment["WORLD_SIZE"]),
             master=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
             has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
+
+    @property
+    def store_key(self) -> str:
+        """Where rank 0 says how it can be reached."""
+        return f"rollpacker/trainer/{self.restart}"
 
     def store(self) -> Any:
         from torch.distributed import TCPStore
@@ -98,23 +105,28 @@ class Ranks:
         self._key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._store: Any = None
-        """Kept alive: under a torchrun without a store of its own, this process serves it."""
+        """Kept alive: this process serves it, unless torchrun does."""
         self.num_processes = num_processes
         self.all: list[Rank] = []
         torchrun = Torchrun.from_environment()
         self._is_torchrun = torchrun is not None
+        if torchrun is not None and torchrun.rank > 0:
+            raise ValueError(
+                f"this is rank {torchrun.rank} of torchrun, and only rank 0 drives the run: start "
+                "it as `torchrun ... -m rollpacker.cli.main train CONFIG`, which makes the others "
+                "workers"
+            )
         host = "127.0.0.1" if torchrun is None else "0.0.0.0"
         self._listener = Listener((host, 0), backlog=num_processes, authkey=self._key)
         port = self._listener.address[1]
         try:
             if torchrun is None:
-                master_port = _free_port()
                 for rank in range(num_processes):
-                    self._start(rank, f"127.0.0.1:{port}", _local(rank, num_processes, master_port))
+                    self._start(rank, f"127.0.0.1:{port}", _local(rank, num_processes))
             else:
                 self._store = torchrun.store()
                 address = f"{torchrun.master[0]}:{port}"
-                self._store.set(_STORE_KEY, f"{address} {self._key.hex()}")
+                self._store.set(torchrun.store_key, f"{address} {self._key.hex()}")
                 self._start(0, f"127.0.0.1:{port}", {"TORCHELASTIC_USE_AGENT_STORE": "True"})
         except BaseException:
             self.close()
@@ -122,13 +134,19 @@ class Ranks:
 
     def connect(self) -> None:
         """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
+        if not self._is_torchrun:
+            from torch.distributed import TCPStore
+
+            # Served here, so that no rank has to find a port that is still free when it binds it.
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.all = self._accepted(self.num_processes)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`method(*arguments[rank])` on every rank; their results, in order.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
-        meanwhile ends all: `TrainerProcessError`. So does an error that is one rank's alone.
+        meanwhile ends all: `TrainerProcessError`. So does an error of one rank that others wait
+        for longer than `GRACE_S`.
         """
         for rank, values in zip(self.all, arguments, strict=True):
             try:
@@ -216,6 +234,7 @@ class Ranks:
             with contextlib.suppress(TimeoutError, AuthenticationError, EOFError, ConnectionError):
                 connection = self._listener.accept()
                 number, pid = connection.recv()
+                connection.send(None if self._is_torchrun else _served_at(self._store.port))
                 ours = [p for p in self._processes if p.pid == pid]
                 found[number] = Rank(
                     number=number,
@@ -233,22 +252,27 @@ def connect_to_run() -> Connection:
     else:
         torchrun = Torchrun.from_environment()
         assert torchrun is not None, "neither RollPacker nor torchrun started this worker"
-        address, key = torchrun.store().get(_STORE_KEY).decode().split()
+        address, key = torchrun.store().get(torchrun.store_key).decode().split()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is served already
     host, _, port = address.rpartition(":")
     connection = Client((host, int(port)), authkey=bytes.fromhex(key))
     connection.send((int(os.environ["RANK"]), os.getpid()))
+    os.environ.update(connection.recv() or {})
     return connection
 
 
-def _local(rank: int, size: int, master_port: int) -> dict[str, str]:
+def _local(rank: int, size: int) -> dict[str, str]:
     """What torchrun would say."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+
+
+def _served_at(port: int) -> dict[str, str]:
+    """What torchrun would say of a store of its own."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(master_port),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
@@ -256,13 +280,6 @@ def _hang_up(connection: Connection) -> None:
     """Both sides see its end, and so does a thread of ours that waits for it. Idempotent."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
         shared.shutdown(socket.SHUT_RDWR)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _names_samples(error: BaseException) -> bool:

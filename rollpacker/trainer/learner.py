@@ -597,16 +597,18 @@ class _Trained:
         self.module = module
         self.sharded: ShardedGradients | None = None
         self._sums_at_once = config.gradient_sync == "micro-batch"
-        self._keeps_masters = False
+        self._widened: frozenset[str] = frozenset()
+        """Parameters that sharding makes float32; of one process the optimizer has masters."""
         if shards is not None:
-            is_low = run_dtype in (torch.bfloat16, torch.float16)
+            low = (torch.bfloat16, torch.float16)
+            named = named_by.named_parameters()
+            self._widened = frozenset(n for n, p in named if p.requires_grad and p.dtype in low)
             self.sharded = shard(
                 module,
                 shards,
-                param_dtype=run_dtype if is_low else None,
+                param_dtype=run_dtype if run_dtype in low else None,
                 gradient_sync=config.gradient_sync,
             )
-            self._keeps_masters = is_low
         self._named_by = named_by
         self.optimizer = build_optimizer(named_by.named_parameters(), config)
 
@@ -652,12 +654,13 @@ class _Trained:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         rest = dict(tensors)
         for name, parameter in self._masters():
+            if f"master.{name}" not in rest:
+                raise TrainerError(f"the optimizer's state lacks the master weights of {name}")
             parameter.copy_(rest.pop(f"master.{name}"))
         self.optimizer.load_state(rest)
 
     def _masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        if self._keeps_masters:
-            yield from ((n, p) for n, p in self._named_by.named_parameters() if p.requires_grad)
+        return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

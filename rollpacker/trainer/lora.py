@@ -6,6 +6,7 @@ are float32 for a model in lower precision; peft casts around them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import LoraConfig, TrainerError
+from rollpacker.trainer.base import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -58,7 +59,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+            with warnings.catch_warnings():  # of tied weights, which are refused below
+                warnings.simplefilter("ignore", UserWarning)
+                peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"model.lora.target_modules={targets} does not fit {type(model).__name__}: {error}"
@@ -150,13 +153,13 @@ def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Copy what `save_adapter` wrote into the model's adapters, exactly. Raises `TrainerError` if
-    it is not there, is broken or belongs to other adapters."""
+    """Copy what `save_adapter` wrote into the model's adapters, exactly. Raises `TrainerStateError`
+    if it is not there, is broken or belongs to other adapters."""
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise TrainerError(f"{path}: cannot read the adapter: {error}") from error
+        raise TrainerStateError(f"{path}: cannot read the adapter: {error}") from error
     parameters = {
         _FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): value
         for name, value in adapter_parameters(model).items()
@@ -165,7 +168,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         name for name, value in parameters.items() if value.shape != tensors[name].shape
     ]
     if different:
-        raise TrainerError(
+        raise TrainerStateError(
             f"{path}: not the adapter of this model and model.lora: "
             f"{different[0]} is missing in one of the two or has another shape"
         )

@@ -73,11 +73,12 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load `config.path`. Raises `ModelError`, one message, for whatever is wrong with it."""
+def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedModel:
+    """Load `config.path`. Raises `ModelError`, one message, for whatever is wrong with it;
+    `setting` is what the user calls it."""
     device = model_device(config.device)
     dtype = model_dtype(config.dtype, device)
-    path = _checked_path(config.path)
+    path = _checked_path(config.path, setting)
     tokenizer = load_tokenizer(path)
     with no_progress_bars(), no_load_report():
         try:
@@ -301,24 +302,24 @@ def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, o
             )
 
 
-def _checked_path(path: str) -> str:
+def _checked_path(path: str, setting: str = "model.path") -> str:
     """What transformers can load by: a sound folder, or a name that may be one of the hub."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
         if folder.exists():
-            raise ModelError(f"model.path {path} is a file; it must be a Hugging Face model folder")
+            raise ModelError(f"{setting} {path} is a file; it must be a Hugging Face model folder")
         if looks_local:
-            raise ModelError(f"model.path {path}: there is no such folder")
+            raise ModelError(f"{setting} {path}: there is no such folder")
         return path
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path {path}: no config.json in it, so it is not a model folder")
+        raise ModelError(f"{setting} {path}: no config.json in it, so it is not a model folder")
     if not any(folder.glob("*.safetensors")):
         pickled = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))), None)
         hint = (
             f" ({pickled.name} is a pickle, which is never loaded: convert it)" if pickled else ""
         )
-        raise ModelError(f"model.path {path}: no weights (*.safetensors) in it{hint}")
+        raise ModelError(f"{setting} {path}: no weights (*.safetensors) in it{hint}")
     return str(folder)
 
 

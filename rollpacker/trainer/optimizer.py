@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import NonFiniteError, TrainConfig, TrainerError
+from rollpacker.trainer.base import NonFiniteError, TrainConfig, TrainerStateError
 from rollpacker.trainer.offload import HostStore, local
 
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -156,7 +156,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """What `state` gave, exactly and as copies; `DTensor`s where the parameters are. Gradients
-        are forgotten. Raises `TrainerError` if it belongs to other parameters or to another
+        are forgotten. Raises `TrainerStateError` if it belongs to other parameters or to another
         `train.optimizer`."""
         self.reload()
         per_name: dict[str, dict[str, Tensor]] = {}
@@ -167,7 +167,7 @@ class MasterOptimizer:
         masters = {name: per_name.get(name, {}).pop("master", None) for name in self._masters}
         for name, master in self._masters.items():
             if master is not self._weights[name] and masters[name] is None:
-                raise TrainerError(f"the optimizer's state lacks the master weights of {name}")
+                raise TrainerStateError(f"the optimizer's state lacks the master weights of {name}")
         for name, master in self._masters.items():
             if master is not self._weights[name]:
                 master.copy_(masters[name])
@@ -226,15 +226,15 @@ class MasterOptimizer:
 
     def _check_state(self, key: str, name: str, value: Tensor) -> None:
         if name not in self._masters:
-            raise TrainerError(f"the optimizer's state has {name}, which the model has not")
+            raise TrainerStateError(f"the optimizer's state has {name}, which the model has not")
         master = self._masters[name]
         if key != "step" and value.shape != master.shape:
-            raise TrainerError(
+            raise TrainerStateError(
                 f"the optimizer's state of {name} has shape {tuple(value.shape)}, "
                 f"the model's has {tuple(master.shape)}"
             )
         if key != "master" and key not in self._state_keys[name]:
-            raise TrainerError(
+            raise TrainerStateError(
                 f"the optimizer's state of {name} has {key}, which this optimizer does not keep: "
                 "it was saved with another train.optimizer"
             )

@@ -20,7 +20,6 @@
         gradients.forget()                           # and the optimizer's, and NonFiniteError, in
                                                      # every process
     norm = optimizer.step(learning_rate, max_grad_norm)
-    total_loss, = sum_over_ranks([loss_sum], shards)
 
     save_model(policy.model, tokenizer, folder / "model", shards=shards, dtype=torch.bfloat16)
     masters = {f"master.{n}": p for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -75,12 +74,20 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> Shards:
     """Meet the other processes, as torchrun's environment variables say.
 
     On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
-    for the others fails. Raises `TrainerError` if a variable is not set.
+    for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
+    fewer devices than processes.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise TrainerError(f"{', '.join(missing)} not set: start the processes with torchrun")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local_rank, num_devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local_rank >= num_devices:
+            raise ValueError(
+                f"process {local_rank} of the trainer on this machine has no GPU: there are "
+                f"{num_devices}, and each process needs its own. Lower train.processes, or what "
+                "torchrun starts"
+            )
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
     size = dist.get_world_size()
@@ -163,13 +170,6 @@ def shard(
     return ShardedGradients(root, gradient_sync)
 
 
-def full_parameters(
-    model: nn.Module, shards: Shards | None, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """`full_tensors` of the model's parameters, by the names that a plain model has."""
-    return full_tensors(model.named_parameters(), shards, dtype)
-
-
 @torch.no_grad()
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
@@ -198,20 +198,11 @@ def any_rank(flag: bool, shards: Shards | None) -> bool:
     return same_number(int(flag), shards) == 1
 
 
-def sum_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
-    """Element by element, in float64. As many values in every process."""
-    return _reduce(values, shards, dist.ReduceOp.SUM)
-
-
 def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
     """Element by element, in float64. As many values in every process."""
-    return _reduce(values, shards, dist.ReduceOp.MAX)
-
-
-def _reduce(values: Sequence[float], shards: Shards | None, operation: Any) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64)
     if shards is not None:
-        dist.all_reduce(numbers, operation)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
 
 

@@ -82,8 +82,9 @@ class TorchTrainer:
         self.learner.load(folder)
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
-        self._executor.shutdown()
+        """End the thread once it is done with what it is at; a call that hangs is not waited for.
+        Idempotent."""
+        self._executor.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -6,6 +6,7 @@ it, so nothing is left behind, whoever dies.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -55,7 +56,8 @@ class WeightBuffer:
 
     @classmethod
     def create(cls, like: Iterable[tuple[str, Tensor]]) -> WeightBuffer:
-        """A buffer for tensors of these names, shapes and dtypes."""
+        """A buffer for tensors of these names, shapes and dtypes. Raises `OSError`, or `ValueError`
+        if there is no room."""
         places, end = {}, 0
         for name, value in like:
             places[name] = Place(start=end, shape=tuple(value.shape), dtype=value.dtype)
@@ -65,8 +67,14 @@ class WeightBuffer:
         descriptor, path = tempfile.mkstemp(prefix="rollpacker-weights-", dir=folder)
         try:
             os.posix_fallocate(descriptor, 0, max(end, 1))  # says now if there is too little memory
-        except BaseException:
+        except BaseException as error:
             os.unlink(path)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise ValueError(
+                    f"{Path(path).parent} has no room for {end / 2**30:.2f} GiB of weights on "
+                    "their way from the trainer's processes to the engine: enlarge it (a container:"
+                    " --shm-size), or leave train.processes unset"
+                ) from error
             raise
         finally:
             os.close(descriptor)

@@ -1,7 +1,7 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
     setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, rescale, apply, discard, save, load, write_weights, hashes
+    score, accumulate, rescale, apply, save, load, write_weights, hashes
 
 It ends when its connection does, whatever it is doing: a run that is killed leaves none behind.
 """
@@ -20,7 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TrainerError, TrainSample
+from rollpacker.trainer.base import (
+    ScoreRequest,
+    TrainerError,
+    TrainerProcessError,
+    TrainSample,
+)
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import ADDRESS, connect_to_run
 from rollpacker.trainer.setup import LearnerSetup
@@ -63,9 +68,6 @@ class Worker:
     def apply(self) -> Any:
         """The outcome, and the FLOP/s that this rank's device could do."""
         return self._learner.apply(), peak_flops(self._learner.device)
-
-    def discard(self) -> None:
-        self._learner.discard()
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
@@ -114,27 +116,52 @@ def serve(connection: Connection) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """As the run's own process can raise it: foreign exceptions may not survive the way."""
-    if isinstance(error, TrainerError | NonFiniteError) or type(error) in (ValueError, OSError):
+    """As the run's own process can raise it: foreign exceptions may not survive the way. Nor does a
+    traceback, by which that process tells a user's mistake from a bug."""
+    import torch
+
+    module = type(error).__module__
+    if module.startswith("rollpacker.") or isinstance(error, torch.OutOfMemoryError):
         return error
-    if type(error).__module__.startswith("rollpacker."):
+    if isinstance(error, OSError) and module == "builtins":
         return error
+    if type(error) is ValueError and _raised_in(error).startswith("rollpacker."):
+        return error
+    if _is_of_another(error):
+        return TrainerProcessError(
+            f"process {os.environ['RANK']} of the trainer lost its connection to another one. No"
+            " update of this step was kept; --resume goes on from the last checkpoint"
+        )
     traceback.print_exception(error)
     return TrainerError(f"process {os.environ['RANK']} of the trainer failed: {error!r}")
+
+
+def _is_of_another(error: Exception) -> bool:
+    """Whether a joint call failed since another process is gone: that one is what to report."""
+    return "gloo/transport" in str(error) or "ncclRemoteError" in str(error)
+
+
+def _raised_in(error: Exception) -> str:
+    """The module that raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a crash in a library says where
     faulthandler.register(signal.SIGUSR1)
+    # Takes seconds, while the run loads its own: it answers to a connection only after that.
+    import rollpacker.trainer.learner  # noqa: F401
+
     try:
         connection = connect_to_run()
     except (OSError, EOFError) as error:
         sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
     if ADDRESS not in os.environ:  # torchrun's child: it is told what the run's process is told,
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ends the step first, with all ranks
-    import rollpacker.trainer.learner  # noqa: F401 - takes seconds, while the run loads its own
-
     serve(connection)
 
 

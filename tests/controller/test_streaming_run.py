@@ -22,7 +22,7 @@ import time
 def vowels(completions, **columns):
     found = []
     for text in completions:
-        time.sleep(0.1 if len(text) > 15 else 0.0)
+        time.sleep(0.2 if len(text) > 15 else 0.0)
         found.append(sum(c in "aeiou" for c in text) / max(1, len(text)))
     return found
 """

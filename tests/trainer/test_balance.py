@@ -70,10 +70,3 @@ def test_attention_counts():
     heavy = WorkModel(crossover_tokens=1000)
     assert heavy(8000) == pytest.approx(8000 + 64_000)
     assert assign(lengths, 2, work=heavy) == [[0], [1, 2, 3, 4]]
-
-
-def test_the_crossover_follows_from_the_models_shape():
-    """A dense layer with a hidden size of h has about 12 h x h parameters."""
-    model = WorkModel.of(num_parameters=32 * 12 * 4096**2, layers=32, heads=32, head_size=128)
-    assert model.crossover_tokens == 12 * 4096
-    assert model(12 * 4096) == pytest.approx(2 * 12 * 4096)

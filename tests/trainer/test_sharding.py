@@ -26,13 +26,11 @@ from rollpacker.trainer.sharding import (
     ShardedGradients,
     Shards,
     any_rank,
-    full_parameters,
     full_tensors,
     join,
     max_over_ranks,
     same_number,
     shard,
-    sum_over_ranks,
 )
 from tests.trainer.ranks import RankError, Ranks
 
@@ -261,8 +259,8 @@ def train(shards: Shards, steps: int, gradient_sync: str) -> dict[str, object]:
     state = scorer._get_fsdp_state()
     return {
         "scores": scores,
-        "weights": dict(full_parameters(scorer.model, shards)),
-        "rounded": dict(full_parameters(scorer.model, shards, torch.bfloat16)),
+        "weights": dict(full_tensors(scorer.model.named_parameters(), shards)),
+        "rounded": dict(full_tensors(scorer.model.named_parameters(), shards, torch.bfloat16)),
         "noted_forwards": len(state._comm_ctx.post_forward_order)
         + len(reference._get_fsdp_state()._comm_ctx.post_forward_order),
     }
@@ -340,29 +338,27 @@ def exchange(shards: Shards, counts: Sequence[int]) -> tuple[object, ...]:
         same_number(mine, shards),
         any_rank(mine == 3, shards),
         any_rank(mine == 9, shards),
-        sum_over_ranks([mine, 2.0**60 + mine], shards),
         max_over_ranks([-mine, mine], shards),
     )
 
 
 def test_small_numbers_are_exchanged(ranks):
-    expected = (5, True, False, [8.0, 2.0**61], [-3.0, 5.0])
+    expected = (5, True, False, [-3.0, 5.0])
     assert ranks.run(2, exchange, (3, 5)) == [expected] * 2
-    assert exchange_alone() == (3, True, [4.0], [4.0])
+    assert exchange_alone() == (3, True, [4.0])
 
 
 def exchange_alone() -> tuple[object, ...]:
     return (
         same_number(3, None),
         any_rank(True, None),
-        sum_over_ranks([4], None),
         max_over_ranks([4], None),
     )
 
 
 def test_one_process_needs_no_process_group():
     plain = build()
-    whole = dict(full_parameters(plain.model, None))
+    whole = dict(full_tensors(plain.model.named_parameters(), None))
     assert all(torch.equal(whole[n], p) for n, p in plain.model.named_parameters())
 
 
