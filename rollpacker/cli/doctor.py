@@ -120,6 +120,7 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_Step]:
         yield _Step("config", lambda: problem or Finding("ok", "config", path))
     if config is not None:
         yield _Step("model", lambda: trials.model(config))
+        yield _Step("training", lambda: trials.training(config))
         yield _Step("data", lambda: trials.data(config))
         yield _Step("memory fit", lambda: trials.fit(config))
 

@@ -21,7 +21,7 @@ EXIT_CODES = {
     1: "a bug in RollPacker, or a part of it that failed: the traceback says where (of doctor:"
     " training cannot start)",
     2: "something in the command, the config or the data is not right",
-    3: "NaN or infinity in a reward, the loss or the gradient; no update was applied",
+    3: "NaN or infinity in the loss, a log-prob or the gradient; no update was applied",
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
     6: "a process of the trainer ended; the run can be resumed",

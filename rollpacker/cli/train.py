@@ -319,7 +319,9 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     try:
         trainer.load(checkpoint)
     except TrainerStateError as error:
-        raise RunError(f"cannot go on from {checkpoint}: {error}") from error
+        raise RunError(
+            f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
+        ) from error
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

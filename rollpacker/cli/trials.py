@@ -192,6 +192,26 @@ def model(config: RunConfig) -> Finding:
     return Finding("ok", "model", text)
 
 
+def training(config: RunConfig) -> list[Finding]:
+    """The schedule is one, and the further models that the algorithm asks are there. Only what is
+    wrong is found."""
+    from rollpacker.trainer.model import load_tokenizer
+    from rollpacker.trainer.schedule import check_schedule
+
+    further = {}
+    if config.algorithm.needs_teacher and config.model.teacher is not None:
+        further["model.teacher"] = config.model.teacher
+    if config.algorithm.needs_critic and config.train.critic.path is not None:
+        further["train.critic.path"] = config.train.critic.path
+    try:
+        check_schedule(config.train)
+        for setting, path in further.items():
+            load_tokenizer(path, setting=setting)
+    except ValueError as error:
+        return [Finding("fail", "training", str(error), "Correct the config.")]
+    return []
+
+
 def data(config: RunConfig) -> list[Finding]:
     """The first rows of each data set become prompts."""
     from rollpacker.data.base import DataError

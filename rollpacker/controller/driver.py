@@ -174,6 +174,8 @@ class Controller:
         """What the step's gradient holds already, with provisional weights."""
         self._scores: dict[SampleId, TokenScores] = {}
         """What other models said of the step's samples."""
+        self._had_no_signal = False
+        """A step had advantages of 0 alone, and that was said."""
         self._was_short = False
         """A step had fewer groups than it should, and that was said."""
         self._kind = ""
@@ -250,7 +252,10 @@ class Controller:
     def _reason_of(self, finish: Finish) -> str:
         if finish.failed:
             common = "; ".join(reason for reason, _ in self._reasons.most_common(3))
-            raise RunError(f"{finish.reason}. Why, most often: {common or 'unknown'}")
+            raise RunError(
+                f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward, or"
+                " the data), then go on with --resume"
+            )
         return finish.reason
 
     async def close(self) -> None:
@@ -508,6 +513,14 @@ class Controller:
                 self._save_samples(command, samples, self.parts.samples)
             await self._by("deadlines.train_s", training)
             metrics.update(await self._by("deadlines.train_s", trainer.apply()))
+        if metrics.get("critic/zero_advantages") == 1.0 and not self._had_no_signal:
+            self._had_no_signal = True
+            logger.warning(
+                "step %d: every advantage is 0, so it teaches nothing: all rewards of a group are"
+                " equal (critic/zero_advantages has each step's share). Easier or harder prompts,"
+                " or rollout.dynamic_sampling, would help",
+                command.step,
+            )
         counts = self.parts.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         self._take(Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics))

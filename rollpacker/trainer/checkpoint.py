@@ -285,5 +285,5 @@ def _on_all_ranks(
         except (OSError, TrainerError) as caught:
             error = caught
     if any_rank(error is not None, shards):
-        raise error or TrainerStateError("another process could not read or write: see its message")
+        raise error or TrainerError("another process could not read or write: see its message")
     return result

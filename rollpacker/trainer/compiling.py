@@ -33,8 +33,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
     why. Returns whether there is a layer to compile; if not, a warning says so.
 
     Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache or in
-    inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and with gradient checkpointing.
-    Parameter names and state stay as they are.
+    inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and
+    with gradient checkpointing. Parameter names and state stay as they are.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:

@@ -50,7 +50,7 @@ def load_teacher(
     dtype = model.dtype if dtype is None else dtype
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
     loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
-    _check_same_vocabulary(loaded.tokenizer, tokenizer, path)
+    check_same_vocabulary(loaded.tokenizer, tokenizer, f"model.teacher {path}")
     rows = loaded.model.get_input_embeddings().num_embeddings
     needed = model.get_input_embeddings().num_embeddings
     if rows < needed:
@@ -61,18 +61,19 @@ def load_teacher(
     return FrozenPolicy(loaded.model.to(device=model.device, dtype=dtype))
 
 
-def _check_same_vocabulary(
-    teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, path: str
+def check_same_vocabulary(
+    other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str
 ) -> None:
-    theirs = {number: token for token, number in teacher.get_vocab().items()}
+    """Raise `ModelError` if the model that `name` stands for numbers tokens in another way."""
+    theirs = {number: token for token, number in other.get_vocab().items()}
     ours = {number: token for token, number in policy.get_vocab().items()}
     if theirs == ours:
         return
     number = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
     raise ModelError(
-        f"model.teacher {path} has another vocabulary than the policy: token {number} is"
+        f"{name} has another vocabulary than the policy: token {number} is"
         f" {_shown(theirs.get(number))} there and {_shown(ours.get(number))} in the policy's"
-        " tokenizer; choose a teacher of the policy's family"
+        " tokenizer; choose a model of the policy's family"
     )
 
 

@@ -99,9 +99,10 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
     )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Raises `ModelError`."""
-    path = _checked_path(path)
+def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Raises `ModelError`;
+    `setting` is what the user calls it."""
+    path = _checked_path(path, setting)
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=False)
     except _LOAD_ERRORS as error:

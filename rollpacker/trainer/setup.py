@@ -50,10 +50,10 @@ def build_learner(
     Raises `ModelError` and `ValueError` for what is wrong with model, teacher or settings.
     """
     from rollpacker.trainer.critic import from_policy_model, load_critic
-    from rollpacker.trainer.frozen import load_teacher
+    from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner
     from rollpacker.trainer.lora import add_adapter
-    from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.model import load_model, load_tokenizer
 
     if model is None:
         loaded = load_model(setup.model)
@@ -62,7 +62,14 @@ def build_learner(
     critic = None
     if setup.algorithm.needs_critic:
         path = setup.train.critic.path
-        critic = from_policy_model(model) if path is None else load_critic(setup.model, path)
+        if path is None:
+            critic = from_policy_model(model)
+        else:
+            name = f"train.critic.path {path}"
+            check_same_vocabulary(
+                load_tokenizer(path, setting="train.critic.path"), tokenizer, name
+            )
+            critic = load_critic(setup.model, path)
     teacher = None
     if setup.algorithm.needs_teacher:
         assert setup.model.teacher is not None
