@@ -253,8 +253,8 @@ class Controller:
         if finish.failed:
             common = "; ".join(reason for reason, _ in self._reasons.most_common(3))
             raise RunError(
-                f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward, or"
-                " the data), then go on with --resume"
+                f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward,"
+                " or the data), then go on with --resume"
             )
         return finish.reason
 
