@@ -4,9 +4,9 @@ The quickstart's model, prompts and reward; its lengths have a long tail. One pr
 one trains, one torch thread each. Both arms train the same samples from the same weights, so that
 their weights must be equal after ten steps but for rounding; they take turns, several times.
 `plain` waits for every response of a round, `tail` is tail batching with the quickstart's
-factors.
+factors, `plain_64` has 64 prompts a step instead of 16.
 
-    python benchmarks/streaming.py [--turns 3] [--steps 40]
+    python benchmarks/streaming.py [--turns 3] [--steps 40] [--only plain_64]
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine import ROOT, write_result
+from machine import RESULTS, ROOT, write_result
 from safetensors.torch import load_file
 
 CHECKED_STEPS = 10
 """After so many steps the weights of both arms are compared."""
 BOUND = 1e-5
+KINDS = {
+    "plain": ["tail_batching.enabled=false"],
+    "tail": [],
+    "plain_64": ["tail_batching.enabled=false", "rollout.prompts_per_step=64"],
+}
 SKIPPED_STEPS = 5
 """Not timed: the first ones of a process are slower."""
 
@@ -99,6 +104,7 @@ def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path
         ratios.append(arms["waiting"][-1] / arms["streaming"][-1])
         print(f"{kind} turn {turn}: {ratios[-1]:.3f}x, {apart[-1]}", flush=True)
     return {
+        "steps": steps,
         "step_s": arms,
         "speed_up": ratios,
         "speed_up_mean": statistics.fmean(ratios),
@@ -112,19 +118,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), help="keeps the others' results")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        found = {
-            "plain": measure(
-                "plain", ["tail_batching.enabled=false"], args.turns, args.steps, folder
-            ),
-            "tail": measure("tail", [], args.turns, args.steps, folder),
-        }
-    write_result("streaming", {"steps": args.steps, "checked_after": CHECKED_STEPS, **found})
+    found: dict[str, Any] = {}
+    earlier = RESULTS / "streaming.json"
+    if args.only and earlier.is_file():
+        found = json.loads(earlier.read_text())["kinds"]
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.only or KINDS:
+            found[kind] = measure(kind, KINDS[kind], args.turns, args.steps, Path(folder))
+    write_result("streaming", {"checked_after": CHECKED_STEPS, "kinds": found})
     for kind, row in found.items():
         print(
-            f"{kind:6} {row['speed_up_mean']:.3f}x; weights after {CHECKED_STEPS} steps differ by "
+            f"{kind:8} {row['speed_up_mean']:.3f}x; weights after {CHECKED_STEPS} steps differ by "
             f"{row['weights_with_eps_1e-6']['largest']:.2g} with an epsilon of 1e-6, by "
             f"{max(w['largest'] for w in row['weights']):.2g} with 1e-8"
         )

@@ -104,6 +104,11 @@ def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:
 
 INTERRUPTED = "interrupted"
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread of this process keeps Python's lock while another wants it. The engine's thread
+takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
+are being worked on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -340,6 +345,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def _drive(controller: Controller) -> str:
     loop = asyncio.get_running_loop()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asked = False
 
     def interrupt() -> None:
