@@ -107,8 +107,8 @@ class Corpus:
 @pytest.fixture(scope="module")
 def corpus(request: pytest.FixtureRequest) -> Iterator[Corpus]:
     """Runs what was collected, and says how many were contained."""
-    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    corpus = Corpus([params["case"] for params in calls if "case" in params])
+    own = [i for i in request.session.items if getattr(i, "function", None) is test_contained]
+    corpus = Corpus([item.callspec.params["case"] for item in own])
     yield corpus
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
