@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
-from rollpacker.rewards.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared
