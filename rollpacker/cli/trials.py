@@ -21,7 +21,7 @@ from rollpacker.cli.findings import GIB, Finding
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.rewards.base import SandboxConfig
-    from rollpacker.rewards.sandbox.base import Capabilities
+    from rollpacker.sandbox.base import Capabilities
 
 
 _READ = "See docs/sandbox.md."
@@ -37,7 +37,7 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
         found = _bubblewrap()
         if found[-1].level != "ok":
             return [*found[:-1], dataclasses.replace(found[-1], level=level)]
-    from rollpacker.rewards.sandbox.base import SandboxUnavailable
+    from rollpacker.sandbox.base import SandboxUnavailable
 
     try:
         seen = asyncio.run(_self_test(config, "http" if remote else "bwrap"))
@@ -64,8 +64,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
     """What the sandbox is seen to enforce now. Opening the embedded one may go by what is
     remembered of an earlier test."""
-    from rollpacker.rewards.sandbox import open_sandbox
-    from rollpacker.rewards.sandbox.selftest import self_test
+    from rollpacker.sandbox import open_sandbox
+    from rollpacker.sandbox.selftest import self_test
 
     async with open_sandbox(
         backend,

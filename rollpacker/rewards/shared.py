@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rollpacker.rewards.base import SandboxConfig
 from rollpacker.rewards.judge.completer import MakeCompleter
-from rollpacker.rewards.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
+from rollpacker.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Shared:
         self._capabilities = box.capabilities
 
     def _context(self, backend: str) -> AbstractAsyncContextManager[Sandbox]:
-        from rollpacker.rewards.sandbox import open_sandbox
+        from rollpacker.sandbox import open_sandbox
 
         config = self.config
         return open_sandbox(

@@ -21,7 +21,7 @@ from rollpacker.rewards.base import (
 )
 from rollpacker.rewards.code.cases import BadTests, read_tests
 from rollpacker.rewards.code.grading import CodeReward, extract, grade
-from rollpacker.rewards.sandbox import Limits, RunResult, Status
+from rollpacker.sandbox import Limits, RunResult, Status
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
 

@@ -26,9 +26,9 @@ from rollpacker.rewards.base import (
 )
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
 from rollpacker.rewards.math.part import PROGRAM, MathReward, checker, parse_reply
-from rollpacker.rewards.sandbox.base import RunResult, SandboxUnavailable, Status
-from rollpacker.rewards.sandbox.program import WORK
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import RunResult, SandboxUnavailable, Status
+from rollpacker.sandbox.program import WORK
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_strings import fuzzed, may_be_right
 

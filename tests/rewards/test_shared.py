@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import rollpacker.rewards.sandbox as package
+import rollpacker.sandbox as package
 from rollpacker.rewards.base import I_ACCEPT, RewardConfig, RewardError, SandboxConfig
 from rollpacker.rewards.build import BUILT_IN, build_reward
-from rollpacker.rewards.sandbox.base import Capabilities, SandboxUnavailable
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import Capabilities, SandboxUnavailable
 
 
 class Box:

@@ -1,0 +1,221 @@
+"""One zygote in its bubblewrap, as the controller's process sees it: one run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollpacker.sandbox import bwrap, frames, processes, zygote
+from rollpacker.sandbox.base import Limits
+from rollpacker.sandbox.cgroup import Group
+
+GRACE_S = 0.5
+"""After a run's limit, for the worker to end it and to reply."""
+LOOK_S = 0.05
+"""While a run is under way its worker is looked at this often."""
+START_LIMIT_S = 60.0
+"""For a new worker to report itself."""
+
+
+class WorkerError(Exception):
+    """A worker failed; nothing that a program can be blamed for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply as it came, but for the outputs' surplus byte."""
+
+    how: bytes
+    exit_code: int
+    signal: int
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    stdout: bytes
+    stderr: bytes
+    short_of_memory: bool = False
+    """The kernel ended processes for it."""
+
+
+class Worker:
+    """Start it once; close it whatever happened."""
+
+    def __init__(self, name: str, profile: str, group: Group | None) -> None:
+        self.name = name
+        self.profile = profile
+        self.pid = 0
+        """The zygote's, as this process sees it; bubblewrap's own until that has started."""
+        self.num_runs = 0
+        self.started_at = self.idle_since = asyncio.get_running_loop().time()
+        self.group = group
+        self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._pidfd = -1
+        self._writer: asyncio.StreamWriter | None = None
+        self._impatient: asyncio.TimerHandle | None = None
+        self._asked = False
+        """The request of the run at hand was written."""
+
+    async def start(self, program: str, call_filter: bytes) -> None:
+        """Raises WorkerError."""
+        try:
+            await self._spawn(program)
+            assert self._writer is not None
+            self._writer.write(zygote.START.pack(zygote.MAGIC, len(call_filter)) + call_filter)
+            reported = asyncio.ensure_future(self._reader.readexactly(zygote.REPLY.size))
+            trouble = await self._watch(reported, START_LIMIT_S)
+            if not reported.done():
+                reported.cancel()
+                await asyncio.wait({reported})
+                raise WorkerError(trouble or f"{self} did not report itself")
+            reported.result()
+            self._find_zygote()
+        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerError(f"{self} did not start: {self.last_words() or error!r}") from error
+
+    async def _spawn(self, program: str) -> None:
+        ours, theirs = socket.socketpair()
+        entrances = self.group.entrances if self.group else ()
+        with theirs:
+            self._process = bwrap.start(
+                program,
+                self.profile,
+                theirs,
+                self._errors,
+                entrances,
+                tasks_are_counted=self.group is not None and self.group.counts_tasks,
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+
+    def _find_zygote(self) -> None:
+        """Raises OSError while there is none."""
+        if self.pid == self._process.pid:
+            self.pid = processes.only_grandchild(self.pid)
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def trouble(self) -> str:
+        """What is wrong with it, to be seen without asking it; "" if nothing is."""
+        if self._ended.done() or self._reader.at_eof():
+            return f"{self} died: {self.last_words() or 'nobody knows why'}"
+        with contextlib.suppress(OSError):
+            self._find_zygote()
+        state = processes.state(self.pid)
+        if state in ("T", "t"):
+            return f"{self} was stopped by a signal"
+        return f"{self} died" if state in ("", "Z", "X") else ""
+
+    async def run(self, request: bytes, limits: Limits) -> Reply:
+        """`request`: the payload. Raises WorkerError."""
+        self.num_runs += 1
+        self._asked = False
+        try:
+            return await self._run_in_group(request, limits)
+        finally:
+            if self._impatient is not None:
+                self._impatient.cancel()
+                self._impatient = None
+
+    async def _run_in_group(self, request: bytes, limits: Limits) -> Reply:
+        if self.group is None:
+            return await self._run(request, limits)
+        try:
+            self.group.begin(limits.memory_bytes)
+        except OSError as error:
+            raise WorkerError(f"{self}: its memory cannot be limited: {error}") from None
+        reply = await self._run(request, limits)
+        short_of_memory, peak = self.group.end()
+        return replace(reply, short_of_memory=short_of_memory, peak_bytes=peak or reply.peak_bytes)
+
+    async def _run(self, request: bytes, limits: Limits) -> Reply:
+        exchange = asyncio.ensure_future(self._exchange(request, limits))
+        trouble = await self._watch(exchange, limits.wall_s + GRACE_S)
+        if not exchange.done():
+            exchange.cancel()
+            await asyncio.wait({exchange})
+            raise WorkerError(trouble or f"{self} did not answer within its limit")
+        try:
+            return exchange.result()
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
+
+    async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
+        """Until it is done, out of time, or will never be done for the trouble that is returned."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit_s
+        while not exchange.done() and (left := until - loop.time()) > 0:
+            await asyncio.wait({exchange}, timeout=min(left, LOOK_S))
+            if not exchange.done() and (trouble := self.trouble()):
+                # Its last reply may have come just now.
+                await asyncio.wait({exchange}, timeout=0.01)
+                return trouble
+        if not exchange.done() and loop.time() > until + 0.1:
+            # This loop was busy with something else: what it did not look at may be there by now.
+            await asyncio.wait({exchange}, timeout=GRACE_S)
+        return ""
+
+    async def _exchange(self, request: bytes, limits: Limits) -> Reply:
+        self._writer.write(frames.header(b"r", self.num_runs, limits, len(request)))
+        self._writer.write(request)
+        self._asked = True
+        if self._impatient is not None:  # cancelled before it was asked for
+            self._ask_to_cancel()
+        await self._writer.drain()
+        return await self._reply(self.num_runs, limits.output_bytes)
+
+    def cancel_run(self) -> None:
+        """Let the worker end its run now; it then replies as usual, or is killed."""
+        self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
+        if self._asked:
+            self._ask_to_cancel()
+
+    def _ask_to_cancel(self) -> None:
+        """After the request, or the worker would not know which run is meant."""
+        self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
+
+    async def _reply(self, run_id: int, cap: int) -> Reply:
+        header = await self._reader.readexactly(zygote.REPLY.size)
+        magic, how, got_id, *numbers, out, err = zygote.REPLY.unpack(header)
+        if magic != zygote.MAGIC or got_id != run_id or max(out, err) > cap + 1:
+            raise WorkerError(f"{self} sent something that is no reply")
+        stdout = await self._reader.readexactly(out)
+        stderr = await self._reader.readexactly(err)
+        return Reply(how, *numbers, stdout=stdout, stderr=stderr)
+
+    def last_words(self) -> str:
+        """The last line that it wrote to its standard error."""
+        with contextlib.suppress(OSError):
+            return last_line(os.pread(self._errors, 1 << 16, 0))
+        return ""
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._process.wait()
+        self._ended.set_result(None)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End it and all that it runs, at once."""
+        if self._pidfd >= 0:
+            self._kill()
+            await self._ended
+            os.close(self._pidfd)
+        if self._writer is not None:
+            self._writer.close()
+        os.close(self._errors)
+
+
+def last_line(text: bytes) -> str:
+    return text.decode(errors="replace").strip().rpartition("\n")[2]
