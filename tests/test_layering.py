@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
+    *("endpoints", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
 )
 BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))

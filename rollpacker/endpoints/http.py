@@ -1,101 +1,90 @@
-"""The HTTP side of an endpoint: bounded answers, no redirects, and what is read from them."""
+"""HTTP with somebody who is not trusted: checked addresses, bounded answers, no redirects."""
 
 from __future__ import annotations
 
 import email.utils
-import json
+import importlib
+import ipaddress
 import math
-from collections.abc import Mapping
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollpacker.rewards.base import RewardError
+from rollpacker.imports import require
 
-MAX_RESPONSE_BYTES = 2**20
 MAX_RETRY_AFTER_S = 60.0
 """However long an endpoint asks to be left alone."""
-_DROPPED_HEADERS = {"content-length", "transfer-encoding"}
 
 
-def checked_url(url: str) -> str:
-    """The address without a slash at its end. Raises `RewardError` for what is none."""
+class CompressedAnswer(Exception):
+    """An answer is compressed, which nobody asked for, and is not unfolded."""
+
+
+def http_library(what: str) -> Any:
+    """The module httpx2. Raises `MissingPackageError`; `what` begins its sentence."""
+    require("httpx2", extra="judge", what=what)
+    return importlib.import_module("httpx2")
+
+
+def checked_url(url: str, *, key: str = "url", example: str = "http://localhost:8000/v1") -> str:
+    """The address without a slash at its end. Raises `ValueError` for what is none, and for one
+    that holds more than an address; `key` is what the config calls it."""
     try:
         parts = urlsplit(url)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         sound = False
     if not sound:
-        raise RewardError(f'url "{url}" is no address; write it like http://localhost:8000/v1.')
+        raise ValueError(f'{key} "{url}" is no address; write it like {example}.')
     if parts.username or parts.password:
-        raise RewardError("url holds a password; put it into an environment variable (token_env).")
+        raise ValueError(
+            f"{key} holds a password; put it into an environment variable, and its name into"
+            " token_env."
+        )
     if parts.query or parts.fragment:
-        raise RewardError(f'url "{url}" must end with its path, such as /v1.')
-    for ending in ("/chat/completions", "/completions"):
-        if parts.path.rstrip("/").endswith(ending):
-            raise RewardError(f'url "{url}" must be the address before {ending}.')
+        raise ValueError(
+            f"{key} must end with its path, such as {example}, without query or fragment."
+        )
     return url.rstrip("/")
 
 
-def open_client(url: str, token: str | None, concurrency: int) -> Any:
-    """An `AsyncOpenAI` that reads answers up to a size, follows no redirect, and repeats nothing
-    by itself. Its own time limits are off: whoever calls limits the whole attempt."""
-    import httpx2
-    import openai
-
-    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    return openai.AsyncOpenAI(
-        base_url=url,
-        api_key=token or "none",
-        max_retries=0,
-        timeout=None,
-        default_headers={"Accept-Encoding": "identity"},
-        http_client=_bounded_client_class()(limits=limits, follow_redirects=False, timeout=None),
-    )
-
-
-def _bounded_client_class() -> Any:
-    import httpx2
-
-    class BoundedClient(httpx2.AsyncClient):
-        async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-            """Read the whole answer here, so that nobody else does so without a bound."""
-            response = await super().send(request, stream=True, **options)
-            try:
-                body = await _bounded_body(response)
-            finally:
-                await response.aclose()
-            headers = [
-                (name, value)
-                for name, value in response.headers.multi_items()
-                if name.lower() not in _DROPPED_HEADERS
-            ]
-            return httpx2.Response(
-                response.status_code, headers=headers, content=body, request=request
-            )
-
-    return BoundedClient
+def token_from(variable: str | None) -> str | None:
+    """The bearer token in this environment variable; None if none is named. Raises `ValueError` if
+    it is not set, or holds what is no token."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"the environment variable {variable} (token_env) is not set")
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"the environment variable {variable} (token_env) holds no token: a token is one line"
+            " of letters, digits and signs"
+        )
+    return token
 
 
-async def _bounded_body(response: Any) -> bytes:
-    """Raises a transport error for an answer that is too large or compressed, before it unfolds."""
-    import httpx2
+def is_private(url: str) -> bool:
+    """Whether nobody on the way can read what is sent: TLS, or this machine itself."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        return parts.scheme == "https" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
-    encoding = response.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise httpx2.RemoteProtocolError("its answer is compressed, which was not asked for")
+
+async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
+    """The body of a streamed answer, and whether that is all of it. Raises `CompressedAnswer`."""
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
-        if len(body) > MAX_RESPONSE_BYTES:
-            raise httpx2.RemoteProtocolError(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
-    return bytes(body)
-
-
-def connection_trouble(error: BaseException) -> str:
-    """Why there was no answer, in a few words."""
-    cause = error.__cause__ or error
-    text = " ".join(str(cause).split())
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+        if len(body) > max_bytes:
+            return bytes(body[:max_bytes]), False
+    return bytes(body), True
 
 
 def retry_after_s(value: str | None, now: float) -> float | None:
@@ -115,26 +104,6 @@ def retry_after_s(value: str | None, now: float) -> float | None:
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
 
 
-def reply_text(body: bytes) -> str | None:
-    """The text of a chat completion's first choice; "" for a refusal or a reply without text. None
-    if the body is no chat completion at all (an error page, half an answer)."""
-    try:
-        message = json.loads(body)["choices"][0]["message"]
-        content = message["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        return None
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else None
-
-
-def error_text(body: bytes) -> str:
-    """What an error answer says, on one line of printable characters."""
-    text = body.decode("utf-8", "replace")
-    try:
-        told = json.loads(text)
-        told = told.get("error", told) if isinstance(told, Mapping) else told
-        text = str(told["message"] if isinstance(told, Mapping) else told)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
+def one_line(text: str) -> str:
+    """What somebody else said, safe for a terminal: one line of printable characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
