@@ -273,11 +273,11 @@ def _quiet() -> Iterator[None]:
 
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # theirs
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # theirs

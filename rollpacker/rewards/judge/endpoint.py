@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollpacker.endpoints.http import checked_url, retry_after_s
@@ -90,11 +91,13 @@ class EndpointCompleter:
         self._request = dict(request or {})
         self._concurrency = concurrency
         self._max_retries = max_retries
-        self._patience = {
-            "outage_s": outage_s,
-            "probe_every_s": probe_every_s,
-            "first_pause_s": first_backoff_s,
-        }
+        self._new_service = partial(
+            Service,
+            self.name,
+            outage_s=outage_s,
+            probe_every_s=probe_every_s,
+            first_pause_s=first_backoff_s,
+        )
         self._bound: _Bound | None = None
         self._waited_before_s = 0.0
         """In event loops that are left."""
@@ -137,7 +140,7 @@ class EndpointCompleter:
         self._bound = _Bound(
             loop=loop,
             places=asyncio.Semaphore(self._concurrency),
-            service=Service(self.name, **self._patience),
+            service=self._new_service(),
             client=open_client(self._url, self._token, self._concurrency),
         )
         return self._bound
