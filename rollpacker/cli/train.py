@@ -295,6 +295,7 @@ class _Session:
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
     ) -> list[Observer]:
+        from rollpacker.cli.output import console
         from rollpacker.report.live import LiveReport
 
         rollout, train = self.config.rollout, self.config.train
@@ -310,6 +311,7 @@ class _Session:
                 resume=checkpoint is not None,
                 slots=rollout.engine.max_slots,
                 max_response_tokens=rollout.max_response_tokens,
+                console=console() if display else None,
                 show=display,
             )
         ]
@@ -381,11 +383,10 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
     with naming(folder):
         summary = write_reports(folder)
     if display:
-        from rich.console import Console
-
+        from rollpacker.cli.output import console
         from rollpacker.report.summary import render
 
-        Console().print(render(summary))
+        console().print(render(summary))
     return summary
 
 
