@@ -87,8 +87,8 @@ bench: $(VENV)/.installed-dev
 	  algorithms; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md
-	$(BIN)/python -m rollpacker.algo.describe docs/algorithms.md
+	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_simulation.py
 
 clean:

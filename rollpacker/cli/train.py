@@ -185,16 +185,13 @@ class _Session:
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
         from rollpacker.controller.driver import Controller, Parts, hand_over_weights
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        checkpoint = None
-        if self.resume and has_checkpoint(folder.checkpoints):
-            checkpoint = newest_checkpoint(folder.checkpoints)
-        elif self.resume:
+        checkpoint = folder.find_checkpoint() if self.resume else None
+        if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
@@ -276,7 +273,8 @@ class _Session:
             changes = check_resume(differences(old, to_plain(self.config)), before, now)
             for change in changes:
                 logger.warning("resuming with a change: %s", change)
-            cut_back(self.folder.events, checkpoint.state["log_bytes"])
+            state = checkpoint.state
+            cut_back(self.folder.events, state["log_bytes"], state["log_sha256"])
             if self.folder.samples.is_dir():
                 cut_back_samples(self.folder.samples, checkpoint.step)
         save_config(self.config, self.folder.config)
@@ -297,6 +295,7 @@ class _Session:
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
     ) -> list[Observer]:
+        from rollpacker.cli.output import console
         from rollpacker.report.live import LiveReport
 
         rollout, train = self.config.rollout, self.config.train
@@ -312,6 +311,7 @@ class _Session:
                 resume=checkpoint is not None,
                 slots=rollout.engine.max_slots,
                 max_response_tokens=rollout.max_response_tokens,
+                console=console() if display else None,
                 show=display,
             )
         ]
@@ -383,11 +383,10 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
     with naming(folder):
         summary = write_reports(folder)
     if display:
-        from rich.console import Console
-
+        from rollpacker.cli.output import console
         from rollpacker.report.summary import render
 
-        Console().print(render(summary))
+        console().print(render(summary))
     return summary
 
 

@@ -646,7 +646,7 @@ class Controller:
             return {
                 "job": self._state,
                 "cursor": self.parts.cursor.state(),
-                "log_bytes": self.parts.log.flush(),
+                **self.parts.log.mark(),
                 "time_s": self.now(),
                 "evaluated_step": self._evaluated_step,
             }

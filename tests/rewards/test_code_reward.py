@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollpacker.data.code_tasks import code_tasks
+from examples.code.tasks import code_tasks
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
 from rollpacker.sandbox import SandboxUnavailable

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.data.math_tasks import KINDS, math_tasks
+from examples.math.tasks import KINDS, math_tasks
 from rollpacker.rewards.base import (
     Cause,
     Failed,

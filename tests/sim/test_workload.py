@@ -19,7 +19,7 @@ import pytest
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.rounds import TailBatchingConfig
-from rollpacker.sim.presets import CODE_SECONDS, LENGTH_LAWS
+from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
 from rollpacker.sim.scenario import (
     Cluster,
     LengthLaw,
@@ -285,7 +285,7 @@ def verdicts(stage: RewardStage, rows: int = 6000) -> tuple[np.ndarray, np.ndarr
 
 def test_code_takes_as_long_as_published() -> None:
     seconds, correct = verdicts(RewardStage(kind="code", share=1.0))
-    for quantile, value in CODE_SECONDS.items():
+    for quantile, value in (REWARD_KINDS["code"].seconds_quantiles or {}).items():
         assert np.mean(seconds <= value) == pytest.approx(quantile, abs=0.006)
     assert np.mean(seconds > 30) == pytest.approx(0.051, abs=0.003)
     assert seconds.min() >= 0.13 and seconds.max() <= 31.3

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.imports import require
+from rollpacker.imports import MissingPackageError, missing
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
 from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
@@ -159,8 +159,9 @@ class MathReward:
         box = await self._shared.sandbox()
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
-            if self._shared.config.url is None:  # the sandbox has this interpreter's packages
-                require("math_verify", extra="math", what=f"the reward {self.name}")
+            lacking = missing("math_verify", extra="math", what=f"the reward {self.name}")
+            if lacking is not None and self._shared.config.url is None:
+                raise MissingPackageError(lacking)  # a local sandbox has this machine's packages
             raise RewardError(
                 f"reward {self.name}: no right answer was checked, since the sandbox cannot compare"
                 f' x+1 with 1+x: {problem.reason}. Its profile "math" needs the Python packages'

@@ -1,6 +1,6 @@
 """Every key of a config with its type, default and meaning, read off the schema's own source.
 
-`python -m rollpacker.config.describe > docs/configuration.md` writes the reference that users read.
+`python docs/make_configuration.py` writes docs/configuration.md, the reference that users read.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import inspect
 import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollpacker.config.check import allowed, allowed_value, field_types, item_schema, nested_schema
 
+PAGE = Path(__file__).resolve().parent / "configuration.md"
 _MISSING = dataclasses.MISSING
 
 
@@ -111,7 +113,7 @@ def reference_page() -> str:
 
     return f"""# Configuration
 
-Generated from the schema: `python -m rollpacker.config.describe > docs/configuration.md`.
+Generated from the schema: `python docs/make_configuration.py`.
 
 A config is a YAML file. Any key can be set from the command line as `a.b.c=value`, an entry of a
 list by its number (`rewards.0.weight=2`). `${{a.b}}` stands for another value of the same config.
@@ -129,4 +131,4 @@ allowed. The resolved config, every default written out, is saved beside the run
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference_page())
+    PAGE.write_text(reference_page())

@@ -1,12 +1,11 @@
 """The tables of `docs/algorithms.md`, from the table of algorithms itself.
 
-`python -m rollpacker.algo.describe docs/algorithms.md` rewrites them in place.
+`python docs/make_algorithms.py` rewrites them in place.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS
 from rollpacker.algo.trl import EQUAL_SETTINGS
 
+PAGE = Path(__file__).resolve().parent / "algorithms.md"
 _TABLE = re.compile(r"(<!-- table: ([a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -71,5 +71,4 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))

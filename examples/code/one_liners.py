@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from rollpacker.data.code_tasks import write_rows
+from examples.rows import write_rows
 
 ALPHABET = "\n ()*+,-/0123456789:<>=%abcdefghijklmnopqrstuvwxyz"
 INPUTS = (0, 7, -3, 50, 100)

@@ -11,12 +11,11 @@ import json
 import random
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from string import Template
 from typing import Any
 
-from rollpacker.data.code_task_kinds import NUMBERS_AND_TEXTS, Choices, Kind
-from rollpacker.data.code_task_lists import LISTS
+from examples.code.kinds import NUMBERS_AND_TEXTS, Choices, Kind
+from examples.code.lists import LISTS
 
 KINDS = (*NUMBERS_AND_TEXTS, *LISTS)
 NUM_TESTS = 6
@@ -68,18 +67,6 @@ def code_tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
         if row["prompt"] not in seen:
             seen.add(row["prompt"])
             yield row
-
-
-def write_code_tasks(path: str | Path, count: int, seed: int) -> None:
-    """Write `count` rows as JSONL."""
-    write_rows(path, code_tasks(count, seed))
-
-
-def write_rows(path: str | Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
 
 
 def make_task(kind: Kind, rng: random.Random) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.data.code_one_liners import (
+from examples.code.one_liners import (
     ALPHABET,
     ENDLESS,
     INPUTS,
@@ -21,7 +21,8 @@ from rollpacker.data.code_one_liners import (
     one_liners,
     write_demonstrations,
 )
-from rollpacker.data.code_tasks import KINDS, NUM_TESTS, code_tasks, write_code_tasks
+from examples.code.tasks import KINDS, NUM_TESTS, code_tasks
+from examples.rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,9 +125,9 @@ def test_expected_values_agree_with_another_implementation(
 
 
 def test_a_seed_always_makes_the_same_rows(tmp_path: Path) -> None:
-    write_code_tasks(tmp_path / "a.jsonl", 60, 3)
-    write_code_tasks(tmp_path / "sub" / "b.jsonl", 60, 3)
-    write_code_tasks(tmp_path / "c.jsonl", 60, 4)
+    write_rows(tmp_path / "a.jsonl", code_tasks(60, 3))
+    write_rows(tmp_path / "sub" / "b.jsonl", code_tasks(60, 3))
+    write_rows(tmp_path / "c.jsonl", code_tasks(60, 4))
     a, b, c = ((tmp_path / name).read_text() for name in ("a.jsonl", "sub/b.jsonl", "c.jsonl"))
     assert a == b != c
     assert [json.loads(line) for line in a.splitlines()] == list(code_tasks(60, 3))

@@ -6,12 +6,10 @@ they do not depend on what judges answers.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 Problem = tuple[str, str]
@@ -40,15 +38,6 @@ def math_tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
             raise ValueError(f"there are no {count} different problems, only {index}")
         seen.add(question)
         yield {"prompt": ASK.format(question), "answer": answer, "task": "math", "kind": kind}
-
-
-def write_math_tasks(path: str | Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    """One JSON object a line; folders are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
 
 
 # -- writing -------------------------------------------------------------------------------------

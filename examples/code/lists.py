@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.data.code_task_kinds import ANY, K, Kind
+from examples.code.kinds import ANY, K, Kind
 
 LISTS = (
     Kind(
