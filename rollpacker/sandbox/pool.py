@@ -19,11 +19,15 @@ from dataclasses import dataclass
 
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.sandbox.base import (
+    PROFILES,
+    PYTHON,
     Capabilities,
     Limits,
+    Profile,
     RunResult,
     SandboxUnavailable,
     Status,
+    profile_of,
 )
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.worker import Reply, Worker, WorkerError, last_line
@@ -77,7 +81,7 @@ class Pool:
         except ValueError as error:
             raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from None
         self._slots = asyncio.Semaphore(workers)
-        self._idle: dict[str, list[Worker]] = {}
+        self._idle: dict[Profile, list[Worker]] = {}
         self._free_groups: list[cgroup.Group] = []
         self._calls: dict[asyncio.Task[None], _Call] = {}
         self._names = itertools.count(1)
@@ -87,7 +91,7 @@ class Pool:
             backend="bwrap",
             passed=(),
             failed=(),
-            profiles=bwrap.usable_profiles(),
+            profiles=tuple(PROFILES),
             memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
             can_fork=can_fork,
             seconds=0.0,
@@ -98,7 +102,7 @@ class Pool:
         if self._groups is not None:
             cgroup.sweep(self._groups)
         try:
-            self._put_back(await self._started("python"))
+            self._put_back(await self._started(PYTHON))
         except (WorkerError, OSError) as error:
             raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from error
         self._retiring = asyncio.create_task(self._retire_idle())
@@ -110,10 +114,11 @@ class Pool:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-        profile: str = "python",
+        profile: Profile | str = "python",
     ) -> RunResult:
-        if profile not in self.capabilities.profiles:
-            raise ValueError(bwrap.why_no_profile(profile))
+        profile = profile_of(profile)
+        if profile not in self._idle and (missing := bwrap.lacks(profile)):
+            raise ValueError(missing)
         limits = limits or self._defaults
         request = frames.payload(program, stdin, files or {}, limits)
         await self._slots.acquire()
@@ -130,6 +135,9 @@ class Pool:
             call.cancel()
             raise
 
+    async def lacks(self, profile: Profile) -> str:
+        return bwrap.lacks(profile)
+
     def _on_done(self, task: asyncio.Task[None]) -> None:
         call = self._calls.pop(task)
         self._slots.release()
@@ -140,7 +148,7 @@ class Pool:
         elif error := task.exception():
             call.result.set_exception(error)
 
-    async def _run(self, call: _Call, request: bytes, limits: Limits, profile: str) -> None:
+    async def _run(self, call: _Call, request: bytes, limits: Limits, profile: Profile) -> None:
         worker = None
         try:
             worker = call.worker = await self._take(profile)
@@ -162,7 +170,7 @@ class Pool:
         call.finish(result_of(reply, limits))
         await self._give_back(worker)
 
-    async def _take(self, profile: str) -> Worker:
+    async def _take(self, profile: Profile) -> Worker:
         idle = self._idle.get(profile, [])
         while idle:
             worker = idle.pop()
@@ -183,8 +191,8 @@ class Pool:
         except (WorkerError, OSError) as error:
             _log.warning("sandbox worker cannot be replaced: %s", error)
 
-    async def _started(self, profile: str) -> Worker:
-        name = f"{profile}-{next(self._names)}"
+    async def _started(self, profile: Profile) -> Worker:
+        name = f"{profile.name}-{next(self._names)}"
         worker = Worker(name, profile, self._group(name))
         try:
             await worker.start(self._bwrap, self._filter)

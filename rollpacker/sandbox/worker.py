@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollpacker.sandbox import bwrap, frames, processes, zygote
-from rollpacker.sandbox.base import Limits
+from rollpacker.sandbox.base import Limits, Profile
 from rollpacker.sandbox.cgroup import Group
 
 GRACE_S = 0.5
@@ -45,7 +45,7 @@ class Reply:
 class Worker:
     """Start it once; close it whatever happened."""
 
-    def __init__(self, name: str, profile: str, group: Group | None) -> None:
+    def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
         self.profile = profile
         self.pid = 0
