@@ -37,6 +37,10 @@ MAX_RUNS, MAX_AGE_S = 1000, 600.0
 IDLE_S = 60.0
 """An idle worker is ended after this, but for one."""
 
+STARVED = 0.8
+"""A run that ran into its wall limit, and had no processor for this share of its time, has no
+verdict. On two processors a program of 110 busy threads leaves one beside it 2 %."""
+
 _log = logging.getLogger(__name__)
 _STATUS = {
     zygote.TIMED_OUT: Status.TIMEOUT,
@@ -77,7 +81,9 @@ class Pool:
         bounded = self._groups is not None and (self._groups.tasks is not None or os.getuid() != 0)
         can_fork = allow_fork and bounded
         try:
-            self._filter = seccomp.program(fork=can_fork)
+            # Where the processors are shared out by session, nobody may have a second one.
+            shared_out = self._groups is not None and self._groups.cpu is not None
+            self._filter = seccomp.program(fork=can_fork, sessions=shared_out)
         except ValueError as error:
             raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from None
         self._slots = asyncio.Semaphore(workers)
@@ -253,6 +259,10 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
     """A reply in the terms of every backend."""
     cap = limits.output_bytes
     status = _status(reply)
+    own_cpu_s = reply.cpu_s / reply.wall_s if reply.wall_s else 0.0
+    if status is Status.TIMEOUT and reply.waited_share > STARVED and own_cpu_s < 1 - STARVED:
+        why = f"it had no processor for {reply.waited_share:.0%} of its time"
+        return RunResult(status=Status.SANDBOX_ERROR, detail=why, wall_s=reply.wall_s)
     return RunResult(
         status=status,
         exit_code=reply.exit_code if status in (Status.OK, Status.NONZERO) else None,
@@ -268,10 +278,9 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
 def _status(reply: Reply) -> Status:
     if reply.how in _STATUS:
         return _STATUS[reply.how]
-    if reply.signal == OUT_OF_MEMORY_SIGNAL:
+    # Before the exit status: what is left of a program whose children were ended can choose that.
+    if reply.short_of_memory or reply.signal == OUT_OF_MEMORY_SIGNAL:
         return Status.MEMORY
     if reply.signal == 0 and reply.exit_code == 0:
         return Status.OK
-    if reply.short_of_memory:
-        return Status.MEMORY
     return Status.KILLED if reply.signal else Status.NONZERO
