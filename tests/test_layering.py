@@ -16,7 +16,9 @@ PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
     *("endpoints", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
 )
-BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
+BASES = tuple(
+    f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "sandbox", "trainer")
+)
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
 FOR_ALL = ("imports", "warn_once")
@@ -30,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "sandbox", "endpoints"),
-    "sandbox": ("rewards.base", "endpoints"),
+    "sandbox": ("endpoints",),
     "endpoints": (),
     "data": NOUNS,
     "trainer": (*NOUNS, "algo", "weight_probe"),

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
+from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.functions.part import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
 from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
+from rollpacker.sandbox.base import SandboxConfig
 
 
 @dataclass(frozen=True, slots=True)
