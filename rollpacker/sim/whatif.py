@@ -27,9 +27,10 @@ from rollpacker.report.accounting import Accounting, StepSummary
 from rollpacker.report.fit import FittedRun, fit_run
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.sim.latency import MeasuredModel, StepCost
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
 from rollpacker.sim.scenario import RewardStage
-from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
 
 CONFIG_FILE = "config.yaml"
