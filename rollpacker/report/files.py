@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.core.records import Entry
-from rollpacker.report.history import History, StepHistory
+from rollpacker.report.history import History
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.spans import Excerpt
+from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import SUMMARY_FILE, summarize_entries, with_paths, write_summary
 from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
 from rollpacker.report.trace import write_steps_trace

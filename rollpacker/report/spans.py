@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.records import Entry
-from rollpacker.report.history import StepHistory, iterate_steps
+from rollpacker.report.history import iterate_steps
+from rollpacker.report.step_history import StepHistory
 
 
 def read_steps(

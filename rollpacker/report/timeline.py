@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.report.history import Outcome, StepHistory, iterate_steps
+from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import Excerpt, read_steps
+from rollpacker.report.step_history import Outcome, StepHistory
 from rollpacker.report.writing import replacing
 
 if TYPE_CHECKING:

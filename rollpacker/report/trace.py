@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.report.history import Outcome, Phase, StepHistory
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import read_steps
+from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.writing import replacing
 
 _RUN, _SAMPLES = 1, 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rollpacker.report.history import StepHistory
+from rollpacker.report.step_history import StepHistory
 
 BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",

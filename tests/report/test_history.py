@@ -20,7 +20,8 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Note, Record, Session
-from rollpacker.report.history import End, History, Outcome, StepHistory, iterate_steps
+from rollpacker.report.history import History, iterate_steps
+from rollpacker.report.step_history import End, Outcome, StepHistory
 from tests.report.fake_run import FakeRun
 
 PROMPTS = tuple(PromptId("p", 0, row) for row in range(2))
