@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rollpacker.report.step_history import StepHistory
+
 BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",
     "reward_wait": "everything was generated, verdicts were still out",
@@ -37,6 +39,36 @@ class StepResult:
     """Samples."""
     num_streamed: int
     """Samples whose gradients began before the round was over."""
+
+
+def step_result(step: StepHistory) -> StepResult | None:
+    """A committed step in the terms of a simulation; None if it trained on nothing.
+
+    `rollout_s` begins with the commit of the step before, so that the stages fill the run's time;
+    `sync_s` is everything after the optimizer step."""
+    turns, generated_s = step.turns, step.rollout_end_s
+    trained = step.trained_samples()
+    if not trained:
+        return None
+    assert generated_s is not None
+    assert turns.train_on_s is not None and turns.trained_s is not None
+    last = step.rounds[-1]
+    lengths = [sample.num_tokens for sample in trained]
+    return StepResult(
+        kind=str(last.kind),
+        rollout_s=generated_s - step.start_s,
+        reward_s=turns.train_on_s - generated_s,
+        train_s=turns.trained_s - turns.train_on_s,
+        sync_s=step.end_s - turns.trained_s,
+        total_s=step.end_s - step.start_s,
+        tensor_parallel=last.tensor_parallel,
+        preemptions=sum(sample.preemptions for sample in step.samples.values()),
+        max_response_tokens=max(lengths),
+        tokens_generated=sum(sample.num_tokens for sample in step.samples.values()),
+        tokens_trained=sum(lengths),
+        num_trained=len(lengths),
+        num_streamed=step.num_streamed,
+    )
 
 
 JSON_STEP_KEYS = (
