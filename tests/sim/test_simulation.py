@@ -25,10 +25,11 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
+from rollpacker.report.history import iterate_steps
 from rollpacker.sim.latency import Calibration, MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.presets import SYSTEMS
-from rollpacker.sim.result import BUBBLE_CAUSES, SystemResult
+from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult, step_result
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import job_config, machine_of, simulate
 from rollpacker.sim.simulation import Simulation
@@ -109,6 +110,20 @@ def test_what_takes_no_time_ends_with_the_last_commit_too(make, system, settings
     last = records[-1]
     assert isinstance(last.event, Committed) and last.event.step == 6
     assert sum(step.total_s for step in result.steps) == pytest.approx(last.time_s, rel=1e-9)
+
+
+def folded(records: Sequence[Record]) -> list[StepResult]:
+    """The steps as the history of the log has them."""
+    return [found for step in iterate_steps(records) if (found := step_result(step)) is not None]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("settings", [(), ("rewards=[]",), ("sync_s=0", "rewards=[]")])
+def test_what_is_counted_is_what_the_history_of_the_log_says(make, system, settings):
+    result, records = recorded(make(*settings, system=system))
+    assert folded(records) == list(result.steps)
+    waits = [step.turns.train_on_s - step.rollout_end_s for step in iterate_steps(records)]
+    assert result.bubble["reward_wait"] == pytest.approx(8 * sum(waits), rel=1e-9)
 
 
 def test_progress_tells_every_step(make):
@@ -241,6 +256,7 @@ def test_a_step_may_need_several_rounds(make, system):
                 trained.append([lengths[s] for group in command.groups for s in group])
     assert [step.tokens_trained for step in result.steps] == [sum(one) for one in trained]
     assert [step.max_response_tokens for step in result.steps] == [max(one) for one in trained]
+    assert folded(records) == list(result.steps)
     for step in result.steps:
         stages = step.rollout_s, step.reward_s, step.train_s, step.sync_s
         assert min(stages) >= 0
