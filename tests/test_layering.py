@@ -27,7 +27,8 @@ FOR_ALL = ("imports", "warn_once")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "config": ("core", *BASES),
-    "sim": ("core", "config", "report"),
+    "bus": ("core",),
+    "sim": ("bus", "core", "config", "report"),
     "report": ("core", "config"),
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
@@ -37,7 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": NOUNS,
     "trainer": (*NOUNS, "algo", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
-    "controller": ("core", "config", *BASES),
+    "controller": ("bus", "core", "config", *BASES),
     "imports": (),
     "warn_once": (),
     "weight_probe": (),
@@ -111,7 +112,7 @@ def violations(path: Path) -> list[str]:
     for line, name in checked:
         top, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)}, line {line}: {name}"
-        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, *FOR_ALL, "weight_probe"):
+        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, *FOR_ALL, "bus", "weight_probe"):
             if not within(rest, allowed):
                 found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")
         elif top == "ray" and part != "remote":

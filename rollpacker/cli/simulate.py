@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.core.records import Record
+    from rollpacker.core.records import Entry
     from rollpacker.sim.result import SystemResult
     from rollpacker.sim.scenario import Scenario
 
@@ -273,7 +273,7 @@ class _LogFile:
         self._scenario, self._path = scenario, path
         self._stack = ExitStack()
 
-    def __enter__(self) -> Callable[[Record], None]:
+    def __enter__(self) -> Callable[[Entry], None]:
         from rollpacker.core.records import Session, encode
         from rollpacker.report.writing import replacing
         from rollpacker.sim.latency import Calibration
@@ -284,7 +284,7 @@ class _LogFile:
         temporary = self._stack.enter_context(replacing(self._path))
         file = self._stack.enter_context(temporary.open("w", encoding="utf-8"))
         file.write(f"{encode(begin)}\n")
-        return lambda record: print(encode(record), file=file)
+        return lambda entry: print(encode(entry), file=file)
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

@@ -5,7 +5,6 @@ as if nothing had happened."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,23 +40,21 @@ class LiveReport:
     ) -> None:
         folder = Path(folder)
         self.accounting = Accounting(slots=slots, max_response_tokens=max_response_tokens)
-        evaluations: dict[int, Mapping[str, float]] = {}
         if resume:
             for entry in EventLog(folder / EVENTS_FILE):
                 self.accounting.feed(entry)
-                if isinstance(entry, Note) and entry.name == "evaluation":
-                    evaluations[entry.step] = entry.metrics
-        resume_step = self.accounting.last_step if resume else None
+        history = self.accounting.history
+        resume_step = history.last_step if resume else None
         self._metrics = MetricsWriter(folder, resume_step=resume_step, tensorboard=tensorboard)
         self._display: Display | None = None
         if show:
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
         # The log can hold an evaluation of the step whose commit the resumed run is about to
         # repeat.
-        for step, metrics in evaluations.items():
+        for step, metrics in history.evaluations.items():
             self._metrics.write_evaluation(step, metrics, self.accounting.marks)
-        if self._display is not None and evaluations:
-            self._display.on_evaluation(*list(evaluations.items())[-1])
+        if self._display is not None and history.evaluations:
+            self._display.on_evaluation(*list(history.evaluations.items())[-1])
 
     def feed(self, entry: Entry) -> None:
         step = self.accounting.feed(entry)

@@ -16,8 +16,8 @@ from typing import Any
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.imports import missing
-from rollpacker.report.accounting import LengthStats, StepSummary
 from rollpacker.report.checks import check_metrics
+from rollpacker.report.step_summary import LengthStats, StepSummary
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +44,20 @@ def step_metrics(step: StepSummary) -> dict[str, Value]:
     """Flat metrics of one step. What has no value (no group was trained on, say) is left out."""
     metrics: dict[str, Value | None] = {
         **step.trainer,
-        "critic/rewards/mean": step.reward_mean,
-        "critic/rewards/std": step.reward_std,
-        "critic/rewards/min": step.reward_min,
-        "critic/rewards/max": step.reward_max,
-        "critic/frac_reward_zero_std": step.zero_std_ratio,
-        **{f"rewards/{name}/mean": value for name, value in step.parts.items()},
-        **_lengths("response_length", step.trained_lengths),
-        **_lengths("response_length_all", step.finished_lengths),
-        "response/aborted_ratio": _ratio(step.num_samples_aborted, step.num_samples_launched),
-        **step.lengths,
-        "tokens/generated": step.tokens_generated,
-        "tokens/trained": step.tokens_trained,
-        "tokens/generated_per_trained": _ratio(step.tokens_generated, step.tokens_trained),
-        "long_queue/prompts": step.long_queue,
+        "critic/rewards/mean": step.rewards.mean,
+        "critic/rewards/std": step.rewards.std,
+        "critic/rewards/min": step.rewards.min,
+        "critic/rewards/max": step.rewards.max,
+        "critic/frac_reward_zero_std": step.rewards.zero_std_ratio,
+        **{f"rewards/{name}/mean": value for name, value in step.rewards.parts.items()},
+        **_lengths("response_length", step.lengths.trained),
+        **_lengths("response_length_all", step.lengths.finished),
+        "response/aborted_ratio": _ratio(step.samples.aborted, step.samples.launched),
+        **step.lengths.bias,
+        "tokens/generated": step.tokens.generated,
+        "tokens/trained": step.tokens.trained,
+        "tokens/generated_per_trained": _ratio(step.tokens.generated, step.tokens.trained),
+        "long_queue/prompts": step.prompts.long_queue,
         **_round(step),
         **_timing(step),
         **check_metrics(step.checks),
@@ -81,16 +81,16 @@ def _round(step: StepSummary) -> dict[str, Value | None]:
     return {
         "round/kind": None if step.kind is None else str(step.kind),
         "round/is_long": int(step.kind in (RoundKind.LONG, RoundKind.FLUSH)),
-        "round/prompts_launched": step.num_prompts_launched,
-        "round/prompts_trained": step.num_prompts_trained,
-        "round/prompts_deferred": step.num_prompts_deferred,
-        "round/prompts_dropped": sum(step.dropped.values()),
-        "round/samples_launched": step.num_samples_launched,
-        "round/samples_trained": step.num_samples_trained,
-        "round/samples_aborted": step.num_samples_aborted,
-        "round/samples_failed": step.num_samples_failed,
-        "round/samples_no_verdict": sum(step.no_verdict.values()),
-        **{f"round/dropped/{reason}": num for reason, num in sorted(step.dropped.items())},
+        "round/prompts_launched": step.prompts.launched,
+        "round/prompts_trained": step.prompts.trained,
+        "round/prompts_deferred": step.prompts.deferred,
+        "round/prompts_dropped": sum(step.prompts.dropped.values()),
+        "round/samples_launched": step.samples.launched,
+        "round/samples_trained": step.samples.trained,
+        "round/samples_aborted": step.samples.aborted,
+        "round/samples_failed": step.samples.failed,
+        "round/samples_no_verdict": sum(step.samples.no_verdict.values()),
+        **{f"round/dropped/{reason}": num for reason, num in sorted(step.prompts.dropped.items())},
     }
 
 
@@ -99,10 +99,10 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
         "timing_s/step": step.step_s,
         "timing_s/gen": step.rollout_s,
         **{f"timing_s/{TIMING_NAMES[cause]}": value for cause, value in step.seconds.items()},
-        "perf/throughput": _ratio(step.tokens_trained, step.step_s),
-        "perf/gen_throughput": _ratio(step.tokens_generated, step.rollout_s),
+        "perf/throughput": _ratio(step.tokens.trained, step.step_s),
+        "perf/gen_throughput": _ratio(step.tokens.generated, step.rollout_s),
         "perf/tail_idle_ratio": _ratio(step.seconds["tail_idle"], step.rollout_s),
-        "perf/samples_streamed": step.num_samples_streamed,
+        "perf/samples_streamed": step.samples.streamed,
         "perf/time_s": step.end_s,
     }
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollpacker.bus import Sink
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.job import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.records import Record
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import DeviceLayout
 from rollpacker.sim.latency import Calibration, DatasheetModel
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import RewardStage, Scenario
-from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
 
 SYNCHRONOUS_JUDGE_SHARE = 0.61
@@ -30,7 +31,7 @@ def simulate(
     scenario: Scenario,
     *,
     calibration: Calibration | None = None,
-    observe: Callable[[Record], None] | None = None,
+    observe: Sink | None = None,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
     """Run `scenario.steps` steps of the scenario's system.

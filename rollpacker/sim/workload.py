@@ -493,7 +493,8 @@ def _usable(number: int) -> str:
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(content.splitlines(), 1):
+    # `splitlines` would also end a line at a carriage return, which JSON allows between values.
+    for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             yield number, line
 

@@ -63,8 +63,8 @@ def test_resumed_equals_uninterrupted(tmp_path, step):
     second.close()
 
     assert sorted(rows(torn), key=str) == sorted(rows(whole), key=str)
-    assert second.accounting.long_queue == one.accounting.long_queue
-    assert second.accounting.wall_s == pytest.approx(one.accounting.wall_s, abs=1e-4)
+    assert second.accounting.history.queue == one.accounting.history.queue
+    assert second.accounting.time.wall_s == pytest.approx(one.accounting.time.wall_s, abs=1e-4)
 
 
 def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):

@@ -371,6 +371,18 @@ def test_bad_traces(tmp_path: Path, lines: list[str], expected: list[str]) -> No
         assert part in str(caught.value)
 
 
+def test_only_a_line_feed_ends_a_line_of_a_trace(tmp_path: Path) -> None:
+    """JSON allows a carriage return between two values, and U+2028 inside a text."""
+    path = tmp_path / "separators.jsonl"
+    path.write_bytes(
+        b'{"prompt": "a",\r"lengths": [11]}\r\n'
+        + '{"prompt": "b\u2028c", "lengths": [22]}\n'.encode()
+    )
+    workload = Workload(scenario(trace=str(path), cap=100, samples=2))
+    prompts, _, _ = workload.take(2)
+    assert [workload.lengths(prompt, 0)[0] for prompt in prompts] == [11, 22]
+
+
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,0 +1,116 @@
+"""The bus: every event goes in here, and every command comes out at the port that obeys it.
+
+      engine    rewards    trainer    cursor ...            one lock, one total order
+         \\         |          |         /                            |
+          +--------+-- take(event) -----+--> stamp -> job.handle -> route -> log
+                                                                |
+                         Launch -> one port, Score -> one port, Commit -> one port, ...
+
+A run, a simulation, a replay and the tests' worlds are this bus with other ports and another clock.
+Nothing is decided here, and nothing here knows what a command means: to add one is to add the noun
+(`core/messages`), the machine in the core that says it, and the port that obeys it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, get_args
+
+from rollpacker.core.commands import Command
+from rollpacker.core.events import Event
+from rollpacker.core.job import Job
+from rollpacker.core.records import Entry, Record
+
+Routes = Mapping[type[Command], Callable[[Any], None]]
+"""Kind of command -> who obeys it. A call is made under the bus's lock and must be quick; what
+takes time is begun here and answered by an event later."""
+
+Sink = Callable[[Entry], None]
+"""Whoever is given every entry of the event log, in order, under the lock; must be quick."""
+
+
+class Clock(Protocol):
+    """The run's own time: real, or virtual."""
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        ...
+
+    def stamp(self) -> float:
+        """`now`, as precisely as the event log keeps it. The core learns from stamps, so a replay
+        of the log must see the very same ones."""
+        ...
+
+
+class Port(Protocol):
+    """Obeys some kinds of commands."""
+
+    def routes(self) -> Routes: ...
+
+
+class Bus:
+    """Brings events to the core and its commands to the ports. Thread-safe."""
+
+    def __init__(
+        self, job: Job, clock: Clock, ports: Sequence[Port], *, sinks: Sequence[Sink] = ()
+    ) -> None:
+        """Raises `AssertionError` unless every kind of command has exactly one port."""
+        self.job = job
+        self.clock = clock
+        self.lock = threading.RLock()
+        """The only lock of a run. Reentrant: a port may ask the bus while it obeys."""
+        self._routes = _one_port_each(ports)
+        self._sinks = tuple(sinks)
+
+    def take(self, event: Event) -> None:
+        """Bring this event to the core, have its answer obeyed, and log both.
+
+        The event must be new: it gets its time here.
+        """
+        with self.lock:
+            began = self.clock.now()
+            time_s = self.clock.stamp()
+            event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
+            try:
+                commands = self.job.handle(event)
+            except AssertionError:  # a bug: leave the event that shows it in the log
+                self.write(Record(time_s=time_s, event=event, commands=(), cost_s=0.0))
+                raise
+            for command in commands:
+                self._routes[type(command)](command)
+            if self._sinks:
+                cost_s = self.clock.now() - began
+                answer = tuple(commands)
+                self.write(Record(time_s=time_s, event=event, commands=answer, cost_s=cost_s))
+
+    def write(self, entry: Entry) -> None:
+        """Log an entry."""
+        with self.lock:
+            for sink in self._sinks:
+                sink(entry)
+
+
+class Recorded:
+    """A port for commands that need no deed: that they are in the log is all there is to do."""
+
+    def __init__(self, *kinds: type[Command]) -> None:
+        self._kinds = kinds
+
+    def routes(self) -> Routes:
+        return dict.fromkeys(self._kinds, _nothing)
+
+
+def _nothing(command: Command) -> None:
+    pass
+
+
+def _one_port_each(ports: Iterable[Port]) -> dict[type[Command], Callable[[Any], None]]:
+    routes: dict[type[Command], Callable[[Any], None]] = {}
+    for port in ports:
+        for kind, obey in port.routes().items():
+            assert kind not in routes, f"two ports obey {kind.__name__}"
+            routes[kind] = obey
+    missing = [kind.__name__ for kind in get_args(Command) if kind not in routes]
+    assert not missing, f"no port obeys {', '.join(missing)}"
+    return routes
