@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
+    *("processes", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
 )
 BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
@@ -26,10 +26,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("core", "config"),
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "imports", "sandbox"),
-    "sandbox": ("rewards.base", "rewards.breaker"),
+    "rewards": (*NOUNS, "core.deadlines", "imports", "processes", "sandbox"),
+    "sandbox": ("processes", "rewards.base", "rewards.breaker"),
     "data": (*NOUNS, "imports"),
-    "trainer": (*NOUNS, "algo", "weight_probe"),
+    "processes": (),
+    "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("core", "config", *BASES),
     "imports": (),
