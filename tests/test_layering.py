@@ -138,7 +138,7 @@ def test_the_check_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.Monk
         ("core", "import time\n"),
         ("core", "import torch\n"),
         ("core", "from rollpacker.config.load import load_config\n"),
-        ("config", "def f():\n    import rollpacker.rewards.functions.part\n"),
+        ("config", "def f():\n    import rollpacker.rewards.functions.function_reward\n"),
         ("data", "from rollpacker.core.job import Job\n"),
         ("trainer", "import ray\n"),
         ("cli", "import torch\n"),

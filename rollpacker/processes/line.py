@@ -2,11 +2,11 @@
 
 A thread uses `send`, `read` and `receive`, which block. An event loop uses `attach` and `post`,
 which do not. A line is used in one of the two ways at a time.
+Light: a child that has a line imports no more than it must.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
@@ -14,9 +14,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollpacker.processes.frames import MAX_BYTES, Frames, Message, packed
+
+if TYPE_CHECKING:
+    import asyncio
 
 _CHUNK = 1 << 18
 
@@ -103,6 +106,8 @@ class Line:
                 self.detach()
                 ended()
 
+        while self._heard:
+            heard(self._heard.popleft())
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
@@ -111,7 +116,9 @@ class Line:
         self._flush()
 
     def _flush(self) -> None:
-        assert self._loop is not None
+        if self._loop is None:
+            self._unsent.clear()
+            return
         try:
             while self._unsent:
                 del self._unsent[: self._connection.send(self._unsent)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -37,11 +38,14 @@ class OutputQuota:
 
 
 class Output:
-    """The reading end of a pipe that a process prints to (`writer`, until `started`)."""
+    """A pipe that a process prints to: to its `writer`, until `started`."""
 
-    def __init__(self) -> None:
+    def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
+        """`heard` is called with each line."""
+        self._quota, self._heard = quota, heard
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._unfinished = b""
         """The line that it is printing."""
 
@@ -49,35 +53,42 @@ class Output:
         return self._reader
 
     def started(self) -> None:
-        """The process has its own copy of `writer`, or never will. Idempotent."""
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
+        """The process has its own copy of `writer`, or never will."""
+        os.close(self.writer)
 
-    def lines(self, quota: OutputQuota, *, last: bool = False) -> list[str] | None:
-        """Those that are whole now, fit to be logged; `last`: the unfinished one too. None: there
-        will be no more."""
-        try:
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let this loop read."""
+        self._loop = loop
+        loop.add_reader(self._reader, self.read)
+
+    def read(self) -> None:
+        """Take what is there now."""
+        with contextlib.suppress(BlockingIOError):
             data = os.read(self._reader, _CHUNK)
-        except OSError:  # nothing at the moment
-            data, at_end = b"", False
-        else:
-            at_end = not data
-        *whole, rest = (self._unfinished + quota.take(data)).split(b"\n")
-        if last or len(rest) > _MAX_LINE:
-            whole, rest = [*whole, rest], b""
-        self._unfinished = rest
-        shown = [_printable(line) for line in whole]
-        return None if at_end and not last else [line for line in shown if line]
+            if not data:
+                self._detach()
+            *lines, rest = (self._unfinished + self._quota.take(data)).split(b"\n")
+            if len(rest) > _MAX_LINE:
+                lines, rest = [*lines, rest], b""
+            self._unfinished = rest
+            for line in lines:
+                self._tell(line)
+
+    def _tell(self, line: bytes) -> None:
+        text = line[:_MAX_LINE].decode(errors="replace").rstrip()
+        if text.strip():
+            self._heard("".join(c if c.isprintable() else "\ufffd" for c in text))
+
+    def _detach(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._reader)
 
     def close(self) -> None:
-        """Idempotent."""
-        self.started()
-        with contextlib.suppress(OSError):
+        """After its last words. Idempotent."""
+        if self._reader >= 0:
+            self.read()
+            self._tell(self._unfinished)
+            self._detach()
             os.close(self._reader)
-        self._reader = -1
-
-
-def _printable(line: bytes) -> str:
-    text = line[:_MAX_LINE].decode(errors="replace").rstrip()
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+            self._reader = -1
