@@ -21,7 +21,7 @@ from rollpacker.processes.frames import MAX_BYTES, Frames, Message, packed
 if TYPE_CHECKING:
     import asyncio
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 
 
 class LineEnded(Exception):
@@ -79,8 +79,7 @@ class Line:
         """The next message. Raises `LineEnded`, and `TimeoutError` if none is complete by then."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._heard:
-            left_s = None if until is None else until - time.monotonic()
-            if not ready([self], left_s):
+            if until is not None and not ready([self], until - time.monotonic()):
                 raise TimeoutError
             self._heard += self.read()
         return self._heard.popleft()
