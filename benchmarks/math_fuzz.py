@@ -28,10 +28,10 @@ from rollpacker.rewards.base import (
     Failed,
     RewardConfig,
     RewardInput,
-    SandboxConfig,
 )
 from rollpacker.rewards.math.part import MathReward
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 ENDED = "the checker ended without a verdict"

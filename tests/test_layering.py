@@ -16,7 +16,9 @@ PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
     *("processes", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
 )
-BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
+BASES = tuple(
+    f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "sandbox", "trainer")
+)
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -27,7 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "imports", "processes", "sandbox"),
-    "sandbox": ("processes", "rewards.base", "rewards.breaker"),
+    "sandbox": ("processes", "rewards.breaker"),
     "data": (*NOUNS, "imports"),
     "processes": (),
     "trainer": (*NOUNS, "algo", "processes", "weight_probe"),

@@ -95,7 +95,7 @@ class _Step:
 
 def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_Step]:
     """The checks in order. The sandbox's runs beside those that load torch."""
-    from rollpacker.rewards.base import SandboxConfig
+    from rollpacker.sandbox.base import SandboxConfig
 
     yield _Step("system", findings.system)
     yield _Step("python", findings.python)

@@ -20,8 +20,7 @@ from rollpacker.cli.findings import GIB, Finding
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.rewards.base import SandboxConfig
-    from rollpacker.sandbox.base import Capabilities
+    from rollpacker.sandbox.base import Capabilities, SandboxConfig
 
 
 _READ = "See docs/sandbox.md."
@@ -76,12 +75,18 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         disk_bytes=config.disk_mb << 20,
         output_bytes=config.output_kb << 10,
     ) as box:
+        from rollpacker.rewards.math.part import PROFILE
+
+        usable = () if await box.lacks(PROFILE) else (PROFILE.name,)
+        profiles = (*box.capabilities.profiles, *usable)
         if backend == "http":
-            return box.capabilities
+            return dataclasses.replace(box.capabilities, profiles=profiles)
         began = time.perf_counter()
         passed, failed = await self_test(box, backend=backend)
         seconds = time.perf_counter() - began
-        return dataclasses.replace(box.capabilities, passed=passed, failed=failed, seconds=seconds)
+        return dataclasses.replace(
+            box.capabilities, passed=passed, failed=failed, profiles=profiles, seconds=seconds
+        )
 
 
 def _bubblewrap() -> list[Finding]:

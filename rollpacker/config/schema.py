@@ -17,8 +17,9 @@ from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConf
 from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.data.base import DataConfig
-from rollpacker.rewards.base import RewardConfig, SandboxConfig
+from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
+from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
 MAX_NAME_BYTES = 200

@@ -9,12 +9,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
+from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
 from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
+from rollpacker.sandbox.base import SandboxConfig
 
 BUILT_IN: dict[str, str] = {
     "math": "rollpacker.rewards.math.part:MathReward",

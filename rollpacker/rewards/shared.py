@@ -10,9 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rollpacker.rewards.base import SandboxConfig
 from rollpacker.rewards.judge.completer import MakeCompleter
-from rollpacker.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
+from rollpacker.sandbox.base import Capabilities, Sandbox, SandboxConfig, SandboxUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollpacker.rewards.base import I_ACCEPT
 from rollpacker.sandbox.base import (
+    I_ACCEPT,
     Capabilities,
     Limits,
+    Profile,
     RunResult,
     Sandbox,
     SandboxUnavailable,
@@ -19,8 +20,10 @@ from rollpacker.sandbox.base import (
 )
 
 __all__ = [
+    "I_ACCEPT",
     "Capabilities",
     "Limits",
+    "Profile",
     "RunResult",
     "Sandbox",
     "SandboxUnavailable",
@@ -58,8 +61,9 @@ async def open_sandbox(
 
         if url is None:
             raise ValueError("the sandbox backend http needs a url")
-        async with open_http(url, token_env=token_env, limits=defaults, workers=workers) as box:
-            yield box
+        remote = open_http(url, token_env=token_env, limits=defaults, workers=workers)
+        async with remote as service:
+            yield service
         return
     box = await _open_local(
         backend, workers or os.cpu_count() or 1, defaults, allow_unsandboxed_code

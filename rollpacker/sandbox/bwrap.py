@@ -18,14 +18,9 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollpacker.sandbox import program, zygote
-from rollpacker.sandbox.base import SandboxUnavailable
+from rollpacker.sandbox import kernel, program, zygote
+from rollpacker.sandbox.base import Profile, SandboxUnavailable
 
-PROFILES = ("python", "cold", "math")
-CHECKER = Path(__file__).resolve().parents[1] / "rewards" / "math"
-"""Our own part of the profile "math": what compares answers."""
-MATH_PACKAGES = ("sympy", "mpmath", "latex2sympy2_extended", "math_verify", "antlr4")
-MATH_METADATA = "antlr4-python3-runtime"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -66,7 +61,7 @@ def interpreter() -> str:
 
 
 @functools.cache
-def mounts(profile: str) -> tuple[str, ...]:
+def mounts(profile: Profile) -> tuple[str, ...]:
     """Arguments that make the file system: an interpreter, its libraries, four devices."""
     multiarch = "/usr/lib/" + (sysconfig.get_config_var("MULTIARCH") or "none")
     libraries = multiarch if os.path.isdir(multiarch) else "/usr/lib"
@@ -76,7 +71,7 @@ def mounts(profile: str) -> tuple[str, ...]:
             shown.append(path)
     above = {str(parent) for path in (*shown, *DEVICES) for parent in Path(path).parents} - {"/"}
     # Open to every user, unlike those that bubblewrap makes unasked.
-    folders = sorted(above | {zygote.OWN, zygote.SITE})
+    folders = sorted(above | {*_and_above(zygote.PROGRAM), *_site_folders(profile), zygote.SITE})
     arguments = [word for path in folders for word in ("--dir", path)]
     arguments += [word for path in shown for word in ("--ro-bind", path, path)]
     for folder in ("/lib", "/lib64"):
@@ -89,13 +84,26 @@ def mounts(profile: str) -> tuple[str, ...]:
     for device in DEVICES:
         arguments += ("--dev-bind", device, device)
     arguments += ("--symlink", zygote.TEMP, "/dev/shm")  # for multiprocessing
-    if profile == "math":
-        for folder in (*map(_folder_of, MATH_PACKAGES), _metadata_of(MATH_METADATA)):
-            arguments += ("--ro-bind", folder, f"{zygote.SITE}/{os.path.basename(folder)}")
-        above = f"{zygote.SITE}/rollpacker"
-        arguments += ("--dir", above, "--dir", f"{above}/rewards")
-        arguments += ("--ro-bind", str(CHECKER), f"{above}/rewards/math")
+    installed = (*map(_folder_of, profile.packages), *map(_metadata_of, profile.distributions))
+    for folder in installed:
+        arguments += ("--ro-bind", folder, f"{zygote.SITE}/{os.path.basename(folder)}")
+    for name, folder in profile.folders:
+        arguments += ("--ro-bind", folder, _site_folder(name))
     return (*arguments, "--dir", zygote.TEMP)
+
+
+def _site_folder(package: str) -> str:
+    return f"{zygote.SITE}/{package.replace('.', '/')}"
+
+
+def _site_folders(profile: Profile) -> set[str]:
+    """Folders that must be there for those of a profile to be put into."""
+    return {folder for name, _ in profile.folders for folder in _and_above(_site_folder(name))}
+
+
+def _and_above(path: str) -> set[str]:
+    """The folders above a path, but for the root."""
+    return {str(parent) for parent in Path(path).parents} - {"/"}
 
 
 def _python_folders() -> list[str]:
@@ -119,18 +127,13 @@ def _python_name() -> str:
     return f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def usable_profiles() -> tuple[str, ...]:
-    """Those whose packages are installed."""
-    missing = [name for name in MATH_PACKAGES if importlib.util.find_spec(name) is None]
-    return tuple(name for name in PROFILES if name != "math" or not missing)
-
-
-def why_no_profile(profile: str) -> str:
-    """The message for a profile that is unknown, or not usable here."""
-    if profile in PROFILES:
-        needed = ", ".join(MATH_PACKAGES)
-        return f"the sandbox profile {profile!r} needs these packages installed here: {needed}"
-    return f"no sandbox profile {profile!r}; there are {', '.join(PROFILES)}"
+def lacks(profile: Profile) -> str:
+    """As `Sandbox.lacks`: which of its packages are not installed here."""
+    missing = [name for name in profile.packages if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    needed = ", ".join(missing)
+    return f"the sandbox profile {profile.name!r} needs these packages installed here: {needed}"
 
 
 def _folder_of(package: str) -> str:
@@ -148,7 +151,7 @@ def _metadata_of(distribution: str) -> str:
 
 def command(
     bwrap: str,
-    profile: str,
+    profile: Profile,
     own: Sequence[tuple[int, str]],
     fds: Sequence[int],
     users: Sequence[str],
@@ -165,7 +168,9 @@ def command(
         *("--setenv", program.FOR_THE_C_LIBRARY.decode(), "1"),
         *mounts(profile),
         *(*ours, "--remount-ro", "/", "--chdir", "/"),
-        *("--", interpreter(), *zygote.FLAGS, zygote.FILE, profile, *map(str, fds)),
+        *("--", interpreter(), *zygote.FLAGS, "-c", zygote.START_CODE),
+        *(profile.name, "cold" if profile.is_cold else "warm", ",".join(profile.warm)),
+        *map(str, fds),
     ]
 
 
@@ -178,7 +183,7 @@ class Users:
     """
 
     def __init__(self, *, others: bool) -> None:
-        nobody = str(zygote.NOBODY)
+        nobody = str(kernel.NOBODY)
         self.arguments = ["--uid", nobody, "--gid", nobody]
         self.fds: tuple[int, ...] = ()
         if others:
@@ -200,7 +205,7 @@ class Users:
         if match is None:
             raise OSError("bubblewrap did not say which process it started")
         for table in ("uid_map", "gid_map"):
-            lines = f"0 0 1\n{zygote.NOBODY} {zygote.NOBODY} 1\n"
+            lines = f"0 0 1\n{kernel.NOBODY} {kernel.NOBODY} 1\n"
             Path(f"/proc/{int(match[1])}/{table}").write_text(lines)
         os.write(self._go, b"1")
 
@@ -227,7 +232,7 @@ def is_host_root() -> bool:
 
 def start(
     bwrap: str,
-    profile: str,
+    profile: Profile,
     control: socket.socket,
     errors: int,
     entrances: Sequence[int],
@@ -240,15 +245,15 @@ def start(
     It ends with the thread that calls this. Raises OSError.
     """
     fds = (control.fileno(), *entrances)
-    files = {zygote.FILE: zygote.__file__, zygote.PROGRAM: program.__file__}
     with contextlib.ExitStack() as stack:
         own = []
-        for inside, path in files.items():
+        folder = os.path.dirname(zygote.PROGRAM)
+        for name in zygote.MODULES:
             file = stack.enter_context(open(os.memfd_create("sandbox"), "wb"))
-            file.write(compiled(path))
+            file.write(compiled(str(Path(__file__).with_name(f"{name}.py"))))
             file.flush()
             os.lseek(file.fileno(), 0, os.SEEK_SET)
-            own.append((file.fileno(), inside))
+            own.append((file.fileno(), f"{folder}/{name}.pyc"))
         users = Users(others=is_host_root() and not tasks_are_counted)
         stack.callback(users.close)
         process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""Control groups: a bound on the memory and the number of tasks of all processes of a run together.
+"""Control groups: a bound on the memory and the number of tasks of all processes of a run together,
+and one share of the processors for them, however many they are.
 
 Every worker has a group of its own. The zygote stays outside; the run enters the group, by
 descriptors that were opened here, before it gives up its rights. Needs a place where this process
@@ -30,12 +31,14 @@ class Place:
     memory: Path
     tasks: Path | None
     """Has the controller "pids"; in version 2 the same folder. None: there is none."""
+    cpu: Path | None = None
+    """Has the controller "cpu", likewise. A group there has the same weight as one ordinary process
+    beside it, which is the default and wants no setting."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        if self.tasks is None or self.tasks == self.memory:
-            return (self.memory,)
-        return (self.memory, self.tasks)
+        found = (self.memory, self.tasks, self.cpu)
+        return tuple(dict.fromkeys(folder for folder in found if folder is not None))
 
 
 def find_place() -> Place | None:
@@ -44,17 +47,24 @@ def find_place() -> Place | None:
     unified = groups.get("")
     if unified is not None:
         # Refused where processes sit in the group itself, as this one does; then its parent may do.
-        with contextlib.suppress(OSError):
-            (unified / "cgroup.subtree_control").write_text("+memory +pids")
+        for wanted in ("+memory +pids", "+cpu"):  # all or nothing of what is written at once
+            with contextlib.suppress(OSError):
+                (unified / "cgroup.subtree_control").write_text(wanted)
         for folder in (unified, unified.parent):
             controllers = _controllers_of_a_child(folder)
             if "memory" in controllers:
-                return Place(2, folder, folder if "pids" in controllers else None)
+                tasks, cpu = (folder if name in controllers else None for name in ("pids", "cpu"))
+                return Place(2, folder, tasks, cpu)
     memory = groups.get("memory")
     if memory is not None and _can_make(memory, "memory.oom_control"):
-        tasks = groups.get("pids")
-        usable = tasks is not None and _can_make(tasks, "pids.max")
-        return Place(1, memory, tasks if usable else None)
+        found = [
+            folder if folder is not None and _can_make(folder, needed) else None
+            for folder, needed in (
+                (groups.get("pids"), "pids.max"),
+                (groups.get("cpu"), "cpu.shares"),
+            )
+        ]
+        return Place(1, memory, *found)
     return None
 
 
@@ -163,14 +173,15 @@ class Group:
         """Raises OSError."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
-        self._folders = [folder / _name(unique) for folder in place.folders]
-        self._memory = self._folders[0]
+        own = _name(unique)
+        self._folders = [folder / own for folder in place.folders]
+        self._memory = place.memory / own
         self.counts_tasks = place.tasks is not None
         self._limit = 0
         for folder in self._folders:
             folder.mkdir()
         if place.tasks is not None:
-            (self._folders[-1] / "pids.max").write_text(str(max_tasks))
+            (place.tasks / own / "pids.max").write_text(str(max_tasks))
         self.entrances = [os.open(path / "cgroup.procs", os.O_WRONLY) for path in self._folders]
         """A process that writes "0" to each is in the group."""
         events = "memory.events" if place.version == 2 else "memory.oom_control"

@@ -25,11 +25,14 @@ from urllib.parse import urlsplit
 
 from rollpacker.rewards.breaker import Breaker
 from rollpacker.sandbox.base import (
+    PROFILES,
     Capabilities,
     Limits,
+    Profile,
     RunResult,
     SandboxUnavailable,
     Status,
+    profile_of,
 )
 from rollpacker.sandbox.fusion import Trouble, Wire, build_request, checked_url
 
@@ -44,7 +47,6 @@ ATTEMPTS = 4
 PROBE_EVERY_S = 2.0
 FIRST_PAUSE_S = 0.25
 """Before the second attempt; doubled before each later one."""
-PROFILES = ("python", "cold", "math")
 ESSENTIAL = frozenset(
     {
         *("runs", "environment", "host files", "writes", "network", "signals", "output"),
@@ -57,7 +59,7 @@ of another. The rest concern the service's own machine."""
 _PROBE = """\
 import importlib.util, os
 print({nonce!r})
-print("math_verify" if importlib.util.find_spec("math_verify") else "")
+print(*[name for name in {packages!r} if importlib.util.find_spec(name) is None])
 try:
     child = os.fork()
     if child == 0:
@@ -89,7 +91,7 @@ async def open_http(
     box = HttpSandbox(url, token=token, limits=limits, workers=workers, outage_s=outage_s)
     try:
         began = asyncio.get_running_loop().time()
-        profiles, can_fork = await box.probe(attempts=3)
+        can_fork = await box.probe(attempts=3)
 
         from rollpacker.sandbox.selftest import self_test
 
@@ -98,7 +100,7 @@ async def open_http(
             backend="http",
             passed=passed,
             failed=failed,
-            profiles=profiles,
+            profiles=tuple(PROFILES),
             memory="by the service",
             can_fork=can_fork,
             seconds=asyncio.get_running_loop().time() - began,
@@ -126,7 +128,7 @@ class HttpSandbox:
             backend="http",
             passed=(),
             failed=(),
-            profiles=("python", "cold"),
+            profiles=tuple(PROFILES),
             memory="by the service",
             can_fork=False,
             seconds=0.0,
@@ -137,6 +139,7 @@ class HttpSandbox:
         self._breaker = Breaker(self.name, failures=3, probe_every_s=PROBE_EVERY_S)
         self._wire = Wire(url, self.name, token, workers or WORKERS)
         self._told: set[str] = set()
+        self._missing: dict[Profile, str] = {}
 
     async def run(
         self,
@@ -145,13 +148,13 @@ class HttpSandbox:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-        profile: str = "python",
+        profile: Profile | str = "python",
     ) -> RunResult:
-        """As the protocol says. "math" is as "python", on a service that has math-verify. A
-        cancelled run is ended by the service, at its wall limit at the latest."""
-        if profile not in self.capabilities.profiles:
-            known = ", ".join(self.capabilities.profiles)
-            raise ValueError(f"{self.name} has no profile {profile!r}; it has: {known}")
+        """As the protocol says. Every profile is a new interpreter of the service, which must have
+        the profile's packages. A cancelled run is ended by the service, at its wall limit at the
+        latest."""
+        if missing := await self.lacks(profile_of(profile)):
+            raise ValueError(missing)
         limits = limits or self._limits
         try:
             request = build_request(program, stdin, files or {}, limits)
@@ -164,13 +167,26 @@ class HttpSandbox:
         """What runs wait for, in words, while the service is down."""
         return self._breaker.outage()
 
-    async def probe(self, attempts: int = 1) -> tuple[tuple[str, ...], bool]:
-        """What the service has: its profiles, and whether programs may start processes. Raises
-        `SandboxUnavailable` if it cannot be used."""
+    async def lacks(self, profile: Profile) -> str:
+        """As the protocol says; asked once. While the service is down, nothing is known to be
+        missing."""
+        if profile.packages and profile not in self._missing:
+            try:
+                self._missing[profile], _ = await self._ask(profile.packages)
+            except Trouble:
+                return ""
+        if missing := self._missing.get(profile):
+            return f"{self.name} lacks these packages of the profile {profile.name!r}: {missing}"
+        return ""
+
+    async def probe(self, attempts: int = 1) -> bool:
+        """Whether programs may start processes on the service. Raises `SandboxUnavailable` if it
+        cannot be used."""
         while True:
             attempts -= 1
             try:
-                return await self._ask()
+                _, can_fork = await self._ask()
+                return can_fork
             except Trouble as trouble:
                 if trouble.refused:
                     raise SandboxUnavailable(f"{self.name} {trouble}") from None
@@ -179,11 +195,12 @@ class HttpSandbox:
                     raise SandboxUnavailable(f"{self.name} {trouble}. {cure}") from None
             await asyncio.sleep(FIRST_PAUSE_S)
 
-    async def _ask(self) -> tuple[tuple[str, ...], bool]:
-        """As `probe`, by one harmless program. Raises `Trouble`."""
+    async def _ask(self, packages: tuple[str, ...] = ()) -> tuple[str, bool]:
+        """Which of the packages the service lacks, and whether programs may start processes, by
+        one harmless program. Raises `Trouble`."""
         nonce = secrets.token_hex(8)
         limits = Limits(wall_s=10.0)
-        request = build_request(_PROBE.format(nonce=nonce), b"", {}, limits)
+        request = build_request(_PROBE.format(nonce=nonce, packages=packages), b"", {}, limits)
         result = await self._wire.post(request, limits)
         lines = result.stdout.decode(errors="replace").split("\n")
         if lines[0].strip() != nonce or len(lines) < 3:
@@ -193,8 +210,8 @@ class HttpSandbox:
                 f" {result.status} and {said!r}. Check that the service has Python.",
                 refused=True,
             )
-        has_math = lines[1].strip() == "math_verify"
-        return (PROFILES if has_math else PROFILES[:2]), lines[2].strip() == "fork"
+        missing = ", ".join(name for name in packages if name in lines[1].split())
+        return missing, lines[2].strip() == "fork"
 
     async def close(self) -> None:
         """Close the connections."""

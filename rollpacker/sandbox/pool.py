@@ -19,11 +19,15 @@ from dataclasses import dataclass
 
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.sandbox.base import (
+    PROFILES,
+    PYTHON,
     Capabilities,
     Limits,
+    Profile,
     RunResult,
     SandboxUnavailable,
     Status,
+    profile_of,
 )
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.worker import Reply, Worker, WorkerError, last_line
@@ -32,6 +36,10 @@ MAX_RUNS, MAX_AGE_S = 1000, 600.0
 """A worker that is older is replaced."""
 IDLE_S = 60.0
 """An idle worker is ended after this, but for one."""
+
+STARVED = 0.8
+"""A run that ran into its wall limit, and had no processor for this share of its time, has no
+verdict. On two processors a program of 110 busy threads leaves one beside it 2 %."""
 
 _log = logging.getLogger(__name__)
 _STATUS = {
@@ -73,11 +81,13 @@ class Pool:
         bounded = self._groups is not None and (self._groups.tasks is not None or os.getuid() != 0)
         can_fork = allow_fork and bounded
         try:
-            self._filter = seccomp.program(fork=can_fork)
+            # Where the processors are shared out by session, nobody may have a second one.
+            shared_out = self._groups is not None and self._groups.cpu is not None
+            self._filter = seccomp.program(fork=can_fork, sessions=shared_out)
         except ValueError as error:
             raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from None
         self._slots = asyncio.Semaphore(workers)
-        self._idle: dict[str, list[Worker]] = {}
+        self._idle: dict[Profile, list[Worker]] = {}
         self._free_groups: list[cgroup.Group] = []
         self._calls: dict[asyncio.Task[None], _Call] = {}
         self._names = itertools.count(1)
@@ -87,7 +97,7 @@ class Pool:
             backend="bwrap",
             passed=(),
             failed=(),
-            profiles=bwrap.usable_profiles(),
+            profiles=tuple(PROFILES),
             memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
             can_fork=can_fork,
             seconds=0.0,
@@ -98,7 +108,7 @@ class Pool:
         if self._groups is not None:
             cgroup.sweep(self._groups)
         try:
-            self._put_back(await self._started("python"))
+            self._put_back(await self._started(PYTHON))
         except (WorkerError, OSError) as error:
             raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from error
         self._retiring = asyncio.create_task(self._retire_idle())
@@ -110,10 +120,11 @@ class Pool:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-        profile: str = "python",
+        profile: Profile | str = "python",
     ) -> RunResult:
-        if profile not in self.capabilities.profiles:
-            raise ValueError(bwrap.why_no_profile(profile))
+        profile = profile_of(profile)
+        if profile not in self._idle and (missing := bwrap.lacks(profile)):
+            raise ValueError(missing)
         limits = limits or self._defaults
         request = frames.payload(program, stdin, files or {}, limits)
         await self._slots.acquire()
@@ -130,6 +141,9 @@ class Pool:
             call.cancel()
             raise
 
+    async def lacks(self, profile: Profile) -> str:
+        return bwrap.lacks(profile)
+
     def _on_done(self, task: asyncio.Task[None]) -> None:
         call = self._calls.pop(task)
         self._slots.release()
@@ -140,7 +154,7 @@ class Pool:
         elif error := task.exception():
             call.result.set_exception(error)
 
-    async def _run(self, call: _Call, request: bytes, limits: Limits, profile: str) -> None:
+    async def _run(self, call: _Call, request: bytes, limits: Limits, profile: Profile) -> None:
         worker = None
         try:
             worker = call.worker = await self._take(profile)
@@ -162,7 +176,7 @@ class Pool:
         call.finish(result_of(reply, limits))
         await self._give_back(worker)
 
-    async def _take(self, profile: str) -> Worker:
+    async def _take(self, profile: Profile) -> Worker:
         idle = self._idle.get(profile, [])
         while idle:
             worker = idle.pop()
@@ -183,8 +197,8 @@ class Pool:
         except (WorkerError, OSError) as error:
             _log.warning("sandbox worker cannot be replaced: %s", error)
 
-    async def _started(self, profile: str) -> Worker:
-        name = f"{profile}-{next(self._names)}"
+    async def _started(self, profile: Profile) -> Worker:
+        name = f"{profile.name}-{next(self._names)}"
         worker = Worker(name, profile, self._group(name))
         try:
             await worker.start(self._bwrap, self._filter)
@@ -245,6 +259,10 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
     """A reply in the terms of every backend."""
     cap = limits.output_bytes
     status = _status(reply)
+    own_cpu_s = reply.cpu_s / reply.wall_s if reply.wall_s else 0.0
+    if status is Status.TIMEOUT and reply.waited_share > STARVED and own_cpu_s < 1 - STARVED:
+        why = f"it had no processor for {reply.waited_share:.0%} of its time"
+        return RunResult(status=Status.SANDBOX_ERROR, detail=why, wall_s=reply.wall_s)
     return RunResult(
         status=status,
         exit_code=reply.exit_code if status in (Status.OK, Status.NONZERO) else None,
@@ -260,10 +278,9 @@ def result_of(reply: Reply, limits: Limits) -> RunResult:
 def _status(reply: Reply) -> Status:
     if reply.how in _STATUS:
         return _STATUS[reply.how]
-    if reply.signal == OUT_OF_MEMORY_SIGNAL:
+    # Before the exit status: what is left of a program whose children were ended can choose that.
+    if reply.short_of_memory or reply.signal == OUT_OF_MEMORY_SIGNAL:
         return Status.MEMORY
     if reply.signal == 0 and reply.exit_code == 0:
         return Status.OK
-    if reply.short_of_memory:
-        return Status.MEMORY
     return Status.KILLED if reply.signal else Status.NONZERO

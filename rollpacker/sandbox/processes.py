@@ -21,6 +21,16 @@ def only_grandchild(pid: int) -> int:
     return pid
 
 
+def waited_s(parent: int) -> float:
+    """Seconds that the youngest child's first thread was ready to run and had no processor; 0 where
+    the kernel does not say."""
+    try:
+        child = max(_children(parent), default=0)
+        return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def _children(pid: int) -> list[int]:
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()

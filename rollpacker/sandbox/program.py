@@ -5,7 +5,7 @@ zygote; a cold run is a new interpreter that was started with this file. Imports
 in (not even `__future__`): a cold run pays for the rest.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import _thread
 import posix
 import sys

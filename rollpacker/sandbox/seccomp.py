@@ -18,7 +18,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollpacker.sandbox.syscalls import ABSENT, CHECKED, FORK, HIGHEST, PLAIN
+from rollpacker.sandbox.syscalls import ABSENT, CHECKED, FORK, HIGHEST, PLAIN, SESSION
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -91,10 +91,11 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
 }
 
 
-def program(*, fork: bool, architecture: str | None = None) -> bytes:
+def program(*, fork: bool, sessions: bool = True, architecture: str | None = None) -> bytes:
     """The filter as an array of `struct sock_filter`, for `bwrap --seccomp` or prctl.
 
-    Without `fork` no process can be started; threads can. `architecture`: x86_64 or aarch64; None:
+    Without `fork` no process can be started; threads can. Without `sessions` a process cannot leave
+    the session that it is in. `architecture`: x86_64 or aarch64; None:
     this machine's. Raises `ValueError` for others.
     """
     architecture = architecture or platform.machine()
@@ -118,8 +119,8 @@ def program(*, fork: bool, architecture: str | None = None) -> bytes:
         code += _if_call(number, [part for check in checks for part in check.code()] + verdict)
     for number in ABSENT[architecture].values():
         code += _if_call(number, [_instruction(_RETURN, _ENOSYS)])
-    allowed = [*PLAIN[architecture].values(), *(FORK[architecture].values() if fork else ())]
-    for number in sorted(allowed):
+    tables = [PLAIN, *([FORK] if fork else []), *([SESSION] if sessions else [])]
+    for number in sorted(number for table in tables for number in table[architecture].values()):
         code += _if_call(number, [_instruction(_RETURN, _ALLOW)])
     code.append(_instruction(_RETURN, _EPERM))
     return b"".join(code)

@@ -106,7 +106,8 @@ async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tup
     `backend` "http": the programs run elsewhere, where this machine's process table does not show
     them. Raises nothing for what a sandbox does wrong.
     """
-    passed, failed = [], []
+    passed: list[str] = []
+    failed: list[str] = []
     with _bait(local=backend != "http") as bait:
         for name, canary in _CANARIES.items():
             try:

@@ -40,7 +40,7 @@ sched_getscheduler 145 120; sched_get_priority_max 146 125; sched_get_priority_m
 sched_rr_get_interval 148 127; getpriority 140 141; getcpu 309 168;
 # processes
 execve 59 221; exit 60 93; exit_group 231 94; wait4 61 260; waitid 247 95; getpid 39 172;
-getppid 110 173; gettid 186 178; getpgid 121 155; getpgrp 111 -; getsid 124 156; setsid 112 157;
+getppid 110 173; gettid 186 178; getpgid 121 155; getpgrp 111 -; getsid 124 156;
 setpgid 109 154; getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177;
 getresuid 118 148; getresgid 120 150; getgroups 115 158; capget 125 90;
 # signals
@@ -63,6 +63,10 @@ socketpair 53 199;
 
 _FORK_TABLE = """
 fork 57 -; vfork 58 -;
+"""
+
+_SESSION_TABLE = """
+setsid 112 157;
 """
 
 _ABSENT_TABLE = """
@@ -89,6 +93,9 @@ CHECKED = _numbers(_CHECKED_TABLE)
 """Allowed with some arguments (`seccomp.py` says which)."""
 FORK = _numbers(_FORK_TABLE)
 """Start a process, beside `clone`."""
+SESSION = _numbers(_SESSION_TABLE)
+"""Begin a session. Where no control group shares out the processors, the kernel does so by session
+(autogroups), and a program with a hundred sessions would have a hundred shares."""
 ABSENT = _numbers(_ABSENT_TABLE)
 """As if the kernel did not have them: the C library then uses a call whose flags can be checked."""
 HIGHEST = 462

@@ -16,11 +16,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from rollpacker.sandbox.base import Capabilities, Limits, RunResult, Status
+from rollpacker.sandbox import bwrap
+from rollpacker.sandbox.base import (
+    PROFILES,
+    Capabilities,
+    Limits,
+    Profile,
+    RunResult,
+    Status,
+    profile_of,
+)
 from rollpacker.sandbox.frames import as_bytes, checked_files, cpu_limit_s
 
 _LOOK_S = 0.02
-PROFILES = ("python", "cold", "math")
 _LAUNCH = """
 import resource, runpy, sys
 cpu, memory, disk = map(int, sys.argv[1:4])
@@ -47,7 +55,7 @@ class Unsandboxed:
             backend="none",
             passed=(),
             failed=(),
-            profiles=PROFILES,
+            profiles=tuple(PROFILES),
             memory="of each process alone",
             can_fork=True,
             seconds=0.0,
@@ -60,10 +68,9 @@ class Unsandboxed:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-        profile: str = "python",
+        profile: Profile | str = "python",
     ) -> RunResult:
-        if profile not in PROFILES:
-            raise ValueError(f"no sandbox profile {profile!r}; there are {', '.join(PROFILES)}")
+        profile_of(profile)
         limits = limits or self._defaults
         contents = {**checked_files(files or {}, limits), "main.py": as_bytes(program)}
         async with self._slots:
@@ -72,6 +79,9 @@ class Unsandboxed:
             ) as at:
                 _write(Path(at), contents)
                 return await self._run(at, as_bytes(stdin), limits)
+
+    async def lacks(self, profile: Profile) -> str:
+        return bwrap.lacks(profile)
 
     async def _run(self, folder: str, stdin: bytes, limits: Limits) -> RunResult:
         # Files, not pipes: nobody has to empty them, and no survivor can hold them open.
@@ -102,7 +112,9 @@ class Unsandboxed:
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-s", "-X", "utf8", "-c", _LAUNCH, *map(str, numbers)),
-            **dict(zip(("stdin", "stdout", "stderr"), standard, strict=True)),
+            stdin=standard[0],
+            stdout=standard[1],
+            stderr=standard[2],
             cwd=folder,
             env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PATH": os.defpath},
             start_new_session=True,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollpacker.sandbox import bwrap, frames, processes, zygote
-from rollpacker.sandbox.base import Limits
+from rollpacker.sandbox.base import Limits, Profile
 from rollpacker.sandbox.cgroup import Group
 
 GRACE_S = 0.5
@@ -40,12 +40,15 @@ class Reply:
     stderr: bytes
     short_of_memory: bool = False
     """The kernel ended processes for it."""
+    waited_share: float = 0.0
+    """Of its time in which it was ready to run and had no processor. Known where the run is one
+    process: of several, they may have taken it from each other."""
 
 
 class Worker:
     """Start it once; close it whatever happened."""
 
-    def __init__(self, name: str, profile: str, group: Group | None) -> None:
+    def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
         self.profile = profile
         self.pid = 0
@@ -60,6 +63,7 @@ class Worker:
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
         """The request of the run at hand was written."""
+        self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
         """Raises WorkerError."""
@@ -118,6 +122,7 @@ class Worker:
         """`request`: the payload. Raises WorkerError."""
         self.num_runs += 1
         self._asked = False
+        self._waited_share = 0.0
         try:
             return await self._run_in_group(request, limits)
         finally:
@@ -127,7 +132,8 @@ class Worker:
 
     async def _run_in_group(self, request: bytes, limits: Limits) -> Reply:
         if self.group is None:
-            return await self._run(request, limits)
+            reply = await self._run(request, limits)
+            return replace(reply, waited_share=self._waited_share)
         try:
             self.group.begin(limits.memory_bytes)
         except OSError as error:
@@ -151,9 +157,12 @@ class Worker:
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
         """Until it is done, out of time, or will never be done for the trouble that is returned."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + limit_s
+        began = loop.time()
+        until = began + limit_s
         while not exchange.done() and (left := until - loop.time()) > 0:
             await asyncio.wait({exchange}, timeout=min(left, LOOK_S))
+            if self.group is None and not exchange.done():
+                self._waited_share = processes.waited_s(self.pid) / (loop.time() - began)
             if not exchange.done() and (trouble := self.trouble()):
                 # Its last reply may have come just now.
                 await asyncio.wait({exchange}, timeout=0.01)

@@ -1,13 +1,13 @@
 """Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only.
 
-Handed into the sandbox as one compiled file. It talks to the pool over one socket in frames of
-known length: a `START` with the system call filter, then per run one `REQUEST` with a payload
-that only the run itself takes apart, answered by one `REPLY`.
+Handed into the sandbox with the modules that it imports, compiled (`MODULES`). It talks to the
+pool over one socket in frames of known length: a `START` with the system call filter, then per run
+one `REQUEST` with a payload that only the run itself takes apart, answered by one `REPLY`.
 
     zygote -- clone --> init: pid 1 of the run's own process namespace, sleeps; killing it ends
        |                      everything that the run has started
        +------ fork --> run: waits with its own mounts for the next request, gives up every right,
-                             executes the program; or, for the profile "cold", becomes a new
+                             executes the program; or, for a cold profile, becomes a new
                              interpreter that does
 
 The run for the next request is made while nobody waits for it.
@@ -15,7 +15,7 @@ The run for the next request is made while nobody waits for it.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import mmap
 import os
 import select
@@ -23,9 +23,8 @@ import struct
 import sys
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from rollpacker.sandbox.kernel import CLONE_NEWIPC, CLONE_NEWNS, CLONE_NEWPID, Kernel
+from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
@@ -41,12 +40,17 @@ READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
 """The only writable place, where a run works in it, packages of a profile, our own files."""
-FILE, PROGRAM = f"{OWN}/_zygote.pyc", f"{OWN}/_program.pyc"
+MODULES = ("kernel", "program", "zygote")
+"""Of this package, in `OWN` by their full names."""
+PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
 """Of every interpreter."""
+START_CODE = (
+    f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
+)
+"""Begins the zygote. Arguments: the profile's name, "cold" or "warm", the modules to import with
+commas between them, and the descriptors of the socket and of the control groups' entrances."""
 MAX_TASKS = 128
-NOBODY = 65534
-"""User and group of every program, in here."""
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
 _COLD_ADDRESS_SPACE = 40 << 20
@@ -54,84 +58,7 @@ _COLD_ADDRESS_SPACE = 40 << 20
 _STACK = 64 << 20
 """Bytes of the first thread's stack, at most."""
 
-_CLONE_VM, _CLONE_FILES, _CLONE_NEWNS = 0x100, 0x400, 0x20000
-_CLONE_NEWIPC, _CLONE_NEWPID = 0x08000000, 0x20000000
-_SIGINT, _SIGKILL, _SIGCHLD, _SIGXCPU = 2, 9, 17, 24
-_MS_NOSUID, _MS_NODEV = 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
-_PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
-_CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP, _CAP_SYS_ADMIN = 6, 7, 8, 21
-
-
-class Kernel:
-    """The system calls that Python has no function for. Raises OSError."""
-
-    def __init__(self) -> None:
-        import ctypes
-
-        self._ctypes = ctypes
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._init_stack = ctypes.create_string_buffer(1 << 16)
-
-    def call(self, name: str, *arguments: object) -> int:
-        result = getattr(self._libc, name)(*arguments)
-        if result < 0:
-            number = self._ctypes.get_errno()
-            raise OSError(number, f"{name}: {os.strerror(number)}")
-        return result
-
-    def prctl(self, *arguments: int) -> None:
-        full = [self._ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:5]]
-        self.call("prctl", *full)
-
-    def sleeping_init(self) -> int:
-        """Start pid 1 of a new process namespace; return its pid here. It shares this process's
-        memory and only ever sleeps in pause(), so it costs no copy."""
-        ctypes = self._ctypes
-        pause = ctypes.cast(self._libc.pause, ctypes.c_void_p)
-        top = ctypes.addressof(self._init_stack) + len(self._init_stack)
-        flags = _CLONE_VM | _CLONE_FILES | _CLONE_NEWPID | _SIGCHLD
-        return self.call("clone", pause, ctypes.c_void_p(top & ~15), flags, None)
-
-    def mount_tmpfs(self, where: str, size: int, max_files: int) -> None:
-        # Mode and owner: this process is the only one who will ever see it.
-        owner = f"uid={NOBODY},gid={NOBODY}"
-        options = f"size={size},nr_inodes={max_files + 8},mode=700,{owner}"
-        self.call(
-            "mount",
-            b"tmpfs",
-            where.encode(),
-            b"tmpfs",
-            self._ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
-            options.encode(),
-        )
-
-    def give_up_rights(self) -> None:
-        """No capability is left, and none can come back."""
-        for capability in (_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN, _CAP_SETPCAP):
-            self.prctl(_PR_CAPBSET_DROP, capability)
-        if os.getuid() != NOBODY:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-        self.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        self.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-        header = struct.pack("<Ii", 0x20080522, 0)  # version 3, this process
-        self.call("capset", header, bytes(24))
-        self.prctl(_PR_SET_NO_NEW_PRIVS, 1)
-
-    def filter_system_calls(self, program: bytes) -> None:
-        buffer = self._ctypes.create_string_buffer(program, len(program))
-        address = self._ctypes.addressof(buffer)
-        described = struct.pack("@HP", len(program) // 8, address)
-        self.call(
-            "prctl",
-            _PR_SET_SECCOMP,
-            self._ctypes.c_ulong(2),
-            described,
-            self._ctypes.c_ulong(0),
-            self._ctypes.c_ulong(0),
-        )
+_SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
@@ -182,7 +109,7 @@ class Kept:
         self._mapping.close()
 
 
-class Run:
+class PreparedRun:
     """One run: made in advance, given its request, watched to its end."""
 
     def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
@@ -208,10 +135,10 @@ class Run:
     def _fork_into_namespace(self, kernel: Kernel, own_pidfd: int) -> int:
         self.init = kernel.sleeping_init()
         pidfd = os.pidfd_open(self.init)
-        kernel.call("setns", pidfd, _CLONE_NEWPID)
+        kernel.call("setns", pidfd, CLONE_NEWPID)
         pid = os.fork()
         if pid:
-            kernel.call("setns", own_pidfd, _CLONE_NEWPID)
+            kernel.call("setns", own_pidfd, CLONE_NEWPID)
             os.close(pidfd)
         return pid
 
@@ -303,7 +230,7 @@ class Run:
             os.close(fd)
 
 
-def serve(kernel: Kernel, control: int) -> tuple[Run, bytes] | None:
+def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
     """Answer requests until the socket closes (None). Returns in every run as well, with the run
     and the filter."""
     magic, size = START.unpack(receive_exactly(control, START.size))
@@ -312,13 +239,13 @@ def serve(kernel: Kernel, control: int) -> tuple[Run, bytes] | None:
     own_pidfd = os.pidfd_open(os.getpid())
     send_all(control, REPLY.pack(MAGIC, ENDED, 0, 0, 0, 0.0, 0.0, 0, 0, 0))
     while True:
-        run = Run(kernel, own_pidfd)
+        run = PreparedRun(kernel, own_pidfd)
         if run.is_child:
             return run, program
         header = _next_request(control)
         while header and run.has_ended():  # for memory that was still counted for the one before
             run.close()
-            run = Run(kernel, own_pidfd)
+            run = PreparedRun(kernel, own_pidfd)
             if run.is_child:
                 return run, program
         if not header or not _serve_one(run, control, header):
@@ -339,7 +266,7 @@ def _next_request(control: int) -> bytes:
             return header
 
 
-def _serve_one(run: Run, control: int, header: bytes) -> bool:
+def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
     """Returns False if the request ends early."""
     _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
     send_all(run.request, header)
@@ -364,7 +291,7 @@ def _hand_over(source: int, target: int, size: int) -> bool:
     return True
 
 
-class Job:
+class Request:
     """A request as the run itself reads it."""
 
     def __init__(self, source: int) -> None:
@@ -382,38 +309,44 @@ class Job:
 
 
 def prepare(
-    kernel: Kernel, run: Run, entrances: list[int], program: bytes, base_bytes: int, *, cold: bool
+    kernel: Kernel,
+    run: PreparedRun,
+    entrances: list[int],
+    program: bytes,
+    base_bytes: int,
+    *,
+    cold: bool,
 ) -> bytes:
     """In the run: from a copy of the zygote to a process without any right, at its request. Returns
     the program; if `cold`, it goes on in a new interpreter instead."""
     os.setsid()
     for group in entrances:
         os.write(group, b"0")
-    kernel.call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
-    job = Job(run.request)
-    kernel.mount_tmpfs(TEMP, job.disk, job.max_files)
+    kernel.call("unshare", CLONE_NEWNS | CLONE_NEWIPC)
+    request = Request(run.request)
+    kernel.mount_tmpfs(TEMP, request.disk, request.max_files)
     kernel.give_up_rights()
     os.mkdir(WORK)
     os.chdir(WORK)
-    for name, data in job.files:
+    for name, data in request.files:
         folder = os.path.dirname(name)
         if folder:
             os.makedirs(folder, exist_ok=True)
         with open(name, "xb") as file:
             file.write(data)
-    _standard_input(job.stdin)
+    _standard_input(request.stdin)
     os.dup2(run.ready, 3)
     os.set_inheritable(3, cold)
     os.closerange(4, 1 << 16)
-    source = _program_file(job.program) if cold else -1
-    _limit(job, base_bytes)
+    source = _program_file(request.program) if cold else -1
+    _limit(request, base_bytes)
     kernel.filter_system_calls(program)
     if cold:
         arguments = [sys.executable, *FLAGS, PROGRAM, str(source), "3"]
         os.execve(sys.executable, arguments, {**os.environ, "MALLOC_ARENA_MAX": "1"})
     os.write(3, READY)
     os.close(3)
-    return job.program
+    return request.program
 
 
 def _program_file(program: bytes) -> int:
@@ -438,16 +371,16 @@ def _standard_input(data: bytes) -> None:
     os.dup2(fd, 0)
 
 
-def _limit(job: Job, base_bytes: int) -> None:
+def _limit(request: Request, base_bytes: int) -> None:
     import math
     import resource
 
-    cpu = math.ceil(job.cpu_s)
-    stack = max(1 << 20, min(_STACK, job.memory))
+    cpu = math.ceil(request.cpu_s)
+    stack = max(1 << 20, min(_STACK, request.memory))
     for which, soft, hard in (
-        (resource.RLIMIT_AS, base_bytes + job.memory, base_bytes + job.memory),
+        (resource.RLIMIT_AS, base_bytes + request.memory, base_bytes + request.memory),
         (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_FSIZE, job.disk, job.disk),
+        (resource.RLIMIT_FSIZE, request.disk, request.disk),
         (resource.RLIMIT_NOFILE, 256, 256),
         (resource.RLIMIT_NPROC, MAX_TASKS, MAX_TASKS),
         (resource.RLIMIT_STACK, stack, stack),
@@ -477,56 +410,38 @@ def address_space() -> int:
     return high
 
 
-WARM = {
-    "cold": ("fcntl", "math", "resource"),
-    "python": (
-        *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
-        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
-        *("resource", "fcntl", "string", "threading", "traceback", "typing"),
-    ),
-    "math": (
-        *("fcntl", "resource", "sympy", "latex2sympy2_extended", "math_verify"),
-        "rollpacker.rewards.math.warm",
-    ),
-}
-"""What programs of a profile find imported already."""
-
-
-def _main(profile: str, control: int, entrances: list[int]) -> None:
+def main() -> None:
+    """Serve until the socket closes. In every run as well: prepare, then execute the program."""
     import gc
 
+    _, _, kind, modules, control, *entrances = sys.argv
     os.environ.clear()
     os.environ.update(HOME=WORK, TMPDIR=TEMP, LANG="C.UTF-8", PATH="/usr/bin:/bin")
     # The sleeping first process of a run shares this one's memory: a handler that its program could
     # call in it, by a signal, would run on this process's state.
     _signal.signal(_SIGINT, _signal.SIG_DFL)
     kernel = Kernel()
-    run_program = _runner()
+    _forget_own_modules()
+    add_exit()
     sys.path.append(SITE)
-    for name in WARM[profile]:
+    for name in modules.split(","):
         __import__(name)
-    cold = profile == "cold"
+    cold = kind == "cold"
     base_bytes = _COLD_ADDRESS_SPACE if cold else address_space()
     gc.collect()
     gc.freeze()  # copies then touch fewer pages
-    got = serve(kernel, control)
+    got = serve(kernel, int(control))
     if got is None:
         os._exit(0)  # what still runs ends with the sandbox's own process namespace
     run, call_filter = got
-    run_program(prepare(kernel, run, entrances, call_filter, base_bytes, cold=cold))
+    groups = [int(number) for number in entrances]
+    run_program(prepare(kernel, run, groups, call_filter, base_bytes, cold=cold))
 
 
-def _runner() -> Callable[[bytes], None]:
-    """`run_program`, without leaving a module that programs could import."""
-    sys.path.append(OWN)
-    found = __import__("_program")
+def _forget_own_modules() -> None:
+    """Programs cannot import them, nor see that they were imported."""
     sys.path.remove(OWN)
-    del sys.modules["_program"]
-    sys.path_importer_cache.pop(OWN, None)
-    found.add_exit()
-    return found.run_program
-
-
-if __name__ == "__main__":
-    _fds = [int(number) for number in sys.argv[2:]]
-    _main(sys.argv[1], _fds[0], _fds[1:])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rollpacker"]:
+        del sys.modules[name]
+    for path in [path for path in sys.path_importer_cache if path.startswith(OWN)]:
+        del sys.path_importer_cache[path]

@@ -17,8 +17,7 @@ import pytest
 from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
-from rollpacker.rewards.base import I_ACCEPT, SandboxConfig
-from rollpacker.sandbox.base import Capabilities, SandboxUnavailable
+from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 
 SEEN = Capabilities(

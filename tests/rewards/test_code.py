@@ -16,12 +16,12 @@ from rollpacker.rewards.base import (
     RewardConfig,
     RewardError,
     RewardInput,
-    SandboxConfig,
     Scored,
 )
 from rollpacker.rewards.code.cases import BadTests, read_tests
 from rollpacker.rewards.code.grading import CodeReward, extract, grade
 from rollpacker.sandbox import Limits, RunResult, Status
+from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
 

@@ -21,13 +21,12 @@ from rollpacker.rewards.base import (
     RewardConfig,
     RewardError,
     RewardInput,
-    SandboxConfig,
     Scored,
 )
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
-from rollpacker.rewards.math.part import PROGRAM, MathReward, checker, parse_reply
+from rollpacker.rewards.math.part import PROFILE, PROGRAM, MathReward, checker, parse_reply
 from rollpacker.rewards.shared import Shared
-from rollpacker.sandbox.base import RunResult, SandboxUnavailable, Status
+from rollpacker.sandbox.base import RunResult, SandboxConfig, SandboxUnavailable, Status
 from rollpacker.sandbox.program import WORK
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_strings import fuzzed, may_be_right
@@ -85,7 +84,7 @@ def shared() -> Iterator[Shared]:
 
 async def _one_run(shared: Shared, program: str) -> RunResult:
     box = await shared.sandbox()
-    return await box.run(program, profile="math")
+    return await box.run(program, profile=PROFILE)
 
 
 def judge(
@@ -384,7 +383,7 @@ def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
         box = await shared.sandbox()
         files = {"checker.py": checker()}
         stdin = json.dumps(request)
-        return await box.run(program, stdin=stdin, files=files, profile="math")
+        return await box.run(program, stdin=stdin, files=files, profile=PROFILE)
 
     result = shared.run(run)
     assert result.status is Status.NONZERO
@@ -393,7 +392,7 @@ def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
 
 def test_the_warm_checker_can_be_imported() -> None:
     """What a warm interpreter loads before it forks; everything in it is of this package."""
-    code = "import rollpacker.rewards.math.warm as warm; print(len(warm.PAIRS))"
+    code = "import rollpacker.rewards.math.checker.warm as warm; print(len(warm.PAIRS))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
 
@@ -422,7 +421,7 @@ def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     folder = Path(sys.modules[MathReward.__module__].__file__ or "").parent
-    for name in ("part.py", "extract.py", "text.py", "structure.py"):
+    for name in ("part.py", "extract.py", "checker/text.py", "checker/structure.py"):
         text = (folder / name).read_text()
         for word in ("sympify(", "parse_expr(", " eval(", "literal_eval", "pickle"):
             assert word not in text, (name, word)

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.rewards.base import I_ACCEPT
 from rollpacker.sandbox import (
+    I_ACCEPT,
     Limits,
+    Profile,
     RunResult,
     Sandbox,
     SandboxUnavailable,
     Status,
     open_sandbox,
 )
+from rollpacker.sandbox.base import PYTHON
 
 HELLO = "print('hello')"
 ENDLESS = "while True: pass"
@@ -95,9 +97,9 @@ def interpreters(profile: str) -> list[int]:
 
 async def zygotes(box: Sandbox) -> list[int]:
     """Warm interpreters of this box, once each has its next run (or its present one) ready."""
-    idle = box._idle.get("python", [])
+    idle = box._idle.get(PYTHON, [])
     busy = [call.worker for call in box._calls.values() if call.worker is not None]
-    pids = [worker.pid for worker in (*idle, *busy) if worker.profile == "python"]
+    pids = [worker.pid for worker in (*idle, *busy) if worker.profile == PYTHON]
     async with asyncio.timeout(20.0):
         while not all(map(descendants, pids)):
             await asyncio.sleep(0.01)
@@ -244,26 +246,42 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @needs_bwrap
-def test_math_profile_has_its_packages() -> None:
-    pytest.importorskip("math_verify")
+def test_a_profile_of_a_tenant_has_its_packages_and_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "whatever"
+    folder.mkdir()
+    (folder / "tool.py").write_text("ANSWER = 42\n")
+    (folder / "ready.py").write_text("import tenant.deep.tool as tool\nasked = tool.ANSWER\n")
+    profile = Profile(
+        name="tenant",
+        packages=("yaml",),
+        folders=(("tenant.deep", str(folder)),),
+        warm=("fcntl", "resource", "tenant.deep.ready"),
+    )
     program = """
 import os, sys
-print("sympy" in sys.modules)
-from math_verify import parse, verify
-print(verify(parse("$\\\\frac{1}{2}$", parsing_timeout=None), parse("$0.5$", parsing_timeout=None),
-             timeout_seconds=None))
-from rollpacker.rewards.math import check
-import rollpacker.rewards
-print(sorted(os.listdir("/site/rollpacker")), sorted(os.listdir("/site/rollpacker/rewards")))
-for other in ("rollpacker.cli", "rollpacker.rewards.code", "rollpacker.sandbox"):
+import yaml
+print(yaml.safe_load("[1]"), sys.modules["tenant.deep.ready"].asked)
+print(sorted(os.listdir("/site")), sorted(os.listdir("/site/tenant")))
+for other in ("numpy", "rollpacker", "rollpacker.sandbox", "kernel"):
     try:
         __import__(other)
         print(other, "was found")
     except ImportError:
         pass
+try:
+    open("/site/tenant/deep/tool.py", "w")
+except OSError:
+    print("read-only")
 """
-    result = one(program, profile="math")
-    assert result.stdout == b"True\nTrue\n['rewards'] ['math']\n", result.stderr
+    result = one(program, profile=profile)
+    assert result.stdout == b"[1] 42\n['tenant', 'yaml'] ['deep']\nread-only\n", result.stderr
+
+
+@needs_bwrap
+def test_a_profile_that_lacks_a_package_is_refused() -> None:
+    profile = Profile(name="tenant", packages=("json", "no_such_package"))
+    with pytest.raises(ValueError, match=r"'tenant' needs .* installed here: no_such_package"):
+        one(HELLO, profile=profile)
 
 
 @needs_bwrap

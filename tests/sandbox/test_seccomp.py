@@ -17,6 +17,7 @@ from rollpacker.sandbox.syscalls import (
     FORK,
     HIGHEST,
     PLAIN,
+    SESSION,
 )
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -48,16 +49,18 @@ def verdict(filter_code: bytes, number: int, *arguments: int, audit: int) -> int
             at += if_true if holds else if_false
 
 
-def answers(architecture: str, *, fork: bool):
-    code = program(fork=fork, architecture=architecture)
+def answers(architecture: str, *, fork: bool, sessions: bool = True):
+    code = program(fork=fork, sessions=sessions, architecture=architecture)
     return lambda number, *arguments: verdict(code, number, *arguments, audit=AUDIT[architecture])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("fork", [False, True])
-def test_only_named_calls_get_through(architecture: str, fork: bool) -> None:
-    ask = answers(architecture, fork=fork)
+@pytest.mark.parametrize("sessions", [False, True])
+def test_only_named_calls_get_through(architecture: str, fork: bool, sessions: bool) -> None:
+    ask = answers(architecture, fork=fork, sessions=sessions)
     allowed = set(PLAIN[architecture].values()) | set(FORK[architecture].values() if fork else ())
+    allowed |= set(SESSION[architecture].values() if sessions else ())
     checked = set(CHECKED[architecture].values())
     for number in range(HIGHEST + 1):
         if number in allowed:
@@ -156,7 +159,8 @@ MUST_BE_REFUSED = _REFUSED.split()
 
 def test_what_must_be_refused_is_not_in_the_tables() -> None:
     for architecture in ARCHITECTURES:
-        named = {*PLAIN[architecture], *CHECKED[architecture], *FORK[architecture]}
+        tables = (PLAIN, CHECKED, FORK, SESSION)
+        named = {name for table in tables for name in table[architecture]}
         assert not named.intersection(MUST_BE_REFUSED)
 
 
@@ -183,7 +187,7 @@ def test_numbers_are_the_headers() -> None:
         found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text())
         numbers = {name: int(number) for name, number in found}
         numbers["newfstatat"] = numbers.get("newfstatat", numbers.get("fstatat"))
-        for table in (PLAIN, CHECKED, FORK, ABSENT):
+        for table in (PLAIN, CHECKED, FORK, SESSION, ABSENT):
             for name, number in table[architecture].items():
                 if name in numbers:  # headers may be older than the newest call
                     assert numbers[name] == number, name
@@ -198,7 +202,7 @@ def test_numbers_are_libseccomps(architecture: str) -> None:
     seccomp = pytest.importorskip("pyseccomp", exc_type=Exception)
     its = {"x86_64": seccomp.Arch.X86_64, "aarch64": seccomp.Arch.AARCH64}[architecture]
     compared = 0
-    for table in (PLAIN, CHECKED, FORK, ABSENT):
+    for table in (PLAIN, CHECKED, FORK, SESSION, ABSENT):
         for name, number in table[architecture].items():
             theirs = seccomp.resolve_syscall(its, name)
             if theirs != -1:  # newer than the library

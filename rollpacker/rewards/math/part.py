@@ -23,12 +23,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
-from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.base import Limits, Profile, RunResult, Sandbox, Status
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared
 
-PARTS = ("text.py", "structure.py", "expressions.py", "check.py")
+_CHECKER = Path(__file__).with_name("checker")
+_PARTS = ("text.py", "structure.py", "expressions.py", "check.py")
+PROFILE = Profile(
+    name="math",
+    packages=("sympy", "mpmath", "latex2sympy2_extended", "math_verify", "antlr4"),
+    distributions=("antlr4-python3-runtime",),
+    folders=(("rollpacker.rewards.math.checker", str(_CHECKER)),),
+    warm=(
+        *("fcntl", "resource", "sympy", "latex2sympy2_extended", "math_verify"),
+        "rollpacker.rewards.math.checker.warm",
+    ),
+)
+"""Of the sandbox, for the checker: sympy, math-verify and our own part are there already."""
 _MEMORY_BYTES = 512 << 20
 _OUTPUT_BYTES = 1 << 20
 _BATCH = 200
@@ -254,7 +266,7 @@ class MathReward:
         )
         stdin = json.dumps(request).encode()
         files = {"checker.py": checker()}
-        result = await box.run(PROGRAM, stdin=stdin, files=files, limits=limits, profile="math")
+        result = await box.run(PROGRAM, stdin=stdin, files=files, limits=limits, profile=PROFILE)
         if result.status is Status.OK:
             verdicts = parse_reply(result.stdout, nonce, len(pairs))
             if verdicts is not None:
@@ -289,7 +301,7 @@ def _scored(right: bool, seconds: float | None) -> Scored:
 
 PROGRAM = """\
 try:
-    from rollpacker.rewards.math.check import main
+    from rollpacker.rewards.math.checker.check import main
 except ImportError:
     with open("checker.py", encoding="utf-8") as file:
         exec(compile(file.read(), "checker.py", "exec"))
@@ -301,8 +313,7 @@ main()
 @cache
 def checker() -> str:
     """The checker as one text: its parts joined, without their imports of each other."""
-    folder = Path(__file__).parent
-    text = "\n\n".join((folder / part).read_text(encoding="utf-8") for part in PARTS)
+    text = "\n\n".join((_CHECKER / part).read_text(encoding="utf-8") for part in _PARTS)
     text = re.sub(r"^from rollpacker\.[^\n]*import (?:\([^)]*\)|[^\n(]*)\n", "", text, flags=re.M)
     future = "from __future__ import annotations\n"
     return future + text.replace(future, "")

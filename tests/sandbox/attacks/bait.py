@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollpacker.sandbox.syscalls import CHECKED, FORK, PLAIN
+from rollpacker.sandbox.syscalls import CHECKED, FORK, PLAIN, SESSION
 
 VARIABLE = "ROLLPACKER_ATTACK_SECRET_"
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
@@ -71,7 +71,7 @@ class Bait:
     def described(self) -> dict[str, object]:
         """For the program. Not the secret itself."""
         machine = platform.machine()
-        calls = [table.get(machine, {}).values() for table in (PLAIN, CHECKED, FORK)]
+        calls = [table.get(machine, {}).values() for table in (PLAIN, CHECKED, FORK, SESSION)]
         return {
             "folder": str(self.folder),
             "home": str(self.home),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from rollpacker.rewards.math.text import (
+from rollpacker.rewards.math.checker.text import (
     NO_LETTER,
     Undefined,
     Unreadable,

@@ -7,7 +7,7 @@ ones here. The text is fixed; no answer comes near a warm interpreter.
 
 from __future__ import annotations
 
-from rollpacker.rewards.math.check import Comparison, judge
+from rollpacker.rewards.math.checker.check import Comparison, judge
 
 PAIRS = (
     ("3", "4"),

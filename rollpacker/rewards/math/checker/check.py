@@ -16,8 +16,8 @@ import re
 import sys
 from typing import Any
 
-from rollpacker.rewards.math.expressions import parse, same_expression, same_relation
-from rollpacker.rewards.math.structure import (
+from rollpacker.rewards.math.checker.expressions import parse, same_expression, same_relation
+from rollpacker.rewards.math.checker.structure import (
     Group,
     Value,
     read,
@@ -25,7 +25,7 @@ from rollpacker.rewards.math.structure import (
     same_words,
     take_unit,
 )
-from rollpacker.rewards.math.text import (
+from rollpacker.rewards.math.checker.text import (
     NO_LETTER,
     Number,
     Undefined,

@@ -10,8 +10,15 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from rollpacker.rewards.math.structure import DEGREES, EQUALS, RELATION
-from rollpacker.rewards.math.text import Number, Undefined, Unreadable, split, squashed, stands_for
+from rollpacker.rewards.math.checker.structure import DEGREES, EQUALS, RELATION
+from rollpacker.rewards.math.checker.text import (
+    Number,
+    Undefined,
+    Unreadable,
+    split,
+    squashed,
+    stands_for,
+)
 
 _DIGITS = 36
 _POINTS = 5
