@@ -74,8 +74,6 @@ class PoolWorker:
     draining: bool = False
     """Takes no more calls."""
     was_stopped: bool = False
-    unfinished: bytes = b""
-    """The line that it is printing."""
 
     @property
     def num_calls(self) -> int:
@@ -89,4 +87,4 @@ class PoolWorker:
         return self.num_calls < capacity
 
     def __str__(self) -> str:
-        return f"{self.process.name} (pid {self.process.pid})"
+        return str(self.process.child)

@@ -1,10 +1,12 @@
-"""What runs in a worker process: one reward function, called as the controller asks.
+"""The program of a worker process: one reward function, called as the controller asks.
 
 controller -- requests, pickled --> worker: LOAD once, then CALLs
-controller <-- replies, JSON ------ worker: what a function returned is never unpickled
+controller <-- replies, JSON ------ worker: a value, or why there is none
 
-A blocking function is called in the main thread, one call at a time. An async one runs in the
-worker's own event loop, any number of calls at once. Light: it imports no more than it needs.
+Requests hold what a row's columns hold, which may be anything; they come from this process's own
+parent over an inherited socket. A blocking function is called in the main thread, one call at a
+time. An async one runs in the worker's own event loop, any number of calls at once. Light: it
+imports no more than it needs.
 """
 
 from __future__ import annotations
@@ -14,65 +16,30 @@ import inspect
 import json
 import os
 import pickle
-import socket
-import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.imports import ImportSpecError, load_function
+from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rewards.functions.returned import Value, WrongReturn, error_of, values_of
 
 if TYPE_CHECKING:
     import asyncio
 
-HEADER = struct.Struct(">BQI")
-"""Before each message, both ways: kind, number of the call, bytes that follow."""
+    from rollpacker.processes.frames import Message
+
 LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
-MAX_REPLY_BYTES = 64 << 20
 
 
-class Frames:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self, max_bytes: int | None = None) -> None:
-        self._buffer = bytearray()
-        self._max_bytes = max_bytes
-
-    def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
-        """The messages that are complete now. Raises `ValueError` for one that is too long."""
-        self._buffer += data
-        found = []
-        while len(self._buffer) >= HEADER.size:
-            kind, call, length = HEADER.unpack_from(self._buffer)
-            if self._max_bytes is not None and length > self._max_bytes:
-                raise ValueError(f"a message of {length} bytes")
-            end = HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            found.append((kind, call, bytes(self._buffer[HEADER.size : end])))
-            del self._buffer[:end]
-        return found
-
-
-def main(connection_fd: int, lifeline_fd: int) -> None:
-    """Start the worker as a child and guard it. Does not return."""
-    from rollpacker.rewards.functions import guardian
-
-    connection = socket.socket(fileno=connection_fd)
-    guardian.start(lambda: serve(connection), connection, lifeline_fd)
-
-
-def serve(connection: socket.socket) -> None:
+def main(line_fd: int) -> None:
     """Answer requests until the controller hangs up."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    controller = _Controller(connection)
+    controller = _Controller(Line.inherited(line_fd))
     controller.reply(0, {"pid": os.getpid()})
-    requests = controller.requests()
-    _, _, payload = next(requests)
-    hello, function = _load(payload)
+    hello, function = _load(controller.request().payload)
     controller.reply(0, hello)
     if function is None:
         return
@@ -80,31 +47,24 @@ def serve(connection: socket.socket) -> None:
         import asyncio
 
         asyncio.run(_serve_async(controller, function))
-    for kind, call, payload in requests:
-        if kind == CALL:
-            controller.reply(call, function.answer(payload))
+    while True:
+        request = controller.request()
+        controller.reply(request.number, function.answer(request.payload))
 
 
 class _Controller:
     """The other end of the line. When it hangs up, this process ends."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.send = line.send
         self._pid = os.getpid()
 
-    def requests(self) -> Iterator[tuple[int, int, bytes]]:
-        while True:
-            kind, call, length = HEADER.unpack(self._receive(HEADER.size))
-            yield kind, call, self._receive(length)
-
-    def _receive(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = self.connection.recv(min(count - len(data), 1 << 20))
-            if not piece:
-                os._exit(0)
-            data += piece
-        return bytes(data)
+    def request(self) -> Message:
+        try:
+            return self.line.receive()
+        except LineEnded:
+            os._exit(0)
 
     def reply(self, call: int, reply: dict[str, Any], kind: int = REPLY) -> None:
         if os.getpid() != self._pid:  # a child that the function forked came back here too
@@ -112,10 +72,9 @@ class _Controller:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
-        payload = json.dumps(reply, allow_nan=False).encode()
         try:
-            self.connection.sendall(HEADER.pack(kind, call, len(payload)) + payload)
-        except BrokenPipeError:
+            self.send(kind, call, json.dumps(reply, allow_nan=False).encode())
+        except LineEnded:
             os._exit(0)
 
 
@@ -224,27 +183,21 @@ async def _serve_async(controller: _Controller, function: LoadedFunction) -> Non
 
     loop = asyncio.get_running_loop()
     tasks: dict[int, asyncio.Task[None]] = {}
-    frames = Frames()
+    controller.send = controller.line.post
 
     async def answer(call: int, payload: bytes) -> None:
         reply = await function.answer_async(payload)
         del tasks[call]
         controller.reply(call, reply)
 
-    def read() -> None:
-        try:
-            data = controller.connection.recv(1 << 20, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        if not data:
-            os._exit(0)
-        for kind, call, payload in frames.feed(data):
-            if kind == CALL:
-                tasks[call] = loop.create_task(answer(call, payload))
-            elif kind == CANCEL:
-                if call in tasks:
-                    tasks[call].cancel()
-                controller.reply(call, {}, ACK)
+    def heard(request: Message) -> None:
+        call = request.number
+        if request.kind == CALL:
+            tasks[call] = loop.create_task(answer(call, request.payload))
+        elif request.kind == CANCEL:
+            if call in tasks:
+                tasks[call].cancel()
+            controller.reply(call, {}, ACK)
 
-    loop.add_reader(controller.connection.fileno(), read)
+    controller.line.attach(loop, heard, lambda: os._exit(0))
     await loop.create_future()

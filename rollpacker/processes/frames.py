@@ -1,0 +1,45 @@
+"""Messages in a stream of bytes: a header of known length, then so many bytes, and no more than a
+bound that the reader sets."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+HEADER = struct.Struct(">BQQ")
+"""Kind, number of the call that the message belongs to, bytes that follow."""
+MAX_BYTES = 16 << 30
+"""Of one message between a process and its own child: a bound on nonsense, not on work."""
+
+
+class Message(NamedTuple):
+    kind: int
+    number: int
+    payload: bytes
+
+
+def packed(kind: int, number: int, payload: bytes) -> bytes:
+    return HEADER.pack(kind, number, len(payload)) + payload
+
+
+class Frames:
+    """Cuts a stream of bytes into messages of at most `max_bytes` each."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete now. Raises `ValueError` for one that is too long."""
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= HEADER.size:
+            kind, number, length = HEADER.unpack_from(self._buffer)
+            if length > self.max_bytes:
+                raise ValueError(f"a message of {length} bytes")
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            found.append(Message(kind, number, bytes(self._buffer[HEADER.size : end])))
+            del self._buffer[:end]
+        return found
