@@ -16,8 +16,8 @@ from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.trainer import logprobs
+from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.base import CriticConfig, LoraConfig, ModelConfig, TrainConfig
-from rollpacker.trainer.checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.estimate import LOGIT_BLOCK_ELEMENTS, MALLOC_SHARE, estimate
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
 from rollpacker.trainer.micro_batch import collate

@@ -258,7 +258,7 @@ def gradients(
             learner.accumulate(dealt(call, size, draw)[rank])
     outcome = learner.apply()
     found = {}
-    for name, trained in learner._trained().items():
+    for name, trained in learner.trained.items():
         moments = {
             n.removeprefix("exp_avg."): value
             for n, value in trained.optimizer.state().items()
@@ -366,7 +366,7 @@ def directly(case: Case) -> dict[str, dict[str, Tensor]]:
     )
     found = {"actor": autograd(loss, model)}
     if config.needs_critic:
-        critic = learner._critic
+        critic = learner.critic
         values = direct_values(critic, flat)
         old = padded([s.values for s in samples])
         returns = padded([s.returns for s in samples])
@@ -421,7 +421,7 @@ def direct_scores(case: Case, flat: Sequence[Response]) -> dict[SampleId, TokenS
     if config.needs_teacher:
         columns["teacher_log_probs"] = direct_log_probs(exact_model(5), flat)[0]
     if config.needs_critic:
-        columns["values"] = direct_values(learner._critic, flat)
+        columns["values"] = direct_values(learner.critic, flat)
     return {
         r.sample: TokenScores(
             **{name: tuple(v[row, : len(r.tokens)].tolist()) for name, v in columns.items()}
