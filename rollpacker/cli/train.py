@@ -152,6 +152,8 @@ def train(
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
     path = Path(config.runs_dir).expanduser() / config.name
     with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)

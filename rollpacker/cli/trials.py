@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli import findings
 from rollpacker.cli.findings import GIB, Finding
+from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -193,8 +194,8 @@ def model(config: RunConfig) -> Finding:
 
 
 def training(config: RunConfig) -> list[Finding]:
-    """The schedule is one, and the further models that the algorithm asks are there. Only what is
-    wrong is found."""
+    """The schedule is one, adapters fit the model, and the further models that the algorithm asks
+    are there. Only what is wrong is found."""
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
 
@@ -207,9 +208,27 @@ def training(config: RunConfig) -> list[Finding]:
         check_schedule(config.train)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
+        _try_adapter(config)
+    except MissingPackageError:
+        raise
     except ValueError as error:
         return [Finding("fail", "training", str(error), "Correct the config.")]
     return []
+
+
+def _try_adapter(config: RunConfig) -> None:
+    """Give the model its adapters, without weights. Raises `ValueError` if they do not fit."""
+    if config.model.lora is None or not (Path(config.model.path) / "config.json").is_file():
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+    from rollpacker.trainer.lora import add_adapter
+
+    shape = AutoConfig.from_pretrained(config.model.path)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
+        add_adapter(model, config.model.lora)
 
 
 def data(config: RunConfig) -> list[Finding]:
