@@ -149,7 +149,8 @@ def engine() -> Finding:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     config = AutoConfig.for_model("qwen2", **shape, **heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tiny = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    tiny = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
+    tiny = tiny.to(device, dtype).eval()
     install_attention(tiny)
     requests = [
         GenerationRequest(
@@ -227,7 +228,8 @@ def _try_adapter(config: RunConfig) -> None:
 
     shape = AutoConfig.from_pretrained(config.model.path)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
+        model: PreTrainedModel
+        model = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]  # no types
         add_adapter(model, config.model.lora)
 
 

@@ -626,7 +626,8 @@ def test_what_changes_nothing_in_a_run_is_said(command, caplog):
 
 def test_the_dry_run_knows_whose_sources_are_balanced(command):
     said = "balance_sources changes nothing"
-    assert command.train("--dry-run", tail_batching__balance_sources=True) == 0
+    tail = {"enabled": True, "balance_sources": True}
+    assert command.train("--dry-run", tail_batching=tail) == 0
     assert said in command.out
     config = Path(__file__).parents[2] / "configs" / "mixed-7b.yaml"
     assert command("train", config, "--dry-run") == 0
