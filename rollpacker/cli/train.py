@@ -111,8 +111,8 @@ are being worked on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run."""
+class FinishedRun:
+    """What `train` returns."""
 
     folder: Path
     reason: str
@@ -136,7 +136,7 @@ def train(
     overwrite: bool = False,
     display: bool = False,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> FinishedRun:
     """Run a config to its end.
 
     `observers` are fed every entry of the event log; `display` shows progress on the terminal.
@@ -162,7 +162,9 @@ def train(
         session.prepare(watch, display=display, observers=observers)
         reason = session.drive()
         stack.pop_all().close()
-    return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
+    return FinishedRun(
+        folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
+    )
 
 
 class _Session:

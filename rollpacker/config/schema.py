@@ -156,6 +156,7 @@ class DeadlineConfig:
                 raise ValueError(f"{name} must be more than 0")
 
 
+# size: one field for each key of a config file; grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that a run depends on; saved beside it as it was resolved."""
