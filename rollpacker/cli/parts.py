@@ -35,7 +35,8 @@ class Policy:
     threads: int
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str), "a list of tokens is one text"
         return text
 
     @property

@@ -111,8 +111,8 @@ are being worked on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run."""
+class FinishedRun:
+    """What `train` returns."""
 
     folder: Path
     reason: str
@@ -136,7 +136,7 @@ def train(
     overwrite: bool = False,
     display: bool = False,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> FinishedRun:
     """Run a config to its end.
 
     `observers` are fed every entry of the event log; `display` shows progress on the terminal.
@@ -152,6 +152,8 @@ def train(
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
     path = Path(config.runs_dir).expanduser() / config.name
     with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)
@@ -160,7 +162,9 @@ def train(
         session.prepare(watch, display=display, observers=observers)
         reason = session.drive()
         stack.pop_all().close()
-    return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
+    return FinishedRun(
+        folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
+    )
 
 
 class _Session:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli import findings
 from rollpacker.cli.findings import GIB, Finding
+from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -153,7 +154,8 @@ def engine() -> Finding:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     config = AutoConfig.for_model("qwen2", **shape, **heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tiny = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    tiny = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
+    tiny = tiny.to(device, dtype).eval()
     install_attention(tiny)
     requests = [
         GenerationRequest(
@@ -198,8 +200,8 @@ def model(config: RunConfig) -> Finding:
 
 
 def training(config: RunConfig) -> list[Finding]:
-    """The schedule is one, and the further models that the algorithm asks are there. Only what is
-    wrong is found."""
+    """The schedule is one, adapters fit the model, and the further models that the algorithm asks
+    are there. Only what is wrong is found."""
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
 
@@ -212,9 +214,28 @@ def training(config: RunConfig) -> list[Finding]:
         check_schedule(config.train)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
+        _try_adapter(config)
+    except MissingPackageError:
+        raise
     except ValueError as error:
         return [Finding("fail", "training", str(error), "Correct the config.")]
     return []
+
+
+def _try_adapter(config: RunConfig) -> None:
+    """Give the model its adapters, without weights. Raises `ValueError` if they do not fit."""
+    if config.model.lora is None or not (Path(config.model.path) / "config.json").is_file():
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+    from rollpacker.trainer.lora import add_adapter
+
+    shape = AutoConfig.from_pretrained(config.model.path)
+    with torch.device("meta"):
+        model: PreTrainedModel
+        model = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]  # no types
+        add_adapter(model, config.model.lora)
 
 
 def data(config: RunConfig) -> list[Finding]:

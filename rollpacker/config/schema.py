@@ -22,6 +22,10 @@ from rollpacker.rollout.base import EngineConfig
 from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
+SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
+"""Of `stream_trainer`: which devices leave a round early. A real run has none to release, since
+engine and trainer each have theirs from beginning to end."""
+
 MAX_NAME_BYTES = 200
 """Of a run's name; file systems take 255, and suffixes come on top."""
 
@@ -153,6 +157,7 @@ class DeadlineConfig:
                 raise ValueError(f"{name} must be more than 0")
 
 
+# size: one field for each key of a config file; grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that a run depends on; saved beside it as it was resolved."""
@@ -174,7 +179,9 @@ class RunConfig:
     """Gradients before a round is over. With `train.processes` the trainer begins on every group
     that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
     and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
-    arrive, so that runs are repeatable up to rounding, and no longer bit by bit."""
+    arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
+    `every`, `released_share` and `min_new_share` say when devices are released, which only
+    `rollpacker simulate` does."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -255,6 +262,16 @@ class RunConfig:
                 "stream_trainer.enabled needs a trainer in processes of its own (train.processes), "
                 "which works while the engine generates, or stream_trainer.reward_wait=true"
             )
+
+    @property
+    def without_effect(self) -> str | None:
+        """What is set and changes nothing in a real run, in a sentence; None if there is none."""
+        stream, default = self.stream_trainer, StreamConfig()
+        keys = [k for k in SIMULATED_ONLY if getattr(stream, k) != getattr(default, k)]
+        if not keys:
+            return None
+        names = ", ".join(f"stream_trainer.{key}" for key in keys)
+        return f"{names}: without effect, since a run releases no devices; only simulate does"
 
     @property
     def routed(self) -> bool:

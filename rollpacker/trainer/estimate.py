@@ -252,7 +252,7 @@ def _tail_notes(config: RunConfig) -> list[str]:
             "the short round's factors are those that it begins with; they are chosen anew for the "
             f"run's own lengths{bound if tail.debias == 'none' else ''}"
         )
-    if tail.enabled and tail.balance_sources:
+    if tail.enabled and tail.balance_sources and not config.routed:
         notes.append("balance_sources changes nothing: all prompts of a run are of one source")
     if tail.enabled and tail.debias != "none":
         notes.append(

@@ -613,6 +613,27 @@ def test_a_dry_run_loads_and_writes_nothing(command):
     assert sorted(command.folder.rglob("*")) == before
 
 
+def test_what_changes_nothing_in_a_run_is_said(command, caplog):
+    said = "stream_trainer.kinds, stream_trainer.window: without effect"
+    changes = {"stream_trainer__kinds": ["plain"], "stream_trainer__window": [0.3, 0.5]}
+    assert command.train("--dry-run", **changes) == 0
+    assert said in command.out
+    assert command.train(**changes) == 0
+    assert caplog.text.count(said) == 1
+    assert command.train("--dry-run", stream_trainer__max_share=0.5) == 0
+    assert "without effect" not in command.out
+
+
+def test_the_dry_run_knows_whose_sources_are_balanced(command):
+    said = "balance_sources changes nothing"
+    tail = {"enabled": True, "balance_sources": True}
+    assert command.train("--dry-run", tail_batching=tail) == 0
+    assert said in command.out
+    config = Path(__file__).parents[2] / "configs" / "mixed-7b.yaml"
+    assert command("train", config, "--dry-run") == 0
+    assert said not in command.out
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

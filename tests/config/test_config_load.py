@@ -248,6 +248,14 @@ class Anything:
     free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def test_texts_with_any_line_break_survive_saving(tmp_path: Path) -> None:
+    for mark in ("\x85", "\u2028", "\u2029", "\r", "\r\n", "\n", "\x0c", "\x1c"):
+        texts = (mark, f"a{mark}b", f"{mark} a", f"a {mark}", f"a{mark}\nb")
+        config = Anything(number=1.0, flag=True, inner=Inner(text=texts[1]), texts=texts)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml", [], Anything) == config, repr(mark)
+
+
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00$\r\x85\u2028\u2029"))
 SAFE = TEXTS.filter(lambda text: text != "???" and text.isprintable())
 INNER = st.builds(

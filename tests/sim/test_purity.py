@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cli.simulate import simulate_all
+from rollpacker.cli.simulations import simulate_all
 from rollpacker.controller.replay import replay
 from rollpacker.core.job import JobConfig
 from rollpacker.core.records import Session
