@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollpacker.processes import guardian
 
+_MAX_SIGNAL = 64
 END_S = 2.0
 """A process that was told to end is waited for so long, then ended by force."""
 
@@ -79,7 +80,7 @@ class Child:
             code = self.process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return None
-        if self._lifeline >= 0 and code > 128:
+        if self._lifeline >= 0 and 128 < code <= 128 + _MAX_SIGNAL:
             code = 128 - code
         if code >= 0:
             return f"exit status {code}"

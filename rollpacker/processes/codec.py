@@ -17,7 +17,7 @@ from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 _ROW = 16
-"""Rows of this many numbers or more are packed: JSON takes 30 times as long for them."""
+"""Rows of this many numbers or more are packed: JSON takes more than ten times as long for them."""
 _ROWS = {int: "q", float: "d"}
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 

@@ -19,6 +19,8 @@ import time
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_EXPENDABLE = "500"
+"""Out of memory, the kernel ends the child rather than the owner, who can replace it."""
 _LOOK_MS = 1000 if hasattr(os, "pidfd_open") else 50
 _END_S = 2.0
 """For all of them to be gone after they were killed."""
@@ -34,6 +36,8 @@ def main(lifeline: int, command: list[str]) -> NoReturn:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guardian:
             os._exit(1)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write(_EXPENDABLE)
         try:
             os.execv(command[0], command)
         finally:

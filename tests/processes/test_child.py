@@ -40,6 +40,7 @@ def is_alive(pid: int) -> bool:
     [
         ("", "exit status 0"),
         ("raise SystemExit(3)", "exit status 3"),
+        ("raise SystemExit(-1)", "exit status 255"),
         ("import os; os.kill(os.getpid(), 9)", "signal 9, SIGKILL"),
         ("import os; os.kill(os.getpid(), 15)", "signal 15, SIGTERM"),
     ],
@@ -56,6 +57,8 @@ def test_a_child_is_stopped_killed_and_named(guarded: bool) -> None:
     if guarded:
         assert wait_for(lambda: children(child.process.pid))
         (child.pid,) = children(child.process.pid)
+        score = Path(f"/proc/{child.pid}/oom_score_adj")
+        assert wait_for(lambda: int(score.read_text()) >= 500), "it goes before its owner"
     assert child.how_ended() is None and not child.is_stopped()
     os.kill(child.pid, signal.SIGSTOP)
     assert wait_for(child.is_stopped)

@@ -137,45 +137,40 @@ class LoadedFunction:
         started = time.perf_counter()
         try:
             returned, shape, count = self._call(payload)
-            if inspect.isawaitable(returned):
-                returned = self._wait_for(returned)
-            return _answered(values_of(shape, returned, count), started)
-        except WrongReturn as wrong:
-            return {"wrong": str(wrong)}
+            if not inspect.isawaitable(returned):
+                return _answered(values_of(shape, returned, count), started)
         except BaseException as error:  # an exit ends this call, not the worker
-            return error_of(error)
-
-    def _wait_for(self, returned: Any) -> Any:
+            return _not_answered(error)
         import asyncio
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-
-        async def wait() -> tuple[Any, BaseException | None]:
-            try:
-                return await returned, None
-            except BaseException as error:  # an exit would end the loop
-                return None, error
-
-        value, error = self._loop.run_until_complete(wait())
-        if error is not None:
-            raise error
-        return value
+        return self._loop.run_until_complete(self._awaited(returned, shape, count, started))
 
     async def answer_async(self, payload: bytes) -> dict[str, Any]:
         """As `answer`, for a coroutine function."""
         started = time.perf_counter()
         try:
             returned, shape, count = self._call(payload)
+        except BaseException as error:
+            return _not_answered(error)
+        return await self._awaited(returned, shape, count, started)
+
+    async def _awaited(
+        self, returned: Any, shape: str, count: int, started: float
+    ) -> dict[str, Any]:
+        try:
             return _answered(values_of(shape, await returned, count), started)
-        except WrongReturn as wrong:
-            return {"wrong": str(wrong)}
-        except BaseException as error:  # an exit ends this call, not the worker
-            return error_of(error)
+        except BaseException as error:  # an exit would end the loop
+            return _not_answered(error)
 
 
 def _answered(values: list[Value], started: float) -> dict[str, Any]:
     return {"values": values, "seconds": time.perf_counter() - started}
+
+
+def _not_answered(error: BaseException) -> dict[str, Any]:
+    return {"wrong": str(error)} if isinstance(error, WrongReturn) else dict(error_of(error))
 
 
 async def _serve_async(controller: _Controller, function: LoadedFunction) -> None:
