@@ -292,16 +292,21 @@ def make(
     trainer: FakeTrainer | None = None,
     reward: FakeReward | None = None,
     rewards: RewardScheduleConfig | None = None,
+    job: Job | None = None,
+    cursor: PromptCursor | None = None,
+    evaluated_step: int | None = None,
 ) -> tuple[Controller, Recorder]:
+    """`job` and `cursor` are a checkpoint's; None: a new run's."""
     recorder = Recorder()
     prompts = FakePrompts()
-    job = Job(
+    job = job or Job(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             samples_per_prompt=config.rollout.samples_per_prompt,
             max_steps=config.train.steps,
             max_response_tokens=config.rollout.max_response_tokens,
             tail_batching=config.tail_batching,
+            dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
         )
@@ -313,14 +318,20 @@ def make(
         reward=reward or FakeReward(),
         prompts=prompts,
         eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]),
-        cursor=PromptCursor("train", len(prompts.rows), 0, True, None),
+        cursor=cursor or PromptCursor("train", len(prompts.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples"),
         observers=[recorder],
     )
-    controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)
+    controller = Controller(
+        config,
+        parts,
+        checkpoints=folder / "checkpoints",
+        time_s=0.0,
+        evaluated_step=evaluated_step,
+    )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder
 
