@@ -53,15 +53,24 @@ class Bus:
     """Brings events to the core and its commands to the ports. Thread-safe."""
 
     def __init__(
-        self, job: Job, clock: Clock, ports: Sequence[Port], *, sinks: Sequence[Sink] = ()
+        self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
     ) -> None:
-        """Raises `AssertionError` unless every kind of command has exactly one port."""
+        """Ports that are given are connected at once."""
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
         """The only lock of a run. Reentrant: a port may ask the bus while it obeys."""
-        self._routes = _one_port_each(ports)
+        self._routes: Routes = {}
         self._sinks = tuple(sinks)
+        if ports:
+            self.connect(*ports)
+
+    def connect(self, *ports: Port) -> None:
+        """Join the ports, all of them at once; those that bring events need the bus before.
+
+        Raises `AssertionError` unless every kind of command has exactly one port.
+        """
+        self._routes = _one_port_each(ports)
 
     def take(self, event: Event) -> None:
         """Bring this event to the core, have its answer obeyed, and log both.

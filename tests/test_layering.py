@@ -22,7 +22,8 @@ NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycl
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "config": ("core", *BASES),
-    "sim": ("core", "config", "report"),
+    "bus": ("core",),
+    "sim": ("bus", "core", "config", "report"),
     "report": ("core", "config"),
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": (*NOUNS, "imports"),
     "trainer": (*NOUNS, "algo", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
-    "controller": ("core", "config", *BASES),
+    "controller": ("bus", "core", "config", *BASES),
     "imports": (),
     "weight_probe": (),
 }
@@ -102,7 +103,7 @@ def violations(path: Path) -> list[str]:
     for line, name in checked:
         top, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)}, line {line}: {name}"
-        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, "imports", "weight_probe"):
+        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, "bus", "imports", "weight_probe"):
             if not within(rest, allowed):
                 found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")
         elif top == "ray" and part != "remote":

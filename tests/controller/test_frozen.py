@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,10 @@ class TickReward(FakeReward):
 class Case:
     """A run's settings, and when it is stopped and taken up again."""
 
-    tail: TailBatchingConfig = TailBatchingConfig()
-    stream: StreamConfig = StreamConfig()
-    sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    rewards: RewardScheduleConfig = RewardScheduleConfig()
+    tail: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
     evaluate: int | None = 2
     steps: int = 6
     stop_at: type | None = None
