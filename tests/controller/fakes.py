@@ -295,8 +295,10 @@ def make(
     job: Job | None = None,
     cursor: PromptCursor | None = None,
     evaluated_step: int | None = None,
+    evaluates: bool = True,
 ) -> tuple[Controller, Recorder]:
-    """`job` and `cursor` are a checkpoint's; None: a new run's."""
+    """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
+    evaluate on."""
     recorder = Recorder()
     prompts = FakePrompts()
     job = job or Job(
@@ -317,7 +319,7 @@ def make(
         trainer=trainer or FakeTrainer(),
         reward=reward or FakeReward(),
         prompts=prompts,
-        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]),
+        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]) if evaluates else None,
         cursor=cursor or PromptCursor("train", len(prompts.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
