@@ -98,8 +98,8 @@ class Controller:
         that was evaluated last, if any."""
         self.config = config
         self.parts = parts
-        engine, trainer, reward = parts.engine, parts.trainer, parts.reward
-        rows, decode, writer = parts.prompts.rows, parts.decode, parts.samples
+        engine, reward = parts.engine, parts.reward
+        rows, decode = parts.prompts.rows, parts.decode
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
@@ -127,31 +127,13 @@ class Controller:
             sampling=sampling,
             evaluated_step=evaluated_step,
         )
-        training = Training(
-            *(bus, main, desk, watch),
-            config=config,
-            trainer=trainer,
-            engine=engine,
-            reward=reward,
-            build_samples=parts.build_samples,
-            rows=None if writer is None else SampleRows(desk, writer, rows, reward.names),
-        )
-        commits = Commits(
-            *(bus, main, desk, scoring, watch, self._evaluator),
-            config=config.checkpoint,
-            folder=checkpoints,
-            trainer=trainer,
-            cursor=parts.cursor,
-            log=parts.log,
-            samples=writer,
-        )
         bus.connect(
             self._generation,
             scoring,
             Fetching(bus, main, parts.cursor),
-            training,
-            HandingOver(bus, main, watch, trainer=trainer, engine=engine),
-            commits,
+            self._training(desk),
+            HandingOver(bus, main, watch, trainer=parts.trainer, engine=engine),
+            self._commits(desk, checkpoints),
             main,
             Recorded(Defer, Drop),
         )
@@ -202,6 +184,33 @@ class Controller:
         self.parts.trainer.close()
         self._observing.feed()
         self.parts.log.flush()
+
+    def _training(self, desk: Desk) -> Training:
+        parts = self.parts
+        rows = None
+        if parts.samples is not None:
+            rows = SampleRows(desk, parts.samples, parts.prompts.rows, parts.reward.names)
+        return Training(
+            *(self.bus, self._main, desk, self._watch),
+            config=self.config,
+            trainer=parts.trainer,
+            engine=parts.engine,
+            reward=parts.reward,
+            build_samples=parts.build_samples,
+            rows=rows,
+        )
+
+    def _commits(self, desk: Desk, checkpoints: Path) -> Commits:
+        parts = self.parts
+        return Commits(
+            *(self.bus, self._main, desk, self._scoring, self._watch, self._evaluator),
+            config=self.config.checkpoint,
+            folder=checkpoints,
+            trainer=parts.trainer,
+            cursor=parts.cursor,
+            log=parts.log,
+            samples=parts.samples,
+        )
 
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""
