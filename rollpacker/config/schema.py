@@ -14,8 +14,8 @@ from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.job import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.base import DataConfig
 from rollpacker.rewards.base import RewardConfig, SandboxConfig
 from rollpacker.rollout.base import EngineConfig

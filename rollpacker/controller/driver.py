@@ -149,6 +149,7 @@ class Controller:
             job=job.config.to_plain(),
             slots=self.config.rollout.engine.max_slots,
             marks=marks,
+            data_ended=None if job.phase is Phase.NEW else self.parts.cursor.ended,
         )
         self.bus.write(session)
         self.bus.note("startup", self.bus.clock.now() - began_s, job.step, {})

@@ -34,7 +34,7 @@ def replay(entries: Iterable[Entry]) -> Replay:
             if job is None:
                 job = Job(config)
             elif job.phase is Phase.COMMITTING:
-                job = Job.restore(config, job.state())
+                job = Job.restore(config, job.state(), data_ended=entry.data_ended)
             else:
                 raise LogError(f"a session begins in phase {job.phase}, not at a commit")
         elif isinstance(entry, Record):

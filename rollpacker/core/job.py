@@ -56,14 +56,9 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.ledger import Ledger
 from rollpacker.core.parallelism import ParallelismConfig, ParallelismPlanner
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
-from rollpacker.core.rounds import (
-    Round,
-    RoundPlan,
-    StrayEventError,
-    TailBatchingConfig,
-    times,
-)
+from rollpacker.core.rounds import Round, RoundPlan, StrayEventError
 from rollpacker.core.stream_plan import DeviceLayout, StreamConfig, StreamPlan
+from rollpacker.core.tail_batching import Factors, TailBatchingConfig, Tier
 
 
 class Phase(StrEnum):
@@ -141,7 +136,9 @@ def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NESTED: dict[str, Callable[[Any], Any]] = {
-    "tail_batching": TailBatchingConfig.from_plain,
+    "tail_batching": lambda plain: TailBatchingConfig(
+        **{**plain, "tiers": tuple(Tier(**tier) for tier in plain.get("tiers", ()))}
+    ),
     "dynamic_sampling": lambda plain: DynamicSamplingConfig(**plain),
     "rewards": RewardScheduleConfig.from_plain,
     "parallelism": lambda plain: ParallelismConfig(**_tuples(plain)),
@@ -167,7 +164,7 @@ class Job:
         )
         """Deferred prompts that wait for a further race, by tier."""
         self.factors = tail.factors
-        """(prompt_factor, sample_factor) of the short rounds, now."""
+        """Of the short rounds, now."""
         self.rewards = RewardSchedule(config.rewards)
         self.parallelism = ParallelismPlanner(config.parallelism)
         self.stream = StreamPlan(
@@ -292,7 +289,7 @@ class Job:
             return
         model = self.lengths.model
         if model is not None and (planner.current is None or self.step % CHOOSE_EVERY == 0):
-            self.factors = planner.choose(model).factors
+            self.factors = Factors(*planner.choose(model).factors)
 
     @property
     def num_queued(self) -> int:
@@ -301,7 +298,8 @@ class Job:
 
     def _num_racing(self, tier: int) -> int:
         """Prompts that a race of this tier launches."""
-        return self.config.tail_batching.tiers[tier].num_prompts(self.config.prompts_per_step)
+        factors = self.config.tail_batching.tiers[tier].factors
+        return factors.num_prompts(self.config.prompts_per_step)
 
     def _out_of_steps(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
@@ -315,7 +313,7 @@ class Job:
 
     def _num_fresh(self) -> int:
         """Prompts that a round of fresh ones launches."""
-        return times(self.factors[0], self._num_wanted)
+        return self.factors.num_prompts(self._num_wanted)
 
     @property
     def _num_wanted(self) -> int:
@@ -351,7 +349,7 @@ class Job:
         return self._start(
             kind,
             [(prompt, 0) for prompt in prompts],
-            num_samples=times(self.factors[1], config.samples_per_prompt),
+            num_samples=self.factors.num_samples(config.samples_per_prompt),
             prompts_needed=min(self._num_wanted, len(prompts)),
         )
 
@@ -361,7 +359,9 @@ class Job:
         return self._start(
             RoundKind.CASCADE,
             prompts,
-            num_samples=config.tail_batching.tiers[tier].num_samples(config.samples_per_prompt),
+            num_samples=config.tail_batching.tiers[tier].factors.num_samples(
+                config.samples_per_prompt
+            ),
             prompts_needed=config.prompts_per_step,
             tier=tier + 1,
         )
@@ -543,7 +543,7 @@ class Job:
 
     def _may_refill(self, gathered: StepGroups) -> bool:
         config = self.config.dynamic_sampling
-        ends = self._draining or self._data_ended or self._stop_reason is not None
+        ends = self._draining or self._data_ended
         left = gathered.num_refills < config.max_refills
         return config.enabled and left and gathered.missing > 0 and not ends
 
@@ -687,17 +687,22 @@ class Job:
         job.version = state["version"]
         job._num_rounds = state["num_rounds"]
         job.queue.extend(_queue_from_plain(state["queue"]))
-        for waiting, plain in zip(job.tier_queues, state["tier_queues"], strict=True):
-            waiting.extend(_queue_from_plain(plain))
-        job.factors = tuple(state["factors"])
+        for tier, plain in enumerate(state["tier_queues"]):
+            # A tier that the configuration no longer has leaves its prompts to the long rounds.
+            known = tier < len(job.tier_queues)
+            (job.tier_queues[tier] if known else job.queue).extend(_queue_from_plain(plain))
+        if job.planner is not None and state["planner"] is not None:
+            job.planner.restore(state["planner"])
+            job.factors = Factors(*state["factors"])
         job.rewards.restore(state["rewards"])
         job.parallelism.restore(state["parallelism"])
         job.stream.restore(state["stream"])
         if job.lengths is not None and state["lengths"] is not None:
             job.lengths.restore(state["lengths"])
-        if job.planner is not None and state["planner"] is not None:
-            job.planner.restore(state["planner"])
-        job._draining = state["draining"]
+        # Without races nothing is deferred any more: what is queued goes first, not at the end of
+        # its epoch.
+        waits_in_vain = not config.tail_batching.enabled and job.num_queued > 0
+        job._draining = state["draining"] or waits_in_vain
         job._data_ended = state["data_ended"] if data_ended is None else data_ended
         # A run that ended for it gets another chance: its user may have mended the cause.
         job._num_empty_steps = state["num_empty_steps"] % MAX_EMPTY_STEPS

@@ -40,6 +40,9 @@ class Session:
     marks: tuple[str, ...] = ()
     """What every number of this session must be read with: "unsandboxed" if model-written code ran
     without isolation."""
+    data_ended: bool | None = None
+    """Of a resumed run: whether the data has ended now. It may have ended before and go on, since
+    the run was given more epochs. None: as the checkpoint says; so in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,8 @@ def encode(entry: Entry) -> str:
             "slots": entry.slots,
             "marks": list(entry.marks),
         }
+        if entry.data_ended is not None:
+            line["data_ended"] = entry.data_ended
     return json.dumps(line, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -116,6 +121,7 @@ def decode(line: str) -> Entry:
                 job=raw["job"],
                 slots=raw.get("slots"),
                 marks=tuple(raw.get("marks", ())),
+                data_ended=raw.get("data_ended"),
             )
         if "note" in raw:
             return Note(

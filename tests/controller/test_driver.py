@@ -32,8 +32,8 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Phase
 from rollpacker.core.records import LogError, Note, Record, decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored

@@ -29,8 +29,8 @@ from rollpacker.core.events import Committed, SampleFailed, Trained
 from rollpacker.core.job import Job
 from rollpacker.core.records import Note, Record, Session, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig, Tier
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
 from rollpacker.rollout.base import EngineOutput, GenerationRequest

@@ -36,8 +36,9 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job, JobConfig, Phase, ProtocolError
 from rollpacker.core.records import decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import StrayEventError, TailBatchingConfig, Tier
+from rollpacker.core.rounds import StrayEventError
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World, commands_of, events_of
 
