@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollpacker.bus import Bus, Recorded
+from rollpacker.bus import Bus, Port, Recorded
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.base import BuildSamples, Decode
 from rollpacker.controller.clock import RealClock
@@ -98,22 +98,24 @@ class Controller:
         that was evaluated last, if any."""
         self.config = config
         self.parts = parts
-        engine, reward = parts.engine, parts.reward
-        rows, decode = parts.prompts.rows, parts.decode
+        self._checkpoints = checkpoints
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
-        self._watch = watch = Watch(bus, config.deadlines, engine, reward)
-        desk = Desk()
+        self._watch = watch = Watch(bus, config.deadlines, parts.engine, parts.reward)
+        self._desk = desk = Desk()
         sampling = _sampling(config)
-        self._scoring = scoring = Scoring(
-            bus, main, desk, watch, reward=reward, rows=rows, decode=decode
+        self._scoring = Scoring(
+            *(bus, main, desk, watch),
+            reward=parts.reward,
+            rows=parts.prompts.rows,
+            decode=parts.decode,
         )
         self._generation = Generation(
-            *(bus, main, desk, scoring, watch),
-            engine=engine,
-            rows=rows,
+            *(bus, main, desk, self._scoring, watch),
+            engine=parts.engine,
+            rows=parts.prompts.rows,
             sampling=sampling,
             checkpoints=checkpoints,
         )
@@ -122,21 +124,12 @@ class Controller:
             config=config.eval,
             prompts=parts.eval_prompts,
             generate=self._generation.collect,
-            reward=reward,
-            decode=decode,
+            reward=parts.reward,
+            decode=parts.decode,
             sampling=sampling,
             evaluated_step=evaluated_step,
         )
-        bus.connect(
-            self._generation,
-            scoring,
-            Fetching(bus, main, parts.cursor),
-            self._training(desk),
-            HandingOver(bus, main, watch, trainer=parts.trainer, engine=engine),
-            self._commits(desk, checkpoints),
-            main,
-            Recorded(Defer, Drop),
-        )
+        bus.connect(*self._ports())
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
         """Write the session's first entries: who takes up the run, and how long loading took.
@@ -186,13 +179,14 @@ class Controller:
         self._observing.feed()
         self.parts.log.flush()
 
-    def _training(self, desk: Desk) -> Training:
-        parts = self.parts
+    def _ports(self) -> list[Port]:
+        """One for every kind of command; the bus checks that."""
+        parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
         rows = None
         if parts.samples is not None:
             rows = SampleRows(desk, parts.samples, parts.prompts.rows, parts.reward.names)
-        return Training(
-            *(self.bus, self._main, desk, self._watch),
+        training = Training(
+            *(bus, main, desk, watch),
             config=self.config,
             trainer=parts.trainer,
             engine=parts.engine,
@@ -200,18 +194,25 @@ class Controller:
             build_samples=parts.build_samples,
             rows=rows,
         )
-
-    def _commits(self, desk: Desk, checkpoints: Path) -> Commits:
-        parts = self.parts
-        return Commits(
-            *(self.bus, self._main, desk, self._scoring, self._watch, self._evaluator),
+        commits = Commits(
+            *(bus, main, desk, self._scoring, watch, self._evaluator),
             config=self.config.checkpoint,
-            folder=checkpoints,
+            folder=self._checkpoints,
             trainer=parts.trainer,
             cursor=parts.cursor,
             log=parts.log,
             samples=parts.samples,
         )
+        return [
+            self._generation,
+            self._scoring,
+            Fetching(bus, main, parts.cursor),
+            training,
+            HandingOver(bus, main, watch, trainer=parts.trainer, engine=parts.engine),
+            commits,
+            main,
+            Recorded(Defer, Drop),
+        ]
 
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""
