@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.config.schema import CheckpointConfig
 from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.evaluation import Evaluator
@@ -38,18 +37,18 @@ class Commits:
         watch: Watch,
         evaluator: Evaluator,
         *,
-        config: CheckpointConfig,
         folder: Path,
+        keep_last: int,
         trainer: Trainer,
         cursor: Cursor,
         log: LogWriter,
         samples: SampleWriter | None,
     ) -> None:
-        """`folder` takes the checkpoints."""
+        """`folder` takes the checkpoints, of which the last `keep_last` stay."""
         self._bus, self._main, self._desk = bus, main, desk
         self._scoring, self._watch, self._evaluator = scoring, watch, evaluator
-        self._config = config
         self._folder = folder
+        self._keep_last = keep_last
         self._trainer = trainer
         self._cursor = cursor
         self._log = log
@@ -64,22 +63,19 @@ class Commits:
     async def _commit(self, command: Commit, job_state: Mapping[str, Any]) -> None:
         with self._bus.lock:
             self._desk.forget(self._scoring.waiting())
-        due = self._evaluator.is_due(command.step) or command.last
-        if due and not command.stopping:
+        if command.evaluate:
             await self._evaluator.evaluate(command.step)
-        ending = command.last or command.stopping
-        due = ending or command.step % self._config.every_steps == 0
-        if due:
+        if command.checkpoint:
             write = in_daemon_thread(
                 write_checkpoint,
                 self._folder,
                 command.step,
                 self._state(job_state),
                 self._trainer.save,
-                self._config.keep_last,
+                self._keep_last,
             )
             await self._watch.by("checkpoint_s", write)
-        self._bus.take(Committed(time_s=0.0, step=command.step, checkpointed=due))
+        self._bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """All that a resume needs besides tensors; also makes log and samples durable up to
@@ -92,5 +88,4 @@ class Commits:
                 "cursor": self._cursor.state(),
                 "log_bytes": self._log.flush(),
                 "time_s": self._bus.clock.now(),
-                "evaluated_step": self._evaluator.evaluated_step,
             }

@@ -92,10 +92,8 @@ class Controller:
         *,
         checkpoints: Path,
         time_s: float,
-        evaluated_step: int | None = None,
     ) -> None:
-        """`time_s` is where the run's clock goes on (0 in a new run); `evaluated_step` is the step
-        that was evaluated last, if any."""
+        """`time_s` is where the run's clock goes on (0 in a new run)."""
         self.config = config
         self.parts = parts
         self._checkpoints = checkpoints
@@ -127,7 +125,6 @@ class Controller:
             reward=parts.reward,
             decode=parts.decode,
             sampling=sampling,
-            evaluated_step=evaluated_step,
         )
         bus.connect(*self._ports())
 
@@ -196,8 +193,8 @@ class Controller:
         )
         commits = Commits(
             *(bus, main, desk, self._scoring, watch, self._evaluator),
-            config=self.config.checkpoint,
             folder=self._checkpoints,
+            keep_last=self.config.checkpoint.keep_last,
             trainer=parts.trainer,
             cursor=parts.cursor,
             log=parts.log,
@@ -217,12 +214,11 @@ class Controller:
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""
         job = self.parts.job
+        if job.evaluation_is_due:
+            await self._evaluator.evaluate(job.step)
         if job.phase is Phase.NEW:
-            await self._evaluator.evaluate(step=0)
             self.bus.take(RunStarted(time_s=0.0))
         else:
-            if self._evaluator.is_due(job.step):
-                await self._evaluator.evaluate(job.step)
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:

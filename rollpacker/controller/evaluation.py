@@ -45,10 +45,8 @@ class Evaluator:
         reward: Reward,
         decode: Decode,
         sampling: SamplingParams,
-        evaluated_step: int | None,
     ) -> None:
-        """`prompts` None: the run has nothing to evaluate on. `sampling` is that of training;
-        `evaluated_step` the step that was evaluated last, if any."""
+        """`prompts` None: the run has nothing to evaluate on. `sampling` is that of training."""
         self._bus, self._watch = bus, watch
         self._config = config
         self._prompts = prompts
@@ -61,18 +59,12 @@ class Evaluator:
             max_response_tokens=sampling.max_response_tokens if tokens is None else tokens,
             temperature=sampling.temperature if temperature is None else temperature,
         )
-        self.evaluated_step = evaluated_step
-
-    def is_due(self, step: int) -> bool:
-        every = self._config.every_steps
-        return every is not None and step % every == 0 and step != self.evaluated_step
 
     async def evaluate(self, step: int) -> None:
         """The result is a note in the log."""
         if self._prompts is None:
             return
         began = self._bus.clock.now()
-        self.evaluated_step = step
         result = await evaluate(
             generate=self._generate,
             score=self._judge,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.records import Record
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
@@ -98,6 +98,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         ),
         stream=scenario.stream_trainer,
         layouts=layouts,
+        speculate=() if rollout.speculation is None else rollout.speculation.kinds,
     )
 
 

@@ -49,7 +49,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Record
 from rollpacker.sim.engine import TokenClockEngine
 from rollpacker.sim.latency import LatencyModel
@@ -289,9 +290,7 @@ class Simulation:
         step.kind, step.tensor_parallel = str(command.kind), command.tensor_parallel
         step.launched = self.now
         self._bubble["sync"] += (self.now - step.began) * self._machine.gpus
-        speculation = self._machine.speculation
-        speculating = speculation is not None and step.kind in speculation.kinds
-        self._engines = self._fleet(command.tensor_parallel, speculating)
+        self._engines = self._fleet(command.tensor_parallel, command.speculate)
         self._released = None
         self._trainer.have(self.now, 0)
         samples = self._samples = command.samples

@@ -20,9 +20,11 @@ from rollpacker.config.schema import (
 from rollpacker.controller.driver import Controller, Parts
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.cadence import Cadence
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
@@ -294,7 +296,6 @@ def make(
     rewards: RewardScheduleConfig | None = None,
     job: Job | None = None,
     cursor: PromptCursor | None = None,
-    evaluated_step: int | None = None,
     evaluates: bool = True,
 ) -> tuple[Controller, Recorder]:
     """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
@@ -311,6 +312,11 @@ def make(
             dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
+            cadence=Cadence(
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                evaluates=evaluates,
+                eval_every_steps=config.eval.every_steps,
+            ),
         )
     )
     parts = Parts(
@@ -332,7 +338,6 @@ def make(
         parts,
         checkpoints=folder / "checkpoints",
         time_s=0.0,
-        evaluated_step=evaluated_step,
     )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder

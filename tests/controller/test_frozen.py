@@ -230,7 +230,7 @@ def _resumed(case: Case, folder: Path, before: Any) -> dict[str, Any]:
     job = Job.restore(before.parts.job.config, state["job"])
     cursor = PromptCursor("train", len(before.parts.prompts.rows), 0, True, None)
     cursor.restore(state["cursor"])
-    return {"job": job, "cursor": cursor, "evaluated_step": state.get("evaluated_step")}
+    return {"job": job, "cursor": cursor}
 
 
 def _line(entry: Record | Note | Session) -> str:

@@ -42,7 +42,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Entry, Record
 from rollpacker.sim.unkind import Unkind, UnkindConfig
 

@@ -27,7 +27,7 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Note, Record, Session
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
