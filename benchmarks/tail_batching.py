@@ -50,7 +50,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rollout.base import EngineOutput, GenerationRequest, SamplingParams

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -37,7 +36,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.debias import Debias
-from rollpacker.core.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig, StepGroups
+from rollpacker.core.dynamic_sampling import NO_SIGNAL, StepGroups
 from rollpacker.core.events import (
     Committed,
     Event,
@@ -53,12 +52,13 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.factor_plan import FactorPlanner
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.ledger import Ledger
-from rollpacker.core.parallelism import ParallelismConfig, ParallelismPlanner
-from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
+from rollpacker.core.parallelism import ParallelismPlanner
+from rollpacker.core.reward_schedule import RewardSchedule
 from rollpacker.core.rounds import Round, RoundPlan, StrayEventError
-from rollpacker.core.stream_plan import DeviceLayout, StreamConfig, StreamPlan
-from rollpacker.core.tail_batching import Factors, TailBatchingConfig, Tier
+from rollpacker.core.stream_plan import DeviceLayout, StreamPlan
+from rollpacker.core.tail_batching import Factors
 
 
 class Phase(StrEnum):
@@ -81,70 +81,6 @@ CHOOSE_EVERY = 10
 
 class ProtocolError(AssertionError):
     """The driver sent an event that does not fit the phase: a bug in the driver."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobConfig:
-    """What the core needs to know of a run's configuration."""
-
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_steps: int | None
-    """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
-    max_response_tokens: int | None = None
-    prompt_tokens: int = 0
-    """Mean length of a prompt, for projections of the key-value cache."""
-    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    trainer_apart: bool = False
-    """The trainer has devices of its own and may work while others generate."""
-    layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How the devices are shared out, for each degree of tensor parallelism."""
-    max_retries: int = 2
-    """Replacements per prompt and round for samples that the engine failed on."""
-    min_verdicts: int = 2
-    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
-
-    def __post_init__(self) -> None:
-        if self.stream.enabled and self.tail_batching.debias != "none":
-            raise ValueError(
-                f"tail_batching.debias={self.tail_batching.debias} does not go with "
-                "stream_trainer.enabled: a sample's weight is known when its round is over, and "
-                "streaming trains on it before"
-            )
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
-        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
-        defaults."""
-        values = dict(plain)
-        for name, restore in _NESTED.items():
-            if name in values:
-                values[name] = restore(values[name])
-        return cls(**values)
-
-
-def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON knows no tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-
-
-_NESTED: dict[str, Callable[[Any], Any]] = {
-    "tail_batching": lambda plain: TailBatchingConfig(
-        **{**plain, "tiers": tuple(Tier(**tier) for tier in plain.get("tiers", ()))}
-    ),
-    "dynamic_sampling": lambda plain: DynamicSamplingConfig(**plain),
-    "rewards": RewardScheduleConfig.from_plain,
-    "parallelism": lambda plain: ParallelismConfig(**_tuples(plain)),
-    "stream": lambda plain: StreamConfig(**_tuples(plain)),
-    "layouts": lambda plains: tuple(DeviceLayout(**plain) for plain in plains),
-}
 
 
 class Job:
@@ -212,6 +148,8 @@ class Job:
         """How long the engine was busy with the round; 0 while it is."""
         self._num_empty_steps = 0
         self._stop_reason: str | None = None
+        self._evaluated_step: int | None = None
+        """The step that was evaluated last."""
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             SampleGenerated: self._on_generated,
             SampleScored: self._on_scored,
@@ -396,6 +334,7 @@ class Job:
             balance_sources=config.tail_batching.balance_sources,
             max_retries=config.max_retries,
             tensor_parallel=self.parallelism.degree(kind),
+            speculate=kind in config.speculate,
             min_verdicts=config.min_verdicts,
         )
         self._round = Round(plan, self.rewards, self.num_late)
@@ -617,8 +556,31 @@ class Job:
     def _commit(self) -> list[Command]:
         self.phase = Phase.COMMITTING
         self.step += 1
-        stopping = self._stop_reason is not None
-        return [Commit(step=self.step, last=self._nothing_left(), stopping=stopping)]
+        return [self._commit_step()]
+
+    def _commit_step(self) -> Commit:
+        last, stopping = self._nothing_left(), self._stop_reason is not None
+        evaluate = self.evaluation_is_due and not stopping
+        if evaluate:
+            self._evaluated_step = self.step
+        cadence = self.config.cadence
+        return Commit(
+            step=self.step,
+            last=last,
+            stopping=stopping,
+            checkpoint=cadence is not None
+            and cadence.checkpoint_is_due(self.step, ending=last or stopping),
+            evaluate=evaluate,
+        )
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Before the run goes on: it is about to begin, or its step is committed. A driver that
+        starts or resumes a run asks; later `Commit` says it."""
+        cadence = self.config.cadence
+        return cadence is not None and cadence.evaluation_is_due(
+            self.step, evaluated_step=self._evaluated_step, last=self._nothing_left()
+        )
 
     def _on_committed(self, event: Committed) -> list[Command]:
         self._expect(Phase.COMMITTING, event)
@@ -627,7 +589,7 @@ class Job:
         if self._stop_reason is None:
             return self._next_step()
         if not event.checkpointed:  # the wish to stop came while the commit was under way
-            return [Commit(step=self.step, last=self._nothing_left(), stopping=True)]
+            return [self._commit_step()]
         return self._finish(self._stop_reason)
 
     def _on_stop(self, event: StopRequested) -> list[Command]:
@@ -668,6 +630,7 @@ class Job:
             "draining": self._draining,
             "data_ended": self._data_ended,
             "num_empty_steps": self._num_empty_steps,
+            "evaluated_step": self._evaluated_step,
             "num_late": dict(sorted(self.num_late.items())),
             "ledger": self.ledger.state(),
         }
@@ -706,6 +669,7 @@ class Job:
         job._data_ended = state["data_ended"] if data_ended is None else data_ended
         # A run that ended for it gets another chance: its user may have mended the cause.
         job._num_empty_steps = state["num_empty_steps"] % MAX_EMPTY_STEPS
+        job._evaluated_step = state.get("evaluated_step")
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job

@@ -50,6 +50,7 @@ class RoundPlan:
     max_retries: int = 2
     """Replacements launched per prompt for samples that the engine failed on."""
     tensor_parallel: int = 1
+    speculate: bool = False
     min_verdicts: int = 2
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
 
@@ -448,6 +449,7 @@ class Round:
             samples=tuple(samples),
             version=plan.version,
             tensor_parallel=plan.tensor_parallel,
+            speculate=plan.speculate,
         )
 
     def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[_Group, int]:

@@ -11,7 +11,8 @@ from rollpacker.controller.replay import replay
 from rollpacker.core.commands import FetchPrompts, Finish, Launch, RoundKind, TrainOn
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import Committed
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Record, Session, decode, encode
 from rollpacker.core.tail_batching import AUTO_START, TailBatchingConfig, Tier
 from tests.core.world import World, commands_of
