@@ -18,7 +18,7 @@ from rollpacker.rewards.weighted import Weighted, WeightedReward
 from rollpacker.sandbox.base import SandboxConfig
 
 BUILT_IN: dict[str, str] = {
-    "math": "rollpacker.rewards.math.part:MathReward",
+    "math": "rollpacker.rewards.math.reward:MathReward",
     "code": "rollpacker.rewards.code.grading:CodeReward",
     "judge": "rollpacker.rewards.judge.part:JudgeReward",
     "reward_model": "rollpacker.rewards.reward_model:RewardModel",
@@ -29,6 +29,12 @@ BUILT_IN: dict[str, str] = {
 FACTORIES = ("reward_model", "reasoning_gym")
 """Their instances are plain functions, made of `arguments` in a worker and called there. The others
 are parts made of config, name and what the run shares."""
+
+CONFIGS = {
+    "math": "rollpacker.rewards.math.reward:MathConfig",
+    "code": "rollpacker.rewards.code.grading:CodeConfig",
+}
+"""Dataclasses whose fields are a reward's `arguments`."""
 
 SANDBOXED = ("math", "code")
 """They share one sandbox."""
@@ -82,6 +88,8 @@ def _built_in(config: RewardConfig, shared: Shared) -> RewardPart:
     found: Any = getattr(importlib.import_module(module), attribute)
     if config.shape not in ("auto", "trl"):
         raise RewardError(f"reward {name} is built in and has no shape; take {config.shape} out.")
+    if name in CONFIGS:
+        return _configured(config, CONFIGS[name], found, shared)
     parameters = inspect.signature(found).parameters.values()
     if name not in FACTORIES:
         known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -94,3 +102,16 @@ def _built_in(config: RewardConfig, shared: Shared) -> RewardPart:
     if config.workers == "auto":  # a factory knows best how often it fits into this machine
         config = dataclasses.replace(config, workers=getattr(found, "WORKERS", None) or "auto")
     return RewardFunction(config, factory=BUILT_IN[name], check=check)
+
+
+def _configured(entry: RewardConfig, place: str, made: Any, shared: Shared) -> RewardPart:
+    module, _, attribute = place.partition(":")
+    config_class: Any = getattr(importlib.import_module(module), attribute)
+    name = entry.function
+    refuse_unknown(entry.arguments, [one.name for one in dataclasses.fields(config_class)], name)
+    try:
+        config = config_class(**entry.arguments)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {entry.name or name}: {error}") from None
+    part: RewardPart = made(config, entry=entry, name=entry.name or name, shared=shared)
+    return part

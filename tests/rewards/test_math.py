@@ -23,8 +23,16 @@ from rollpacker.rewards.base import (
     RewardInput,
     Scored,
 )
+from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
-from rollpacker.rewards.math.part import PROFILE, PROGRAM, MathReward, checker, parse_reply
+from rollpacker.rewards.math.reward import (
+    PROFILE,
+    PROGRAM,
+    MathConfig,
+    MathReward,
+    checker,
+    parse_reply,
+)
 from rollpacker.rewards.shared import Shared
 from rollpacker.sandbox.base import RunResult, SandboxConfig, SandboxUnavailable, Status
 from rollpacker.sandbox.program import WORK
@@ -51,7 +59,8 @@ def boxed(answer: str) -> str:
 
 
 def reward(shared: Any, **arguments: Any) -> MathReward:
-    return MathReward(RewardConfig(function="math"), "math", shared, **arguments)
+    entry = RewardConfig(function="math")
+    return MathReward(MathConfig(**arguments), entry=entry, name="math", shared=shared)
 
 
 class OneLoop(Shared):
@@ -415,13 +424,13 @@ class WatchingBox:
 
 def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     code = (
-        "import sys, rollpacker.rewards.math.part, rollpacker.rewards.math.extract\n"
+        "import sys, rollpacker.rewards.math.reward, rollpacker.rewards.math.extract\n"
         "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     folder = Path(sys.modules[MathReward.__module__].__file__ or "").parent
-    for name in ("part.py", "extract.py", "checker/text.py", "checker/structure.py"):
+    for name in ("reward.py", "extract.py", "checker/text.py", "checker/structure.py"):
         text = (folder / name).read_text()
         for word in ("sympify(", "parse_expr(", " eval(", "literal_eval", "pickle"):
             assert word not in text, (name, word)
@@ -528,8 +537,8 @@ def test_the_checker_is_one_text_that_needs_nothing_of_the_package() -> None:
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
-    with pytest.raises(RewardError, match=next(iter(arguments))):
-        reward(FakeShared(), **arguments)
+    with pytest.raises(RewardError, match=f"^reward math: {next(iter(arguments))} "):
+        build_reward([RewardConfig(function="math", arguments=arguments)])
 
 
 def test_right_answers_are_checked_before_training(shared: Shared) -> None:

@@ -34,17 +34,6 @@ class Caps:
     boxes: int
     """Different ones in a response."""
 
-    def named(self) -> tuple[tuple[str, int], ...]:
-        """With the names under which they are configured."""
-        return (
-            ("max_answer_chars", self.chars),
-            ("max_nesting", self.nesting),
-            ("max_digits", self.digits),
-            ("max_exponent", self.exponent),
-            ("max_elements", self.elements),
-            ("max_boxes", self.boxes),
-        )
-
     def problem(self, answer: str) -> str | None:
         """What is beyond a cap, in words."""
         if len(answer) > self.chars:
