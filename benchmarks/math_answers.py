@@ -1,8 +1,9 @@
 """What each layer above math-verify is worth: right and wrong answers, by arm and by set.
 
-Sets: the answers in public benchmarks' formats (`tests/rewards/math_formats.py`), the pairs of our
-own tests (`math_corpus.py`, which we wrote while we wrote the reward: ours must win there), and
-fuzzed ones, of which an oracle of its own (`math_strings.py`) says which cannot be right.
+Sets: the answers in public benchmarks' formats (`tests/rewards/math_formats.py`: those for which
+the reward was repaired, and later ones for which it was not), the pairs of our own tests
+(`math_corpus.py`, which we wrote while we wrote the reward: ours must win there), and fuzzed ones,
+of which an oracle of its own (`math_strings.py`) says which cannot be right.
 
 Arms: math-verify alone, as its README uses it, in the same sandbox; the reward `math`; and the
 reward with one layer taken out, in whose place math-verify works. Every answer has a run of its own
@@ -25,14 +26,13 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))
 
-from rollpacker.rewards.math.part import PROFILE, MathConfig, MathReward
-
 from rollpacker.rewards.base import RewardConfig, RewardInput
+from rollpacker.rewards.math.reward import PROFILE, MathConfig, MathReward
 from rollpacker.rewards.shared import Shared
 from rollpacker.sandbox import Limits, Sandbox, Status, open_sandbox
 from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.math_corpus import RIGHT, WRONG
-from tests.rewards.math_formats import pairs
+from tests.rewards.math_formats import LATER, pairs
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 LIMIT_S = 5.0
@@ -106,6 +106,7 @@ class Case(NamedTuple):
 
 def cases(num_fuzzed: int) -> list[Case]:
     found = [Case("formats", gold, text, right) for _, gold, text, right in pairs()]
+    found += [Case("later formats", gold, text, right) for _, gold, text, right in pairs(LATER)]
     for right, corpus in ((True, RIGHT), (False, WRONG)):
         found += [
             Case("own corpus", gold, rf"So it is \boxed{{{answer}}}.", right)
@@ -206,7 +207,7 @@ def main() -> int:
     sizes = Counter((case.set_name, case.is_right) for case in found)
     pairs_of = {
         name: {"right": sizes[name, True], "wrong": sizes[name, False], "other": sizes[name, None]}
-        for name in ("formats", "own corpus", "fuzzed")
+        for name in ("formats", "later formats", "own corpus", "fuzzed")
     }
     if not args.quick:
         print(write_result("math_answers", {"pairs": pairs_of, "arms": by_arm}))

@@ -276,8 +276,59 @@ FORMATS = (
 )  # fmt: skip
 
 
-def pairs() -> Iterator[Pair]:
-    for name, responses, entries in FORMATS:
+LATER = (
+    Format(
+        "written after the reward was last changed",
+        BOXED,
+        (
+            ("1,024", ("1024", "1,024", "2^{10}", "1024.0"), ("1.024", "1 024 1", "10.24", "1025")),
+            ("3 1/4", ("13/4", r"3\frac14", "3.25"), ("31/4", "3/4", "3.4", "3, 1/4")),
+            (r"-\frac{5}{6}", (r"\frac{5}{-6}", "-5/6", r"-\dfrac{10}{12}"), ("5/6", "-6/5")),
+            (r"5\sqrt{2}", (r"\sqrt{50}", r"5\sqrt 2", r"\frac{10}{\sqrt2}"), (r"2\sqrt5", "7.07")),
+            (r"\frac{2\pi}{3}", (r"2\pi/3", r"\tfrac23\pi"), (r"\frac{3}{2\pi}", "120", "2.09")),
+            ("x^3-8", (r"(x-2)(x^2+2x+4)", "-8+x^3"), ("(x-2)^3", "x^3+8", "x^3-2")),
+            (r"\frac{3}{4}y", (r"\frac{3y}{4}", "0.75y", "3y/4"), (r"\frac{3}{4y}", "4y/3")),
+            ("2/3 n", (r"\frac{2n}{3}", r"\frac23 n"), (r"\frac{2}{3n}", "2/(3n)", "23n")),
+            ("(-4,7]", (r"-4<x\le 7", r"(-4, 7]"), ("[-4,7)", "(-4,7)", "-4,7", r"x\le 7")),
+            (r"[0,\infty)", (r"x\ge 0", r"\left[0,\infty\right)"), (r"(0,\infty)", r"x\le 0", "0")),
+            ("(5,12,13)", ("(5, 12, 13)",), ("(13,12,5)", "(5,12)", "30")),
+            (r"\{2,4,8\}", ("8,4,2", r"\{8, 2, 4\}"), ("(2,4,8,16)", "2,4", "248")),
+            (r"\pm\sqrt{7}", (r"\sqrt7,-\sqrt7", r"-\sqrt{7}, \sqrt{7}"), (r"\sqrt7", r"\pm 7")),
+            ("7:05", ("7:05", "07:05"), ("7:50", "14:10", "5:07", "7.05")),
+            (r"11:40\text{ a.m.}", (r"11:40\text{ am}", "11:40 a.m."), ("11:40 p.m.", "1:40 a.m.")),
+            ("5:8", ("5:8", r"5 : 8"), ("8:5", "58")),
+            (r"40\%", (r"40\%", "0.4", "2/5", "40"), ("4", "0.04", r"0.4\%")),
+            (r"12\text{ km}", ("12", "12 km", r"12\text{ kilometers}"), (r"12\text{ m}", "1.2")),
+            (r"9\text{ cm}^3", ("9 cm^3", r"9\text{ cubic centimeters}"), (r"9\text{ cm}^2", "27")),
+            (r"\$1,200", ("1200", r"\$1200.00", "1,200 dollars"), (r"\$12", r"\$1.2", "1,20")),
+            ("14", ("14 people", r"14\text{ days}", "14"), ("14.5", "1 4", "13 people")),
+            (r"45^\circ", ("45", r"45\text{ degrees}", "45°"), (r"54^\circ", "4.5", r"45\%")),
+            (r"\text{odd}", ("odd", "Odd"), ("even", r"\text{odd or even}", "o")),
+            (r"\text{Saturday}", ("saturday", r"\textbf{Saturday}"), ("Sunday", "Sat Sun", "6")),
+            ("E", ("(E)", r"\text{(E)}", "E"), ("e=2", "F", "D or E", "(D)")),
+            ("y=-x+4", ("x+y=4", "y=4-x", "2x+2y=8"), ("y=x+4", "y=-x", "x-y=4")),
+            ("x^2=9", (r"x=\pm 3", "x^2-9=0"), ("x=3", "x^2=3", "x=9")),
+            ("x^2+4=0", ("x^2=-4", "2x^2+8=0"), ("x^2+9=0", "0=1", "x=2")),
+            ("ab=6", ("ba=6", "6=ab"), ("a+b=6", "ab=5", "a=6")),
+            ("z=2-3i", ("2-3i", "-3i+2"), ("2+3i", "-1", "3-2i")),
+            (r"\log_3 5", (r"\frac{\ln 5}{\ln 3}", r"\log_{3}(5)"), (r"\log_5 3", r"\frac53")),
+            (r"\frac{e^2-1}{2}", (r"\frac12(e^2-1)", r"\frac{e^2}{2}-\frac12"), ("e^2/2",)),
+            ("120_3", ("120_{3}", "120"), ("102_3", "120_4", "15_3")),
+            ("6.02\\times 10^{23}", (r"6.02\cdot 10^{23}", "6.02e23"), ("6.02", "6e23")),
+            (r"0.1\overline{6}", (r"\frac16", "0.1666667"), ("0.16", "0.17", r"\frac{16}{99}")),
+            (
+                r"\begin{pmatrix}0&-1\\1&0\end{pmatrix}",
+                (r"\begin{bmatrix} 0 & -1 \\ 1 & 0 \end{bmatrix}",),
+                (r"\begin{pmatrix}0&1\\-1&0\end{pmatrix}", r"\begin{pmatrix}0&-1&1&0\end{pmatrix}"),
+            ),
+        ),
+    ),
+)  # fmt: skip
+"""Measured as they are, and the reward was not changed for them."""
+
+
+def pairs(formats: tuple[Format, ...] = FORMATS) -> Iterator[Pair]:
+    for name, responses, entries in formats:
         number = 0
         for gold, right, wrong in entries:
             for is_right, answers in ((True, right), (False, wrong)):

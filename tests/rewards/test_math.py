@@ -37,6 +37,7 @@ from rollpacker.rewards.shared import Shared
 from rollpacker.sandbox.base import RunResult, SandboxConfig, SandboxUnavailable, Status
 from rollpacker.sandbox.program import WORK
 from tests.rewards.math_corpus import RIGHT, WRONG
+from tests.rewards.math_formats import pairs
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 CAPS = Caps(chars=4096, nesting=32, digits=400, exponent=10_000, elements=200, boxes=100)
@@ -103,8 +104,14 @@ def judge(
 
     What needs the sandbox goes there in one run: these texts are ours.
     """
+    samples = [sample(boxed(answer), gold, prompt) for gold, answer in pairs]
+    return verdicts(shared, samples, **arguments)
+
+
+def verdicts(shared: Shared, samples: Sequence[RewardInput], **arguments: Any) -> list[float | str]:
+    """As `judge`, for whole responses."""
     made = reward(shared, **arguments)
-    decided = [made.decide(sample(boxed(answer), gold, prompt)) for gold, answer in pairs]
+    decided = [made.decide(one) for one in samples]
     left = [one for one in decided if isinstance(one, tuple)]
 
     async def compare() -> list[Any]:
@@ -241,6 +248,16 @@ def test_honest_pairs_are_accepted(
         )
     assert len(RIGHT) >= 150
     assert rejected == []
+
+
+def test_answers_in_public_formats(shared: Shared) -> None:
+    """As whole responses: where the answer stands is part of the format."""
+    found = verdicts(shared, [sample(pair.response, pair.gold) for pair in pairs()])
+    missed = [
+        (pair, one) for pair, one in zip(pairs(), found, strict=True) if one != float(pair.is_right)
+    ]
+    assert len(found) >= 500
+    assert missed == []
 
 
 def test_wrong_pairs_and_hacks_are_not(shared: Shared, capsys: pytest.CaptureFixture[str]) -> None:
