@@ -28,11 +28,11 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(if $(TORCH),$(BIN)/pip install --quiet "$(TORCH)")
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable ".[all]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --editable ".[all,dev]"
 	@touch $@
 
 quickstart: sandbox $(VENV)/.installed

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli import findings, trials
 from rollpacker.cli.findings import Finding
+from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -174,6 +175,9 @@ def _outcome(step: _Step) -> list[Finding]:
     except ModuleNotFoundError as error:
         cure = "Run make again, or: pip install --editable ."
         return [Finding("fail", step.name, f"the package {error.name} is missing", cure)]
+    except MissingPackageError as error:
+        text, _, cure = str(error).partition(": ")
+        return [Finding("fail", step.name, text, cure)]
     except Exception as error:  # whatever it is, the other checks go on
         text = f"{type(error).__name__}: {error}"
         cure = "Please report this line, and how you got it."

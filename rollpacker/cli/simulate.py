@@ -150,14 +150,21 @@ def _check_file(option: str, file: str) -> None:
 
 def _picture(args: argparse.Namespace) -> Path | None:
     """Where the timeline goes."""
+    from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
+    lacking = missing("matplotlib", extra="report", what="drawing the timeline")
     if args.picture is not None:
         picture = Path(args.picture)
         if picture.suffix not in FORMATS:
             raise ValueError(f"--picture {picture}: the name must end in {', '.join(FORMATS)}")
+        if lacking is not None:
+            raise MissingPackageError(lacking)
         return picture
     if args.json or args.no_picture:
+        return None
+    if lacking is not None:
+        _note(lacking)
         return None
     if args.from_run is not None:
         return Path(f"{_run_name(args.from_run)}-what-if.png")

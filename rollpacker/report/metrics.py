@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.imports import missing
 from rollpacker.report.accounting import LengthStats, StepSummary
 from rollpacker.report.checks import check_metrics
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -124,9 +128,13 @@ class MetricsWriter:
             self._cut(resume_step)
         # Held open for the life of the run and closed in close().
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = (
-            _Board(Path(folder) / TENSORBOARD_FOLDER, resume_step) if tensorboard else None
-        )
+        self._board = None
+        if tensorboard:
+            lacking = missing("tensorboard", extra="report", what="writing tensorboard/")
+            if lacking is None:
+                self._board = _Board(Path(folder) / TENSORBOARD_FOLDER, resume_step)
+            else:
+                logger.warning("%s; metrics.jsonl has all of it", lacking)
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """One row. Non-finite numbers become null, since JSON has none."""

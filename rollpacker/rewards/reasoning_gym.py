@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollpacker.imports import require
 from rollpacker.rewards.base import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
@@ -106,6 +107,7 @@ class ReasoningGymScorer:
     def _scorer(self, task: str, options: Mapping[str, Any]) -> Any:
         key = (task, json.dumps(options, sort_keys=True, default=str))
         if key not in self._scorers:
+            require("reasoning_gym", extra="gym", what="the reward reasoning_gym")
             import reasoning_gym
 
             dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **options)

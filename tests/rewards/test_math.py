@@ -34,7 +34,7 @@ from rollpacker.rewards.math.reward import (
     parse_reply,
 )
 from rollpacker.rewards.shared import Shared
-from rollpacker.sandbox.base import RunResult, SandboxConfig, SandboxUnavailable, Status
+from rollpacker.sandbox.base import Profile, RunResult, SandboxConfig, SandboxUnavailable, Status
 from rollpacker.sandbox.program import WORK
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_formats import pairs
@@ -462,6 +462,9 @@ class FakeBox:
 
     async def run(self, program: str, **options: Any) -> RunResult:
         return self.result
+
+    async def lacks(self, profile: Profile) -> str:
+        return ""
 
 
 class FakeShared:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.imports import require
 from rollpacker.rewards.base import (
     Cause,
     Failed,
@@ -148,6 +149,7 @@ class JudgeReward:
                     f"reward {self.name}: there is no engine here for model_path; use url."
                 )
             return
+        require("openai", extra="judge", what=f"the reward {self.name} with a url")
         self._token()
         if self._probe:
             self._shared.run(self._ask_once)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.imports import require
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
 from rollpacker.sandbox.base import Limits, Profile, RunResult, Sandbox, Status
@@ -179,12 +180,15 @@ class MathReward:
     async def _unusable(self, golds: list[str]) -> list[tuple[str, str]]:
         """Right answers that the checker does not find equal to themselves, and why."""
         box = await self._shared.sandbox()
+        if lacking := await box.lacks(PROFILE):
+            if self._shared.config.url is None:  # the sandbox has this interpreter's packages
+                require("math_verify", extra="math", what=f"the reward {self.name}")
+            raise RewardError(f"reward {self.name}: {lacking}.")
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
             raise RewardError(
                 f"reward {self.name}: no right answer was checked, since the sandbox cannot compare"
-                f' x+1 with 1+x: {problem.reason}. Its profile "math" needs the Python packages'
-                " math-verify and sympy."
+                f" x+1 with 1+x: {problem.reason}."
             )
         batches = [golds[i : i + _BATCH] for i in range(0, len(golds), _BATCH)]
         found = await asyncio.gather(*(self._judge_golds(box, batch) for batch in batches))
