@@ -76,7 +76,7 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         disk_bytes=config.disk_mb << 20,
         output_bytes=config.output_kb << 10,
     ) as box:
-        from rollpacker.rewards.math.part import PROFILE
+        from rollpacker.rewards.math.reward import PROFILE
 
         usable = () if await box.lacks(PROFILE) else (PROFILE.name,)
         profiles = (*box.capabilities.profiles, *usable)

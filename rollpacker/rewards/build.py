@@ -32,7 +32,7 @@ class BuiltIn:
 
 BUILT_IN: dict[str, BuiltIn] = {
     "math": BuiltIn(
-        "rollpacker.rewards.math.part:MathReward", "rollpacker.rewards.math.part:MathConfig"
+        "rollpacker.rewards.math.reward:MathReward", "rollpacker.rewards.math.reward:MathConfig"
     ),
     "code": BuiltIn(
         "rollpacker.rewards.code.grading:CodeReward", "rollpacker.rewards.code.grading:CodeConfig"

@@ -22,6 +22,7 @@ from rollpacker.rewards.math.checker.structure import (
     Value,
     read,
     same_based,
+    same_time,
     same_words,
     take_unit,
 )
@@ -96,7 +97,7 @@ class Comparison:
         if (gold.name is None and len(gold.sides) > 1) or (gold.name and _is_equation(answer)):
             return same_relation(gold.whole, answer.whole)
         if gold.name and answer.name and gold.name != answer.name:
-            return False
+            return _is_product(gold.name) and same_relation(gold.whole, answer.whole)
         last = len(answer.sides) - 1
         return all(
             self._same_side(gold.sides[-1], side, is_last=index == last)
@@ -108,6 +109,8 @@ class Comparison:
             return words
         if (based := same_based(gold, answer)) is not None:
             return based
+        if (time := same_time(gold, answer)) is not None:
+            return time
         plain_gold, gold_unit = take_unit(gold)
         plain_answer, answer_unit = take_unit(answer)
         if (
@@ -162,6 +165,11 @@ def _vector(group: Group, other: Group) -> Group:
     if group.kind == "matrix" and other.kind != "matrix" and 1 in group.shape:
         return Group("()", group.items)
     return group
+
+
+def _is_product(name: str) -> bool:
+    """xy may be a name, and x times y."""
+    return name.isalpha() and name.islower() and len(name) > 1
 
 
 def _is_named(group: Group) -> bool:

@@ -138,9 +138,23 @@ def same_relation(gold: str, answer: str) -> bool:
         ratios = [b / a for a, b in pairs if a != 0 and b != 0]
         if len(ratios) == len(pairs) >= 3 and all(_close(ratios[0], r) for r in ratios):
             return True
+        if not _has_solution(one):
+            return False  # as sets of solutions all such equations are equal
     elif not (RELATION.search(gold) and RELATION.search(answer)):
         return False
     return same_by_math_verify(parse(gold), parse(answer))
+
+
+def _has_solution(difference: Any) -> bool:
+    """Whether it can be 0 for real values, as far as is known: of one variable."""
+    import sympy
+
+    symbols = difference.free_symbols
+    if not symbols:
+        return bool(difference.is_zero)
+    if len(symbols) > 1:
+        return True
+    return sympy.solveset(difference, next(iter(symbols)), sympy.Reals) != sympy.EmptySet
 
 
 def same_by_math_verify(gold: Any, answer: Any) -> bool:

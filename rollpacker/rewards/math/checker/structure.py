@@ -14,6 +14,7 @@ from rollpacker.rewards.math.checker.text import (
     Unreadable,
     joined_thousands,
     split,
+    squashed,
     wrapped,
 )
 
@@ -57,6 +58,8 @@ _NAME = re.compile(
     r"|\\(?:vec|hat|bar|overline)\s*\{\w+\}|[A-Z]\^\{-1\})"
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?'*\s*(?:\(\s*[^()]*\s*\))?$"
 )
+_NAMED_TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*(?=\()")
+"""(a, b) = (1, 2)"""
 _ALL_REAL = re.compile(r"\\mathbb\s*\{?R\}?$|(?:\\text\s*\{)?\s*all real(?: numbers)?\s*\}?$")
 _LINE = ("-\\infty", "\\infty")
 
@@ -65,6 +68,8 @@ def read(text: str) -> Value | Group:
     """The structure of cleaned text. Raises `Unreadable`."""
     if found := _MATRIX.match(text):
         return _matrix(found["rows"])
+    if (found := _NAMED_TUPLE.match(text)) and _is_sorted(found[1]):
+        return read(text[found.end() :])
     if _ALL_REAL.match(text):
         return _interval("()", *_LINE)
     members, _ = split(text, re.compile(r"\\in" + NO_LETTER))
@@ -85,6 +90,11 @@ def read(text: str) -> Value | Group:
         if len(parts) > 1:
             return _list(text[0] + text[-1], parts)
     return _plus_minus(joined) or _relation(joined)
+
+
+def _is_sorted(names: str) -> bool:
+    letters = re.findall("[A-Za-z]", names)
+    return letters == sorted(letters)
 
 
 def _joined_spaced(text: str) -> str:
@@ -209,8 +219,12 @@ _BARE_UNIT = re.compile(
     re.DOTALL,
 )
 _LETTER_UNIT = re.compile(
-    r"(?P<rest>[^A-Za-z]*\d)\s+(?P<unit>[msghlLNJWVAK])(?P<power>" + _POWER + r")(?P<tail>)$"
+    r"(?P<rest>[^A-Za-z]*\d)\s+(?P<unit>[msghlLNJWVAK])\s*(?P<power>" + _POWER + r")(?P<tail>)$"
 )
+_COUNTED = re.compile(
+    r"(?P<rest>[+-]?[\d.,\u2063]*\d)\s+(?P<unit>[A-Za-z]{3,24})(?P<power>)(?P<tail>)$"
+)
+"""12 apples: a number and a plain word."""
 _CURRENCY = re.compile(
     r"(?P<sign>[+-]?)\s*\\text\s*\{(?P<unit>dollar|euro|pound)\}\s*(?P<rest>.+)$"
 )
@@ -226,7 +240,7 @@ def take_unit(text: str) -> tuple[str, str]:
         return text[:-1].strip(), "%"
     if found := _CURRENCY.match(text):
         return found["sign"] + found["rest"], found["unit"]
-    for pattern in (_TEXT_UNIT, _BARE_UNIT, _LETTER_UNIT):
+    for pattern in (_TEXT_UNIT, _BARE_UNIT, _LETTER_UNIT, _COUNTED):
         if (found := pattern.match(text)) and not found["rest"].endswith(("\\", "^")):
             unit = _unit_name(found["unit"], found["power"], found["tail"])
             if unit == "degree" and _ANGLE.search(found["rest"]):
@@ -243,6 +257,25 @@ def _unit_name(unit: str, power: str, tail: str | None) -> str:
     name = unit if len(unit) == 1 else unit.lower()
     name = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or name.removesuffix("s")
     return name + re.sub(r"\D", "", power) + (tail or "")
+
+
+_TIME = re.compile(
+    r"0?(?P<clock>\d{1,2}\s*:\s*[0-5]\d)\s*(?:\\text\s*\{)?\s*(?:(?P<half>[ap])\.?\s?m\.?)?\s*\}?$",
+    re.IGNORECASE,
+)
+
+
+def same_time(gold: str, answer: str) -> bool | None:
+    """Whether two times of day are the same, of which either may leave out its half of the day;
+    None if the right answer is none. As a ratio 2:15 would be 4:30."""
+    if (expected := _TIME.match(gold)) is None:
+        return None
+    if (found := _TIME.match(answer)) is None or squashed(found["clock"]) != squashed(
+        expected["clock"]
+    ):
+        return False
+    halves = {(one["half"] or "").lower() for one in (expected, found)} - {""}
+    return len(halves) < 2
 
 
 _WORDS = re.compile(

@@ -58,10 +58,11 @@ _REWRITES = [
         (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
         (r"\\(?:ast|cdotp)(?![A-Za-z])", r"\\cdot "),
         (r"\\(?:math|text)(?:bf|it|rm|sf|tt|normal)\s*\{|\\(?:mbox|rm)\s*\{", r"\\text{"),
-        (r"\\text\s*\{\s*([A-Za-z])\s*\}", r" \1 "),
+        (r"\\text\s*\{\s*([A-Za-z]|-?[\d.,]*\d)\s*\}", r" \1 "),
         (r"\\operatorname\*?\s*\{\s*(" + _OPERATORS + r")\s*\}", r"\\\1 "),
         (r"\\\$|\\text\s*\{\s*\\?\$\s*\}", r"\\text{dollar}"),
         (r"\$|\\\(|\\\)|(?<!\\)\\\[|(?<!\\)\\\]", " "),
+        (r"(?<=\d)\\[,!]\s*(?=\d{3}(?!\d))", "\u2063"),
         (r"\\(?:[,;:!]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|(?<!\\)\\ |~", " "),
         (r"\{\s*,\s*\}", "{,}"),
         (r"(?<=\d)\{,\}(?=\d)", "\u2063"),
@@ -70,6 +71,10 @@ _REWRITES = [
         (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\text{degree}"),
         (r"\\textdegree", r"\\text{degree}"),
         (r"\*\*", "^"),
+        (r"\^\s*-\s*(\d+)", r"^{-\1}"),
+        (r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![A-Za-z])", r"\\ln "),
+        # A fraction times a letter: the parser would put the letter into the denominator.
+        (r"(?<![\w.}^_/])(\d+)\s*/\s*(\d+)\s*(?=[A-Za-z])(?![A-Za-z]{2})", r"\\frac{\1}{\2} "),
         (r"\s+", " "),
     ]
 ]  # fmt: skip
@@ -153,7 +158,8 @@ def joined_thousands(text: str) -> str:
 
 
 def squashed(text: str) -> str:
-    return re.sub(r"[\s\u2063]", "", text)
+    """Without spaces and marks, but for a space between two digits: `1 1/2` is not `11/2`."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\u2063", "", text)
 
 
 # -- numbers -------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.imports import MissingPackageError, missing
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
 from rollpacker.sandbox.base import Limits, Profile, RunResult, Sandbox, Status
@@ -52,18 +52,75 @@ _SHOWN = 5
 Verdict = tuple[Literal["right", "wrong", "unknown"], str]
 
 
-class MathReward:
-    """1 for an answer equal to the row's `answer_column`, else 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathConfig:
+    """What the built-in reward `math` takes as `arguments`. Raises `ValueError`."""
 
-    `extraction`: where the answer is looked for, in this order: boxed (the last `\\boxed{}`),
-    hashes (after the last `####`), answer_is (after the last "answer is"), last_line.
-    `form`: "evaluated" refuses answers that leave work the right answer has done (an integral, a
-    sum of numbers) or repeat an expression of the prompt; "any" takes whatever is equal.
-    `percent`: "lenient" lets either side leave out the sign where the number is above 1; "value"
-    takes 50\\% for 0.5 alone. `min_digits`: significant digits with which a decimal may stand for a
-    value that has no such decimal, such as 1/3. The caps bound what is looked at at all: beyond one
-    an answer is worth 0. `max_failing`: share of rows whose right answer may be unusable.
-    """
+    answer_column: str = "answer"
+    """The column with the right answer, or with a solution that ends in it."""
+    extraction: Sequence[str] = ("boxed", "hashes", "answer_is")
+    """Where the answer is looked for, in this order: boxed (the last `\\boxed{}`), hashes (after
+    the last `####`), answer_is (after the last "answer is"), last_line."""
+    form: Literal["evaluated", "any"] = "evaluated"
+    """"evaluated" refuses answers that leave work the right answer has done (an integral, a sum of
+    numbers) or repeat an expression of the prompt; "any" takes whatever is equal."""
+    percent: Literal["lenient", "value"] = "lenient"
+    """"lenient" lets either side leave out the sign where the number is above 1; "value" takes
+    50\\% for 0.5 alone."""
+    min_digits: int = 6
+    """Significant digits with which a decimal may stand for a value that has no such decimal, such
+    as 1/3."""
+    max_answer_chars: int = 4096
+    """The answer's length. Beyond this or another cap an answer is worth 0 and not looked at."""
+    max_nesting: int = 32
+    """Brackets in brackets, and powers of powers."""
+    max_digits: int = 400
+    """Digits of one number."""
+    max_exponent: int = 10_000
+    """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
+    max_elements: int = 200
+    """Elements of a list, set or matrix."""
+    max_boxes: int = 100
+    """Different boxes in a response."""
+    max_failing: float = 0.0
+    """Share of rows whose right answer may be unusable."""
+
+    def __post_init__(self) -> None:
+        unknown = [method for method in self.extraction if method not in METHODS]
+        if unknown or not self.extraction:
+            raise ValueError(
+                f"extraction has {unknown[0] if unknown else 'nothing'};"
+                f" it may have {', '.join(METHODS)}."
+            )
+        for key, allowed in (("form", ("evaluated", "any")), ("percent", ("lenient", "value"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"{key} must be {' or '.join(allowed)}, not {getattr(self, key)!r}."
+                )
+        for key in ("min_digits", *(f"max_{name}" for name in _CAPS)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key} must be at least 1, not {value!r}.")
+        if not 0 <= self.max_failing <= 1:
+            raise ValueError(f"max_failing must be between 0 and 1, not {self.max_failing}.")
+
+    @property
+    def caps(self) -> Caps:
+        return Caps(
+            chars=self.max_answer_chars,
+            nesting=self.max_nesting,
+            digits=self.max_digits,
+            exponent=self.max_exponent,
+            elements=self.max_elements,
+            boxes=self.max_boxes,
+        )
+
+
+_CAPS = ("answer_chars", "nesting", "digits", "exponent", "elements", "boxes")
+
+
+class MathReward:
+    """1 for an answer equal to the row's right one, else 0. Meets `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig(min_s=2.0, factor=1.5, max_s=5.0)
     """A right answer takes milliseconds. The floor is for a busy machine, the ceiling for what a
@@ -71,61 +128,14 @@ class MathReward:
     WORKERS: int | None = os.cpu_count() or 1
 
     def __init__(
-        self,
-        config: RewardConfig,
-        name: str,
-        shared: Shared,
-        *,
-        answer_column: str = "answer",
-        extraction: Sequence[str] = ("boxed", "hashes", "answer_is"),
-        form: Literal["evaluated", "any"] = "evaluated",
-        percent: Literal["lenient", "value"] = "lenient",
-        min_digits: int = 6,
-        max_answer_chars: int = 4096,
-        max_nesting: int = 32,
-        max_digits: int = 400,
-        max_exponent: int = 10_000,
-        max_elements: int = 200,
-        max_boxes: int = 100,
-        max_failing: float = 0.0,
+        self, config: MathConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
+        """`entry`: what every reward has; `shared`: whose sandbox compares the answers."""
         self.name = name
+        self._config = config
+        self._caps = config.caps
         self._shared = shared
-        self._column = answer_column
-        self._extraction = tuple(extraction)
-        self._options = {"form": form, "percent": percent, "min_digits": min_digits}
-        self._caps = Caps(
-            chars=max_answer_chars,
-            nesting=max_nesting,
-            digits=max_digits,
-            exponent=max_exponent,
-            elements=max_elements,
-            boxes=max_boxes,
-        )
-        self._max_failing = max_failing
-        self._timeout_s = (config.deadline or self.DEADLINE).max_s
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        unknown = [method for method in self._extraction if method not in METHODS]
-        if unknown or not self._extraction:
-            raise RewardError(
-                f"reward {self.name}: extraction has {unknown[0] if unknown else 'nothing'};"
-                f" it may have {', '.join(METHODS)}."
-            )
-        for key, allowed in (("form", ("evaluated", "any")), ("percent", ("lenient", "value"))):
-            if self._options[key] not in allowed:
-                raise RewardError(
-                    f"reward {self.name}: {key} must be {' or '.join(allowed)}, not"
-                    f" {self._options[key]!r}."
-                )
-        for key, value in (("min_digits", self._options["min_digits"]), *self._caps.named()):
-            if not isinstance(value, int) or value < 1:
-                raise RewardError(f"reward {self.name}: {key} must be at least 1, not {value!r}.")
-        if not 0 <= self._max_failing <= 1:
-            raise RewardError(
-                f"reward {self.name}: max_failing must be between 0 and 1, not {self._max_failing}."
-            )
+        self._timeout_s = (entry.deadline or self.DEADLINE).max_s
 
     # -- before training -----------------------------------------------------------------
 
@@ -144,24 +154,24 @@ class MathReward:
         if readable:
             for gold, problem in self._shared.run(lambda: self._unusable(list(readable))):
                 problems.update(dict.fromkeys(readable[gold], problem))
-        if len(problems) > self._max_failing * len(rows):
+        if len(problems) > self._config.max_failing * len(rows):
             raise RewardError(self._report(problems, rows))
 
     def _gold(self, row: Mapping[str, Any]) -> tuple[str, str | None]:
         """The right answer, and what is wrong with it."""
-        if self._column not in row:
+        if self._config.answer_column not in row:
             columns = ", ".join(map(str, row)) or "none"
-            return "", f"no column {self._column} (there are: {columns})"
-        value = row[self._column]
+            return "", f"no column {self._config.answer_column} (there are: {columns})"
+        value = row[self._config.answer_column]
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            return "", f"{self._column} is {type(value).__name__}, not text"
+            return "", f"{self._config.answer_column} is {type(value).__name__}, not text"
         gold = self._expected(row)
         if not gold:
             return "", "no right answer"
         return gold, self._caps.problem(gold)
 
     def _expected(self, columns: Mapping[str, Any]) -> str:
-        value = columns.get(self._column)
+        value = columns.get(self._config.answer_column)
         text = "" if value is None else str(value)
         found, _ = extract(text, ("boxed", "hashes"), self._caps)
         return text.strip() if found is None else found
@@ -169,15 +179,15 @@ class MathReward:
     async def _unusable(self, golds: list[str]) -> list[tuple[str, str]]:
         """Right answers that the checker does not find equal to themselves, and why."""
         box = await self._shared.sandbox()
+        if lacking := await box.lacks(PROFILE):
+            if self._shared.config.url is None:  # the sandbox has this interpreter's packages
+                require("math_verify", extra="math", what=f"the reward {self.name}")
+            raise RewardError(f"reward {self.name}: {lacking}.")
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
-            lacking = missing("math_verify", extra="math", what=f"the reward {self.name}")
-            if lacking is not None and self._shared.config.url is None:
-                raise MissingPackageError(lacking)  # a local sandbox has this machine's packages
             raise RewardError(
                 f"reward {self.name}: no right answer was checked, since the sandbox cannot compare"
-                f' x+1 with 1+x: {problem.reason}. Its profile "math" needs the Python packages'
-                " math-verify and sympy."
+                f" x+1 with 1+x: {problem.reason}."
             )
         batches = [golds[i : i + _BATCH] for i in range(0, len(golds), _BATCH)]
         found = await asyncio.gather(*(self._judge_golds(box, batch) for batch in batches))
@@ -234,12 +244,12 @@ class MathReward:
         gold = self._expected(sample.columns)
         if not gold or self._caps.problem(gold):
             return Failed(reason=f"{self.name}: the row has no right answer that can be checked")
-        answer, _ = extract(sample.completion, self._extraction, self._caps)
+        answer, _ = extract(sample.completion, self._config.extraction, self._caps)
         if answer is None or self._caps.problem(answer):
             return _scored(False, None)
         if same_text(gold, answer):
             return _scored(True, 0.0)
-        if self._options["form"] == "evaluated" and restates(answer, sample.prompt, gold):
+        if self._config.form == "evaluated" and restates(answer, sample.prompt, gold):
             return _scored(False, None)
         return gold, answer
 
@@ -259,7 +269,12 @@ class MathReward:
     ) -> tuple[list[Verdict] | None, Failed]:
         """Verdicts, or None and why there are none. `Failed.seconds` is how long it took."""
         nonce = secrets.token_hex(16)
-        options = {**self._options, "strict": strict}
+        options = {
+            "form": self._config.form,
+            "percent": self._config.percent,
+            "min_digits": self._config.min_digits,
+            "strict": strict,
+        }
         request = {"nonce": nonce, "pairs": pairs, "options": options}
         limits = Limits(
             wall_s=timeout_s,
