@@ -74,7 +74,6 @@ class History:
         self.phase = "controller"
         self.live: set[SampleId] = set()
         self.queue: set[PromptId] = set()
-        self.session: Session | None = None
         self.num_sessions = 0
         self.marks: set[str] = set()
         """Of all sessions so far."""
@@ -83,11 +82,18 @@ class History:
         self.finished: str | None = None
         """Why the run is over; None: it is not, or was killed."""
         self._phase_s = 0.0
+        self._emptied_s: float | None = None
+        """The event at hand ended the last live sample of a round."""
         self._num_streaming = 0
         """Groups whose gradients are being accumulated while the round goes on."""
         self._is_committing = False
         self._checks: dict[SampleId, tuple[float, float]] = {}
         """Under way: when they were asked for, and how long they were queued before."""
+
+    @property
+    def session(self) -> Session | None:
+        """The one at hand."""
+        return self.step.session
 
     def feed(self, entry: Entry) -> StepHistory | None:
         if isinstance(entry, Record):
@@ -103,21 +109,22 @@ class History:
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)
+        if self._emptied_s is not None:
+            self._end_round()
         return done
 
     # -- around the core -----------------------------------------------------------------
 
     def _begin_session(self, session: Session) -> None:
-        self.session = session
         self.num_sessions += 1
         self.marks.update(session.marks)
         self._checks.clear()
         if self._is_committing:
-            self.step.turns.commit_s = None
+            self.step.session, self.step.turns.commit_s = session, None
             return
         # Whatever was in flight in the session before is launched again by the `Committed` that
         # follows.
-        self.step = StepHistory(start_s=session.time_s)
+        self.step = StepHistory(start_s=session.time_s, session=session)
         self.live.clear()
         self._num_streaming = 0
         self.phase = "controller"
@@ -185,10 +192,15 @@ class History:
         else:
             round_.ends.append(found)
         if not live:
-            round_.end_s = now
+            self._emptied_s = now
             if self.phase == "rollout":
                 self._turn("training" if self._num_streaming else "reward_wait", now)
         return found
+
+    def _end_round(self) -> None:
+        """The engine is empty, and the answer to the event that left it so launches no more."""
+        if self._emptied_s is not None:
+            self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _scored(self, event: SampleScored, now: float) -> None:
         asked_s, queue_s = self._checks.pop(event.sample, (None, 0.0))
@@ -205,10 +217,11 @@ class History:
             # A resumed run is given its last `Committed` again.
             self.step.turns.committed_before_s = now
             return None
-        done, self.step = self.step, StepHistory(start_s=now)
+        done = self.step
+        self.step = StepHistory(start_s=now, session=done.session)
         self.step.turns.committed_before_s = now
         done.step, done.end_s, done.checkpointed = event.step, now, event.checkpointed
-        done.session, done.prompts.long_queue = self.session, len(self.queue)
+        done.prompts.long_queue = len(self.queue)
         self.last_step = event.step
         self.live.clear()
         self._num_streaming = 0
@@ -263,12 +276,14 @@ class History:
 
     def _launch(self, command: Launch, now: float) -> None:
         step, samples = self.step, command.samples
-        if self.live and step.rounds[-1].number == command.round:
+        goes_on = self.live or self._emptied_s is not None
+        if goes_on and step.rounds[-1].number == command.round:
             round_ = step.rounds[-1]
             round_.is_irregular = True
             round_.samples += samples
         else:
             self.live.clear()  # if something is left, lines are missing: its end was never logged
+            self._end_round()
             round_ = RoundHistory(
                 number=command.round,
                 kind=command.kind,
@@ -276,7 +291,7 @@ class History:
                 tensor_parallel=command.tensor_parallel,
                 samples=samples,
                 start_s=now,
-                slots=None if self.session is None else self.session.slots,
+                slots=None if step.session is None else step.session.slots,
             )
             step.rounds.append(round_)
         known = step.samples
@@ -284,6 +299,7 @@ class History:
             known[sample] = SampleHistory(sample, now)
         self.queue.difference_update({sample.prompt for sample in samples})
         self.live.update(samples)
+        self._emptied_s = None
         round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)
 

@@ -92,13 +92,6 @@ class RoundHistory:
     peak_live: int = 0
     """Samples that were live at once, at most."""
 
-    @property
-    def rollout_s(self) -> float:
-        """Seconds from the launch to the last finish or stop. Needs one."""
-        last_s = self.ends[-1].end_s
-        assert last_s is not None
-        return last_s - self.start_s
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -154,7 +147,7 @@ class StepHistory:
     end_s: float = 0.0
     checkpointed: bool = False
     session: Session | None = None
-    """The one that committed it."""
+    """The one at hand, or that committed it."""
     rounds: list[RoundHistory] = field(default_factory=list)
     samples: dict[SampleId, SampleHistory] = field(default_factory=dict)
     """In launch order."""
@@ -212,3 +205,11 @@ class StepHistory:
         """In the order of training, without those whose end is not in the log."""
         known = (self.samples.get(sample) for group in self.groups for sample in group)
         return [sample for sample in known if sample is not None and sample.is_finished]
+
+    def ends(self) -> list[SampleHistory]:
+        """Samples that finished or were stopped, in that order; first those without a launch."""
+        in_rounds = [end for round_ in self.rounds for end in round_.ends]
+        known = {end.sample for end in in_rounds}
+        ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
+        others = [s for s in self.samples.values() if s.end in ended and s.sample not in known]
+        return others + in_rounds

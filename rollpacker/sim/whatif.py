@@ -21,7 +21,8 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.length_model import LengthModel, PromptLengths, choose_length_model
 from rollpacker.core.records import LogError
 from rollpacker.report.accounting import Accounting
-from rollpacker.report.fit import FittedRun, fit_run
+from rollpacker.report.fit import fit_run
+from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.sim.latency import MeasuredModel, StepCost
