@@ -50,8 +50,9 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rollout.base import EngineOutput, GenerationRequest, SamplingParams
 
@@ -187,7 +188,7 @@ class Arm:
 
     def period(self, prompts_per_step: int) -> int:
         """Rounds after which the long queue is empty again."""
-        deferred = self.tail.num_prompts(prompts_per_step) - prompts_per_step
+        deferred = self.tail.factors.num_prompts(prompts_per_step) - prompts_per_step
         assert deferred == 0 or prompts_per_step % deferred == 0, (prompts_per_step, deferred)
         return 1 + prompts_per_step // deferred if deferred else 1
 

@@ -238,7 +238,6 @@ class _Session:
             parts,
             checkpoints=folder.checkpoints,
             time_s=time_s + seconds,
-            evaluated_step=checkpoint.state["evaluated_step"] if checkpoint else None,
         )
         marks = build.marks(policy)
         self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
@@ -292,7 +291,9 @@ class _Session:
         )
         if checkpoint is None:
             return Job(config)
-        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+        # Checkpoints of older versions have the evaluated step beside the job's state.
+        older = {"evaluated_step": checkpoint.state.get("evaluated_step")}
+        return Job.restore(config, older | checkpoint.state["job"], data_ended=cursor.ended)
 
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool

@@ -143,10 +143,8 @@ class Controller:
         *,
         checkpoints: Path,
         time_s: float,
-        evaluated_step: int | None = None,
     ) -> None:
-        """`time_s` is where the run's clock goes on (0 in a new run); `evaluated_step` is the step
-        that was evaluated last, if any."""
+        """`time_s` is where the run's clock goes on (0 in a new run)."""
         self.config = config
         self.parts = parts
         self._checkpoints = checkpoints
@@ -186,7 +184,6 @@ class Controller:
         self._last_sign = self.now()
         self._last_decode_steps = -1
         self._evaluation: Collecting | None = None
-        self._evaluated_step = evaluated_step
         self._policy_is_broken = False
         """The run ends for it; what the engine still reports is not looked at."""
         self._reasons: Counter[str] = Counter()
@@ -215,12 +212,11 @@ class Controller:
         self.parts.engine.start(self._on_outputs, self._on_error)
         await self.parts.reward.open()
         job = self.parts.job
+        if job.evaluation_is_due:
+            await self._evaluate(job.step)
         if job.phase is Phase.NEW:
-            await self._evaluate(step=0)
             self._take(RunStarted(time_s=self.now()))
         else:
-            if self._evaluation_is_due(job.step):
-                await self._evaluate(job.step)
             self._take(Committed(time_s=self.now(), step=job.step, checkpointed=True))
         try:
             while True:
@@ -245,6 +241,7 @@ class Controller:
                     job=job.config.to_plain(),
                     slots=self.config.rollout.engine.max_slots,
                     marks=marks,
+                    data_ended=None if job.phase is Phase.NEW else self.parts.cursor.ended,
                 )
             )
             self.note("startup", self.now() - began_s, job.step, {})
@@ -607,13 +604,9 @@ class Controller:
 
     async def _commit(self, command: Commit) -> None:
         self._forget_responses()
-        config = self.config
-        due = self._evaluation_is_due(command.step) or command.last
-        if due and not command.stopping:
+        if command.evaluate:
             await self._evaluate(command.step)
-        ending = command.last or command.stopping
-        due = ending or command.step % config.checkpoint.every_steps == 0
-        if due:
+        if command.checkpoint:
             state = self._checkpoint_state()
             write = in_daemon_thread(
                 write_checkpoint,
@@ -621,10 +614,10 @@ class Controller:
                 command.step,
                 state,
                 self.parts.trainer.save,
-                config.checkpoint.keep_last,
+                self.config.checkpoint.keep_last,
             )
             await self._by("deadlines.checkpoint_s", write)
-        self._take(Committed(time_s=0.0, step=command.step, checkpointed=due))
+        self._take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
 
     def _forget_responses(self) -> None:
         """The round is settled; only what still waits for a (late) verdict is kept."""
@@ -648,14 +641,9 @@ class Controller:
                 "cursor": self.parts.cursor.state(),
                 "log_bytes": self.parts.log.flush(),
                 "time_s": self.now(),
-                "evaluated_step": self._evaluated_step,
             }
 
     # -- evaluation --------------------------------------------------------------------
-
-    def _evaluation_is_due(self, step: int) -> bool:
-        every = self.config.eval.every_steps
-        return every is not None and step % every == 0 and step != self._evaluated_step
 
     async def _evaluate(self, step: int) -> None:
         prompts = self.parts.eval_prompts
@@ -669,7 +657,6 @@ class Controller:
             max_response_tokens=self._sampling.max_response_tokens if tokens is None else tokens,
             temperature=self._sampling.temperature if temperature is None else temperature,
         )
-        self._evaluated_step = step
         result = await evaluate(
             generate=self._generate,
             score=self._judge,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from rollpacker.core.commands import Command, TrainOn
-from rollpacker.core.job import Job, JobConfig, Phase
+from rollpacker.core.job import Job, Phase
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
@@ -34,7 +35,7 @@ def replay(entries: Iterable[Entry]) -> Replay:
             if job is None:
                 job = Job(config)
             elif job.phase is Phase.COMMITTING:
-                job = Job.restore(config, job.state())
+                job = Job.restore(config, job.state(), data_ended=entry.data_ended)
             else:
                 raise LogError(f"a session begins in phase {job.phase}, not at a commit")
         elif isinstance(entry, Record):

@@ -6,10 +6,12 @@ finds the driver that forgot one.
 
 from __future__ import annotations
 
+from dataclasses import field
 from enum import StrEnum
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.messages import message
+from rollpacker.core.plain import OMIT_DEFAULT
 
 
 class RoundKind(StrEnum):
@@ -43,6 +45,8 @@ class Launch:
     version: int
     tensor_parallel: int = 1
     """Devices per engine in this round; engines of another degree are laid out anew first."""
+    speculate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Decode speculatively in this round."""
 
 
 @message
@@ -144,10 +148,13 @@ class Commit:
 
     step: int
     last: bool
-    """Nothing follows, as far as is known now: a checkpoint and an evaluation are due whatever
-    their intervals."""
+    """Nothing follows, as far as is known now."""
     stopping: bool = False
-    """The run was asked to end here: a checkpoint is due, and quickly."""
+    """The run was asked to end here, and quickly."""
+    checkpoint: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Write one, after the evaluation if that is due too."""
+    evaluate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Evaluate this step. One that is due when the run is asked to stop waits for its resume."""
 
 
 @message

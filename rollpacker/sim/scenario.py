@@ -17,8 +17,8 @@ from rollpacker.config.check import Checker, field_types
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.load import load_config
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS

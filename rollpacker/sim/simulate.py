@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rollpacker.bus import Sink
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import DeviceLayout
@@ -100,6 +100,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         ),
         stream=scenario.stream_trainer,
         layouts=layouts,
+        speculate=() if rollout.speculation is None else rollout.speculation.kinds,
     )
 
 

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from rollpacker.bus import Bus, Recorded, Routes, Sink
 from rollpacker.core.commands import Defer, Drop, Finish
 from rollpacker.core.events import Event, RunStarted
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine, Responses
 from rollpacker.sim.ports.cursor import Cursor

@@ -214,7 +214,8 @@ def _malloc(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
 def _batch(config: RunConfig) -> BatchArithmetic:
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
-    short_prompts, short_samples = tail.num_prompts(prompts), tail.num_samples(samples)
+    short_prompts = tail.factors.num_prompts(prompts)
+    short_samples = tail.factors.num_samples(samples)
     trained = prompts * samples
     longest = _longest(config)
     rows = max(config.train.micro_batch_tokens // longest, 1)
@@ -225,7 +226,7 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         short_samples_per_prompt=short_samples,
         short_samples=short_prompts * short_samples,
         cascade_rounds=tuple(
-            (tier.num_prompts(prompts), tier.num_samples(samples))
+            (tier.factors.num_prompts(prompts), tier.factors.num_samples(samples))
             for tier in tail.tiers
             if tail.enabled
         ),

@@ -20,9 +20,11 @@ from rollpacker.config.schema import (
 from rollpacker.controller.driver import Controller, Parts
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.cadence import Cadence
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
@@ -304,6 +306,11 @@ def make(
             tail_batching=config.tail_batching,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
+            cadence=Cadence(
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                evaluates=True,
+                eval_every_steps=config.eval.every_steps,
+            ),
         )
     )
     parts = Parts(

@@ -27,13 +27,13 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.events import Committed, SampleScored, Trained
+from rollpacker.core.events import Committed, SampleScored, StopRequested, Trained
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Phase
+from rollpacker.core.job import Job, Phase
 from rollpacker.core.records import LogError, Note, Record, decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
@@ -161,7 +161,29 @@ def test_a_stop_saves_first_and_the_resumed_run_evaluates(tmp_path: Path) -> Non
     steps = [e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"]
     checkpoint = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint.step == 4 and steps == [0, 2]
-    assert checkpoint.state["evaluated_step"] == 2
+    assert checkpoint.state["job"]["evaluated_step"] == 2
+
+
+def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_resume(tmp_path: Path) -> None:
+    config = replace(
+        run_config(steps=1),
+        tail_batching=TailBatchingConfig(enabled=False),
+        eval=EvalConfig(every_steps=None),
+    )
+    controller, recorder = make(tmp_path, config)
+    controller.parts.job.handle(StopRequested(time_s=0.0, reason="enough"))
+    assert drive(controller) == "enough"
+    checkpoint = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint.step == 1 and evaluated_steps(recorder) == [0]
+    resumed, recorder = make(tmp_path, config)
+    job = Job.restore(resumed.parts.job.config, checkpoint.state["job"])
+    resumed.parts = replace(resumed.parts, job=job)
+    assert drive(resumed) == "every step is done"
+    assert evaluated_steps(recorder) == [1]
+
+
+def evaluated_steps(recorder: Recorder) -> list[int]:
+    return [e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"]
 
 
 def test_no_verdict_is_recorded_and_never_trained_on(tmp_path: Path) -> None:

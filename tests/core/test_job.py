@@ -33,11 +33,13 @@ from rollpacker.core.events import (
     SampleScored,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, JobConfig, Phase, ProtocolError
+from rollpacker.core.job import Job, Phase, ProtocolError
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import StrayEventError, TailBatchingConfig, Tier
+from rollpacker.core.rounds import StrayEventError
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from tests.core.world import World, commands_of, events_of
 
 

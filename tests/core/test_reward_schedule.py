@@ -8,9 +8,9 @@ from rollpacker.core.commands import CancelScore, Launch, RoundKind, Score, Trai
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardSchedule, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from tests.core.world import World, commands_of, events_of
 
 

@@ -41,7 +41,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Record
 
 
@@ -62,6 +63,8 @@ class World:
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
     stop_at_step: int | None = None
+    stop_at_round: int | None = None
+    """A stop is asked for while this round is under way."""
     log: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,11 +94,12 @@ class World:
         self.push(0.0, RunStarted(time_s=0.0))
         return self.go_on(max_events)
 
-    def resume_from(self, step: int) -> World:
-        """A new process that knows nothing but the checkpoint of `step`."""
+    def resume_from(self, step: int, config: JobConfig | None = None) -> World:
+        """A new process that knows nothing but the checkpoint of `step`, and its configuration."""
         state, cursor, version = self.snapshots[step]
-        world = World(**{name: getattr(self, name) for name in _SETTINGS})
-        world.job = Job.restore(self.config, state)
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        world = World(**settings | {"config": config or self.config})
+        world.job = Job.restore(world.config, state)
         world.cursor, world.version = cursor, version
         world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
@@ -132,6 +136,8 @@ class World:
                 assert command.version == self.version
                 for sample in samples:
                     self.launch(sample)
+                if command.round == self.stop_at_round:
+                    self.push(0.0, StopRequested(time_s=0.0))
             case Abort(samples=samples):
                 for sample in samples:
                     self.abort(sample)

@@ -27,10 +27,10 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Note, Record, Session
-from rollpacker.core.rounds import TailBatchingConfig, Tier
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.metrics import step_metrics
 from rollpacker.report.spans import read_steps

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollpacker.config.document import ConfigError
-from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.plan import Budget, compare, plan
 from rollpacker.sim.plan_ideas import (
     Base,

@@ -12,7 +12,7 @@ import pytest
 
 from rollpacker.cli.simulate import simulate_all
 from rollpacker.controller.replay import replay
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Session
 from rollpacker.report.log import EventLog
 from rollpacker.sim.latency import Calibration

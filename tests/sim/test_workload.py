@@ -18,7 +18,7 @@ import pytest
 
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.length_laws import CHUNK
 from rollpacker.sim.presets import CODE_SECONDS, LENGTH_LAWS
 from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario

@@ -2,14 +2,13 @@
 
 A sample that was stopped after 80 tokens has not the length 80: it would have been longer (its
 length is *censored*). Leaving such samples out, or taking them for finished, makes the policy look
-brief. What is used for that in a run is `length_model.py`; this is what it is compared with."""
+brief. A run fits a mixture of classes instead (`rollpacker/core/lengths/`); this is what
+`benchmarks/debias.py` compares it with."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-IntArray = NDArray[np.int64]
+from numpy.typing import ArrayLike
 
 
 def kaplan_meier_mean(finished: ArrayLike, censored: ArrayLike, cap: float | None = None) -> float:
