@@ -20,7 +20,7 @@ from typing import Any, Protocol, get_args
 from rollpacker.core.commands import Command
 from rollpacker.core.events import Event
 from rollpacker.core.job import Job
-from rollpacker.core.records import Entry, Record
+from rollpacker.core.records import Entry, Note, Record
 
 Routes = Mapping[type[Command], Callable[[Any], None]]
 """Kind of command -> who obeys it. A call is made under the bus's lock and must be quick; what
@@ -53,15 +53,28 @@ class Bus:
     """Brings events to the core and its commands to the ports. Thread-safe."""
 
     def __init__(
-        self, job: Job, clock: Clock, ports: Sequence[Port], *, sinks: Sequence[Sink] = ()
+        self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
     ) -> None:
-        """Raises `AssertionError` unless every kind of command has exactly one port."""
+        """Ports that are given are connected at once."""
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
         """The only lock of a run. Reentrant: a port may ask the bus while it obeys."""
+        self._routes: Routes = {}
+        self._sinks = list(sinks)
+        if ports:
+            self.connect(*ports)
+
+    def connect(self, *ports: Port) -> None:
+        """Join the ports, all of them at once; those that bring events need the bus before.
+
+        Raises `AssertionError` unless every kind of command has exactly one port.
+        """
         self._routes = _one_port_each(ports)
-        self._sinks = tuple(sinks)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Give this one, too, every entry from now on."""
+        self._sinks.append(sink)
 
     def take(self, event: Event) -> None:
         """Bring this event to the core, have its answer obeyed, and log both.
@@ -89,6 +102,12 @@ class Bus:
         with self.lock:
             for sink in self._sinks:
                 sink(entry)
+
+    def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a span that the core does not know of, ending now."""
+        with self.lock:
+            now = self.clock.now()
+            self.write(Note(time_s=now, name=name, seconds=seconds, step=step, metrics=metrics))
 
 
 class Recorded:

@@ -186,8 +186,9 @@ class _Session:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
         from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
-        from rollpacker.controller.driver import Controller, Parts, hand_over_weights
+        from rollpacker.controller.driver import Controller, Parts
         from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder

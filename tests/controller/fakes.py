@@ -294,21 +294,27 @@ def make(
     trainer: FakeTrainer | None = None,
     reward: FakeReward | None = None,
     rewards: RewardScheduleConfig | None = None,
+    job: Job | None = None,
+    cursor: PromptCursor | None = None,
+    evaluates: bool = True,
 ) -> tuple[Controller, Recorder]:
+    """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
+    evaluate on."""
     recorder = Recorder()
     prompts = FakePrompts()
-    job = Job(
+    job = job or Job(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             samples_per_prompt=config.rollout.samples_per_prompt,
             max_steps=config.train.steps,
             max_response_tokens=config.rollout.max_response_tokens,
             tail_batching=config.tail_batching,
+            dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
-                evaluates=True,
+                evaluates=evaluates,
                 eval_every_steps=config.eval.every_steps,
             ),
         )
@@ -319,15 +325,20 @@ def make(
         trainer=trainer or FakeTrainer(),
         reward=reward or FakeReward(),
         prompts=prompts,
-        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]),
-        cursor=PromptCursor("train", len(prompts.rows), 0, True, None),
+        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]) if evaluates else None,
+        cursor=cursor or PromptCursor("train", len(prompts.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples"),
         observers=[recorder],
     )
-    controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)
+    controller = Controller(
+        config,
+        parts,
+        checkpoints=folder / "checkpoints",
+        time_s=0.0,
+    )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder
 

@@ -35,6 +35,7 @@ from rollpacker.report.accounting import Accounting
 from rollpacker.report.metrics import step_metrics
 from rollpacker.report.spans import read_steps
 from rollpacker.report.time_book import CAUSES
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World
 from tests.report.fake_run import FakeRun
 
@@ -220,12 +221,12 @@ def test_short_rounds_show_their_length_shift():
     seed=st.integers(0, 10**6),
     failure_rate=st.sampled_from([0.0, 0.2]),
     no_verdict_rate=st.sampled_from([0.0, 0.3]),
-    verdict_delay=st.sampled_from([0.0, 5.0]),
+    verdict_delay_s=st.sampled_from([0.0, 5.0]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
     race=st.sampled_from(["generated", "scored"]),
 )
 @settings(max_examples=50, deadline=None)
-def test_logs_of_the_real_core_add_up(race, **unkindness):
+def test_logs_of_the_real_core_add_up(race, seed, **unkindness):
     """The core in an unkind world: what the log tells is what the job knows."""
     config = JobConfig(
         prompts_per_step=2,
@@ -233,7 +234,7 @@ def test_logs_of_the_real_core_add_up(race, **unkindness):
         max_steps=None,
         tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, race=race),
     )
-    world = World(config, num_rows=11, epochs=2, **unkindness).run()
+    world = World(config, num_rows=11, epochs=2, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
     assert accounting.history.last_step == world.job.step
     assert len(accounting.history.queue) == len(world.job.queue)
@@ -348,7 +349,7 @@ def test_loss_weights_show_in_the_lengths():
 
 @given(
     seed=st.integers(0, 10**6),
-    verdict_delay=st.sampled_from([0.0, 5.0, 30.0]),
+    verdict_delay_s=st.sampled_from([0.0, 5.0, 30.0]),
     tiers=st.sampled_from([(), (Tier(prompt_factor=1.5, sample_factor=1.5),)]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
 )
@@ -361,7 +362,7 @@ def test_logs_with_streams_and_cascades_add_up(seed, tiers, **unkindness):
         tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, tiers=tiers),
         stream=StreamConfig(enabled=True, reward_wait=True),
     )
-    world = World(config, num_rows=40, epochs=3, seed=seed, **unkindness).run()
+    world = World(config, num_rows=40, epochs=3, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
     assert accounting.history.last_step == world.job.step
     assert len(accounting.history.queue) == world.job.num_queued

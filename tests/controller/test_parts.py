@@ -1,0 +1,127 @@
+"""The controller's small parts, one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.controller.base import DeadlineExceeded, RunError
+from rollpacker.controller.desk import Desk
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.rewards.base import Failed, Scored
+from rollpacker.rollout.base import Response
+from tests.controller.fakes import FakeEngine, FakeReward, drive, make, run_config
+
+SAMPLES = [SampleId(PromptId("train", 0, row), 0, 0) for row in range(4)]
+
+
+def response(sample: SampleId) -> Response:
+    return Response(
+        sample=sample,
+        prompt_tokens=(1,),
+        tokens=(7, 7),
+        log_probs=(-1.0, -1.0),
+        finish_reason="stop",
+        version=0,
+    )
+
+
+# -- the desk --------------------------------------------------------------------------
+
+
+def test_the_desk_forgets_all_but_what_waits_for_its_check() -> None:
+    desk = Desk()
+    for seconds, sample in enumerate(SAMPLES[:3]):
+        desk.lay_down(response(sample))
+        desk[sample].verdict = Scored(value=float(seconds))
+        desk[sample].check_s = float(seconds)
+    desk.lay_down(response(SAMPLES[3]))
+    desk.round_kind = "short"
+    assert desk.slowest(2) == [SAMPLES[2], SAMPLES[1]]
+    assert desk.scored_groups([SAMPLES[:2]]) == [
+        [(response(SAMPLES[0]), 0.0), (response(SAMPLES[1]), 1.0)]
+    ]
+    with pytest.raises(AssertionError, match="no verdict"):
+        desk.scored_groups([[SAMPLES[3]]])
+    desk.forget([SAMPLES[3]])
+    assert desk[SAMPLES[3]].response == response(SAMPLES[3])
+    assert desk.get(SAMPLES[0]) is None and desk.slowest(2) == [] and desk.round_kind == ""
+
+
+# -- reasons ---------------------------------------------------------------------------
+
+
+class Owned(Counter[str]):
+    """Counts that are changed by whoever holds the lock, and by nobody else."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.num_changes = 0
+        super().__init__()
+
+    def __setitem__(self, reason: str, count: int) -> None:
+        assert self.lock._is_owned(), f"{threading.current_thread().name} holds no lock"
+        self.num_changes += 1
+        super().__setitem__(reason, count)
+
+
+def test_reasons_are_counted_under_the_lock_alone(tmp_path: Path) -> None:
+    """The engine's thread counts failures, the event loop verdicts that were not given."""
+    reward = FakeReward(verdict=lambda sample: Failed(reason="the judge is down"))
+    controller, _ = make(tmp_path, run_config(), reward=reward, evaluates=False)
+    counts = controller._reasons._counts = Owned(controller.bus.lock)
+    with pytest.raises(RunError, match="the judge is down"):
+        drive(controller)
+    assert counts["the judge is down"] > 10 and counts.num_changes > 10
+
+
+# -- the hand-over ---------------------------------------------------------------------
+
+
+class StuckEngine(FakeEngine):
+    """Copies weights for as long as the test runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    async def update_weights(self, version: int, weights: object = None) -> None:
+        self.released.wait(60)
+
+
+def test_a_copy_of_the_weights_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
+    engine = StuckEngine()
+    config = run_config(sync_s=0.3)
+    controller, _ = make(tmp_path, config, engine=engine, evaluates=False)
+    began = time.perf_counter()
+    with pytest.raises(DeadlineExceeded, match=r"version 1 of the weights.*deadlines\.sync_s"):
+        drive(controller)
+    assert time.perf_counter() - began < 30
+    engine.released.set()
+
+
+def test_a_probe_of_the_weights_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    released = threading.Event()
+    engine.weight_probe = lambda: str(released.wait(60))  # type: ignore[method-assign]
+    controller, _ = make(tmp_path, run_config(sync_s=0.3), engine=engine, evaluates=False)
+    began = time.perf_counter()
+    with pytest.raises(DeadlineExceeded, match=r"deadlines\.sync_s"):
+        drive(controller)
+    assert time.perf_counter() - began < 30
+    released.set()
+
+
+def test_an_engine_that_refuses_the_weights_is_heard(tmp_path: Path) -> None:
+    class Refusing(FakeEngine):
+        async def update_weights(self, version: int, weights: object = None) -> None:
+            raise MemoryError("no room for the copy")
+
+    controller, _ = make(tmp_path, run_config(), engine=Refusing(), evaluates=False)
+    with pytest.raises(MemoryError, match="no room"):
+        drive(controller)
