@@ -13,9 +13,10 @@ from rollpacker.core.stream_plan import DeviceLayout
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
-from rollpacker.sim.scenario import RewardStage, Scenario
+from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
+from rollpacker.sim.workload_spec import RewardStage
 
 SYNCHRONOUS_JUDGE_SHARE = 0.61
 """Of its rate, what a judge reaches when a step's calls come as one batch after the rollout. Fitted

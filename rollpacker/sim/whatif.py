@@ -28,9 +28,9 @@ from rollpacker.report.step_summary import StepSummary
 from rollpacker.sim.latency import MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
-from rollpacker.sim.scenario import RewardStage
 from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
+from rollpacker.sim.workload_spec import RewardStage
 
 CONFIG_FILE = "config.yaml"
 MODELLED = (

@@ -11,7 +11,8 @@ from rollpacker.config.load import ConfigError, load_config, save_config
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS, describe_presets
-from rollpacker.sim.scenario import RewardStage, Scenario, load_scenario, with_system
+from rollpacker.sim.scenario import Scenario, load_scenario, with_system
+from rollpacker.sim.workload_spec import RewardStage
 
 GOOD = """\
 name: 14b-16k

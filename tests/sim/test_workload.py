@@ -19,16 +19,11 @@ import pytest
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.length_laws import CHUNK
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
-from rollpacker.sim.scenario import (
-    Cluster,
-    LengthLaw,
-    OracleSpec,
-    RewardStage,
-    RolloutSpec,
-    Scenario,
-)
-from rollpacker.sim.workload import BLOCK_ROWS, CHUNK, MAX_BLOCKS, Workload
+from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario
+from rollpacker.sim.workload import BLOCK_ROWS, MAX_BLOCKS, Workload
+from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 NORMAL = NormalDist()
 SHARES = {"math": 0.34, "code": 0.33, "judge": 0.33}

@@ -52,7 +52,7 @@ class Rollout:
         self._work = work
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
-        """By degree and by whether the engines speculate."""
+        """By degree and by whether the engines decode speculatively."""
         self._fleet: list[Lane] = []
         """Of the round, as are all below."""
         self._launch: Launch | None = None
@@ -83,10 +83,8 @@ class Rollout:
     def _begin_round(self, command: Launch, now: float) -> None:
         assert not self._num_generating, "a round began before the engines were empty"
         self._tally.rollout_begins(now, str(command.kind), command.tensor_parallel)
-        speculation = self._machine.speculation
-        speculates = speculation is not None and str(command.kind) in speculation.kinds
         self._launch = command
-        self._fleet = self._fleet_of(command.tensor_parallel, speculates)
+        self._fleet = self._fleet_of(command.tensor_parallel, command.speculate)
         self._lane_of = {}
         self._released = None
         self._work.begin_round(now)
@@ -112,12 +110,12 @@ class Rollout:
         released = self.released
         return [lane for lane in self._fleet if lane not in released] if released else self._fleet
 
-    def _fleet_of(self, degree: int, speculates: bool) -> list[Lane]:
-        found = self._fleets.get((degree, speculates))
+    def _fleet_of(self, degree: int, speculate: bool) -> list[Lane]:
+        found = self._fleets.get((degree, speculate))
         if found is None:
             machine = self._machine
             cost = machine.latency.step_cost(degree)
-            if speculates and machine.speculation is not None:
+            if speculate and machine.speculation is not None:
                 cost = replace(
                     cost,
                     speculation_speedup=machine.speculation.speedup,
@@ -134,7 +132,7 @@ class Rollout:
                 for _ in range(machine.gpus // degree)
             ]
             found = [Lane(engine, self._finish) for engine in engines]
-            self._fleets[degree, speculates] = found
+            self._fleets[degree, speculate] = found
         return found
 
     # -- what comes out ----------------------------------------------------------------
