@@ -793,6 +793,8 @@ async def hand_over_weights(trainer: Trainer, engine: Engine, version: int) -> N
     """
     hand_over = await trainer.hand_over()
     await engine.update_weights(version, hand_over.weights)
+    if hand_over.probe is None:
+        return
     found = await asyncio.to_thread(engine.weight_probe)
     if found != hand_over.probe:
         raise TrainerError(
