@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("core", *BASES),
     "sim": ("core", "config", "report"),
     "report": ("core", "config"),
-    "algo": (),
+    "algo": ("imports",),
     "rollout": (*NOUNS, "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "imports"),
     "data": (*NOUNS, "imports"),
