@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bus": ("core",),
     "sim": ("bus", "core", "config", "report"),
     "report": ("core", "config"),
-    "algo": (),
+    "algo": ("imports",),
     "rollout": (*NOUNS, "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
     "sandbox": ("endpoints", "processes"),

@@ -167,8 +167,9 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 
 
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
-    """In place, on the engine's own weights; or apart from it: with an adapter, which the engine
-    has merged, and in processes of its own."""
+    """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
+    has a copy, and in processes of its own."""
+    from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
@@ -181,9 +182,18 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
         total_steps=config.train.steps,
         threads=max(policy.threads // (config.train.processes or 1), 1),
     )
+    if config.train.critic.path is not None and not config.algorithm.needs_critic:
+        logger.warning(
+            "train.critic.path is set and does nothing: algorithm.name=%s trains no critic; "
+            "algorithm.name=ppo does",
+            config.algorithm.name,
+        )
     loaded = policy.loaded
+    if config.model.lora is not None:
+        add_adapter(loaded.model, config.model.lora)
     if ranks is not None:
-        return ProcessTrainer(setup, ranks, loaded.model.named_parameters())
+        named = loaded.model.named_parameters()
+        return ProcessTrainer(setup, ranks, [(n, p) for n, p in named if p.requires_grad])
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)

@@ -164,6 +164,7 @@ class Learner:
             learning_rate=rate,
             critic_grad_norm=norms.get("critic"),
             peak_memory_bytes=self._peak.read(),
+            lora_merge_loss=self._files.lora_merge_loss(),
         )
         self._peak.reset()
         self._step = OpenStep()

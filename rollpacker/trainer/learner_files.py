@@ -12,7 +12,13 @@ from torch import Tensor
 
 from rollpacker.trainer import checkpoint
 from rollpacker.trainer.critic import Critic, load_critic_weights, save_critic
-from rollpacker.trainer.lora import has_adapter, load_adapter, merged_weights, save_adapter
+from rollpacker.trainer.lora import (
+    has_adapter,
+    load_adapter,
+    merge_loss,
+    merged_weights,
+    save_adapter,
+)
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trained import Trained
 from rollpacker.weight_probe import weight_probe
@@ -34,18 +40,26 @@ class LearnerFiles:
     run_dtype: torch.dtype
 
     @property
+    def _adapted(self) -> bool:
+        return has_adapter(self.model)
+
+    @property
     def _writes(self) -> bool:
         return self.shards is None or self.shards.rank == 0
 
     # -- weights for an engine -------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights in the run's dtype, by the names of a plain model, on rank 0; an adapter is
-        merged in. All ranks must iterate to the end."""
-        if has_adapter(self.model):
-            return full_tensors(merged_weights(self.model), self.shards, self.run_dtype)
-        named = self.model.named_parameters()
-        return named if self.shards is None else full_tensors(named, self.shards, self.run_dtype)
+        """What training changes, whole and by the model's names, on rank 0: weights in the run's
+        dtype, of a model with adapters those alone, as they are. All ranks must iterate to the end.
+
+        The engine has the same adapters. Merging them into weights of half precision would round
+        small updates away, and the engine would not compute what the trainer does.
+        """
+        named = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        if self.shards is None:
+            return named
+        return full_tensors(named, self.shards, None if self._adapted else self.run_dtype)
 
     @torch.no_grad()
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
@@ -67,20 +81,25 @@ class LearnerFiles:
         }
         return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
 
+    def lora_merge_loss(self) -> float | None:
+        """What the merged weights of a checkpoint lack, if there are adapters and a merge rounds
+        by more than their own arithmetic does (`lora.merge_loss`)."""
+        rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
+        return merge_loss(self.model) if rounds else None
+
     # -- checkpoints -----------------------------------------------------------------------
 
     def save(self, folder: Path, *, version: int, total_steps: int | None) -> None:
         """`model/`, `trainer/` and, where there are such, `adapter/` and `critic/`."""
-        adapted = has_adapter(self.model)
         checkpoint.save_model(
             self.model,
             self.tokenizer,
             folder / "model",
             shards=self.shards,
             dtype=self.run_dtype,
-            weights=merged_weights(self.model) if adapted else None,
+            weights=merged_weights(self.model) if self._adapted else None,
         )
-        if adapted:
+        if self._adapted:
             save_adapter(self.model, folder / "adapter", write=self._writes)
         if self.critic is not None:
             state = dict(full_tensors(self.critic.state_dict().items(), self.shards))
@@ -98,7 +117,7 @@ class LearnerFiles:
         """What `save` wrote. Returns the version. Raises `TrainerError` if what lies there is not
         this model's."""
         state = checkpoint.load_trainer_state(folder / "trainer")
-        if has_adapter(self.model):
+        if self._adapted:
             load_adapter(self.model, folder / "adapter")
         else:
             checkpoint.load_model_weights(self.model, folder / "model", self.shards)

@@ -34,7 +34,7 @@ from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.learner import Learner
-from rollpacker.trainer.lora import adapter_parameters, add_adapter
+from rollpacker.trainer.lora import adapter_parameters, add_adapter, merged_weights
 from rollpacker.trainer.optimizer import MasterOptimizer
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.samples import build_train_samples
@@ -100,6 +100,10 @@ def step(learner: Learner, seed: int, algorithm: AlgorithmConfig = GRPO) -> dict
 
 def weights(learner: Learner) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in learner.weights()}
+
+
+def merged(learner: Learner) -> dict[str, Tensor]:
+    return dict(merged_weights(learner.model))
 
 
 def assert_same_state(one: Learner, other: Learner) -> None:
@@ -399,7 +403,8 @@ def test_the_critics_warmup_leaves_the_policy_alone():
 def test_an_adapters_step_moves_the_merged_weights_alone():
     learner, plain = learner_of(lora=True), tiny_model()
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
-    start = weights(learner)
+    assert weights(learner).keys() == adapter_parameters(learner.model).keys()
+    start = merged(learner)
     assert start.keys() == dict(plain.named_parameters()).keys()
     assert all(torch.equal(start[n], p) for n, p in plain.named_parameters())
     for number in range(2):
@@ -407,11 +412,18 @@ def test_an_adapters_step_moves_the_merged_weights_alone():
     adapters = adapter_parameters(learner.model).keys()
     for name, parameter in learner.model.named_parameters():
         assert torch.equal(before[name], parameter) == (name not in adapters), name
-    plain.load_state_dict(weights(learner), strict=False)
+    plain.load_state_dict(merged(learner), strict=False)
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     with torch.no_grad():
-        merged, adapted = plain.eval()(input_ids=ids).logits, learner.model(input_ids=ids).logits
-    torch.testing.assert_close(merged, adapted, rtol=1e-10, atol=1e-10)
+        one, other = plain.eval()(input_ids=ids).logits, learner.model(input_ids=ids).logits
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_what_a_merge_into_half_precision_loses_is_a_metric():
+    learner = learner_of(lora=True, model=tiny_model(dtype=torch.bfloat16), learning_rate=1e-5)
+    lost = step(learner, 0)["train/lora_merge_loss"]
+    assert 0.5 < lost < 2.0  # nearly nothing of so small an update is left
+    assert "train/lora_merge_loss" not in step(learner_of(lora=True), 0)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -454,7 +466,7 @@ def test_a_saved_model_is_one_of_transformers(tmp_path):
         step(learner, 0)
         learner.save(folder)
         read = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-        expected = weights(learner)
+        expected = merged(learner) if kind else weights(learner)
         assert all(torch.equal(p, expected[n]) for n, p in read.named_parameters())
 
 
