@@ -84,8 +84,8 @@ def reports(log: Path, folder: Path) -> dict[str, Any]:
     from rollpacker.report.live import LiveReport
     from rollpacker.report.log import EventLog
 
-    run = folder / "run"
-    run.mkdir(exist_ok=True)
+    run = folder / log.name.split(".")[0]
+    run.mkdir()
     events = run / "events.jsonl"
     events.write_bytes(gzip.decompress(log.read_bytes()))
     run_command("replay", str(run))
