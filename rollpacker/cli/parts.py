@@ -41,7 +41,7 @@ class Policy:
 
     @property
     def mean_prompt_tokens(self) -> int:
-        """Of the training data, rounded."""
+        """Mean number of tokens of a training prompt, rounded."""
         rows = self.train_prompts.rows
         return round(sum(len(row.tokens) for row in rows) / len(rows))
 
@@ -167,8 +167,8 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 
 
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
-    """In place, on the engine's own weights; or apart from it: with an adapter, which the engine
-    has merged, and in processes of its own."""
+    """The trainer works in place, on the engine's own weights. With an adapter, which the engine
+    has merged, and in processes of its own it has weights apart from the engine's."""
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer

@@ -106,7 +106,7 @@ INTERRUPTED = "interrupted"
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread of this process keeps Python's lock while another wants it. The engine's thread
 takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
-are being worked on."""
+are being worked on: benchmarks/streaming.py shows what that costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
