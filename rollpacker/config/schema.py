@@ -22,8 +22,8 @@ from rollpacker.rollout.base import EngineConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
 SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none to release, since
-engine and trainer each have theirs from beginning to end."""
+"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
+to release, since engine and trainer each have theirs from beginning to end."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
