@@ -1,10 +1,10 @@
 """Who may import whom, as `docs/architecture.md` says; and light commands stay light."""
 
 import ast
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,9 +198,11 @@ def test_help_answers_at_once() -> None:
     command = [sys.executable, "-m", "rollpacker.cli.main", "--help"]
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # The processor's time, which a busy machine does not lengthen; it waits for nothing else.
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert "train" in done.stdout
-    assert statistics.median(seconds) < 0.5, seconds
+    assert statistics.median(seconds) < 0.2, seconds

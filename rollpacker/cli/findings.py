@@ -311,7 +311,7 @@ def _memory_bytes() -> tuple[int, int]:
 
 
 def _driver() -> str | None:
-    """Of NVIDIA; None where there is none."""
+    """The version of NVIDIA's driver; None where there is no driver."""
     text = _read(Path("/proc/driver/nvidia/version"))
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ("of unknown version" if text else None)

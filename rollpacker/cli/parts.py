@@ -41,7 +41,7 @@ class Policy:
 
     @property
     def mean_prompt_tokens(self) -> int:
-        """Of the training data, rounded."""
+        """Mean number of tokens of a training prompt, rounded."""
         rows = self.train_prompts.rows
         return round(sum(len(row.tokens) for row in rows) / len(rows))
 

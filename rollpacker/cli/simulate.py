@@ -252,7 +252,7 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
 
 
 def _run_name(run: str) -> str:
-    """Of a run's folder, or of an event log."""
+    """The name of a run's folder, or of an event log without its ending."""
     path = Path(run).resolve()
     return path.stem if path.is_file() else path.name
 

@@ -118,7 +118,7 @@ class _StoppedError(Exception):
 
 
 _worker: list[Any] = []
-"""In a worker process: the counter of steps done by all, and the event that stops it."""
+"""A worker process holds here the counter of steps done by all, and the event that stops it."""
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:

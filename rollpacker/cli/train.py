@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import logging
@@ -338,6 +337,8 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run to the end; in a thread of its own where a loop runs already (a notebook)."""
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -351,6 +352,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _drive(controller: Controller) -> str:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     asked = False

@@ -5,7 +5,6 @@ Heavy imports stand inside functions.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import shutil
@@ -29,6 +28,8 @@ _READ = "See docs/sandbox.md."
 
 def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
     """Whether untrusted programs can be isolated. Missing is a failure only if it is needed."""
+    import asyncio
+
     must = needed and config.allow_unsandboxed_code is None
     level: Literal["fail", "warn"] = "fail" if must else "warn"
     remote = config.backend == "http" or (config.backend == "auto" and config.url is not None)
@@ -140,6 +141,8 @@ def _output(command: list[str]) -> tuple[int, str]:
 
 def engine() -> Finding:
     """A few tokens of a tiny random model, by the real engine on the device that runs take."""
+    import asyncio
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -24,11 +24,11 @@ from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
 SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Of `stream_trainer`: which devices leave a round early. A real run has none to release, since
-engine and trainer each have theirs from beginning to end."""
+"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
+to release, since engine and trainer each have theirs from beginning to end."""
 
 MAX_NAME_BYTES = 200
-"""Of a run's name; file systems take 255, and suffixes come on top."""
+"""Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class RewardSchedulerConfig:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """As the core wants it."""
+        """The same settings as the core wants them."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"

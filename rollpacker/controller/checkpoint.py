@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of what state.json holds. Format 1 did not vouch for the event log's contents."""
+"""Version of what state.json holds. Format 1 did not vouch for the event log's contents."""
 _PREFIX = "step_"
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that loading a folder takes up by themselves: one that the manifest does not
