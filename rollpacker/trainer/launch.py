@@ -191,7 +191,7 @@ class Ranks:
         environment: dict[str, str] = {}
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
-            self._store = _store("127.0.0.1", 0, is_master=True)
+            self._store = _store_on_loopback()
             environment = _served_at(self._store.port)
         found = self._greeted()
         for rank in found:
@@ -332,10 +332,20 @@ def line_to_run() -> Line:
     return line
 
 
-def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
+def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False)
+    return TCPStore(
+        host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def _store_on_loopback() -> TCPStore:
+    """Serve a store that only processes of this machine reach: left to itself, torch's listens on
+    every interface, whatever host it is given."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return _store("127.0.0.1", port, is_master=True, listen_fd=listening.detach())
 
 
 def _local(rank: int, size: int) -> dict[str, str]:
