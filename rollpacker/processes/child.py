@@ -1,4 +1,4 @@
-"""A process that this one started: whether it runs, is stopped or has ended, and its end."""
+"""Starts a process, says whether it runs, is stopped or has ended, and ends it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ END_S = 2.0
 
 
 class Child:
-    """Ends with this object at the latest. Its methods may be called from any thread."""
+    """A process that this one has started. It ends when this object does, at the latest.
+
+    The methods may be called from any thread.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], name: str, lifeline: int = -1) -> None:
-        """`lifeline`: of the guardian that `process` is; else there is none."""
+        """If `process` is a guardian, `lifeline` is our end of the pipe that keeps it."""
         self.name = name
         self.pid = process.pid
-        """Of the process that does the work, which may be a descendant once that is known."""
+        """The process that does the work. The owner sets it once it knows of a descendant that
+        does."""
         self.process = process
         self._lifeline = lifeline
         self._close = weakref.finalize(self, _close, process, lifeline, os.getpid())
@@ -44,9 +48,12 @@ class Child:
         cwd: str | None = None,
         output: int | None = None,
     ) -> Child:
-        """In a session of its own: a Ctrl-C is for this process. `guarded`: a guardian ends it, and
-        all that it started, when told to and when this process is gone; else it must see to that
-        itself. `output`: where it prints. Raises `OSError`."""
+        """Start `command` in a session of its own, so that a Ctrl-C is for this process alone.
+
+        A guarded child gets a guardian, which ends it and all that it started when told to and when
+        this process is gone; any other child must see to that itself. It prints to the descriptor
+        `output`. Raises `OSError`.
+        """
         theirs, ours = os.pipe() if guarded else (-1, -1)
         prefix = [sys.executable, "-ISB", guardian.__file__, str(theirs)] if guarded else []
         try:
@@ -71,11 +78,12 @@ class Child:
         return f"{self.name} (pid {self.pid})"
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) or a debugger holds it, as far as this system tells."""
+        """Whether a signal (SIGSTOP) or a debugger holds it. False where the system does not
+        tell."""
         return state(self.pid) in ("T", "t")
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
-        """In words; None if it has not ended within `wait_s`."""
+        """Say in words how it ended, or None if it has not ended within `wait_s`."""
         try:
             code = self.process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
@@ -90,12 +98,13 @@ class Child:
             return f"signal {-code}"
 
     def kill(self) -> None:
-        """End it, its children too. They are gone once `how_ended` says how."""
+        """Have it ended; with a guardian, its children too. `how_ended` says when they are gone."""
         if self._close.alive:
             _kill(self.process, self._lifeline)
 
     async def gone(self, within_s: float = END_S) -> str | None:
-        """`how_ended`, for a task that waits. What is left after `within_s` is ended by force."""
+        """Wait for its end in an event loop, and say how it ended. It is ended by force if it takes
+        longer than `within_s`."""
         until = time.monotonic() + within_s
         while (how := self.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
@@ -103,7 +112,7 @@ class Child:
         return how
 
     def kill_by_force(self) -> None:
-        """End what a guardian that is stopped, or was killed, has left."""
+        """End what a guardian has left that is stopped or was killed."""
         if self.pid != self.process.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -140,12 +149,13 @@ def _close_fd(fd: int) -> None:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter: R, S, D, T (stopped), t (traced), Z (ended)...; "" if there is none."""
+    """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (ended), or "" if there is no
+    such process."""
     return (_stat(pid) or [""])[0]
 
 
 def children(pid: int) -> list[int]:
-    """Of another process."""
+    """Return the numbers of the processes that this one has started and that are still there."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:  # gone, or a kernel without that file
@@ -155,7 +165,7 @@ def children(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent..."""
+    """Return the fields of /proc/PID/stat after the name. The first two are state and parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,7 +24,8 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """A type that is neither plain nor a dataclass nor a named tuple: as a value that is."""
+    """How to write a type that is neither plain nor a dataclass nor a named tuple as one that
+    is."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -32,7 +33,7 @@ class Kind:
 
 
 class Codec:
-    """For values of these types, which both sides list."""
+    """Encodes and decodes plain values and values of the listed types. Both sides list the same."""
 
     def __init__(self, *types: type | Kind) -> None:
         kinds = [one if isinstance(one, Kind) else _kind(one) for one in types]
@@ -41,13 +42,13 @@ class Codec:
         assert len(self._by_name) == len(kinds), "two types of one name"
 
     def encode(self, value: Any) -> bytes:
-        """Raises `TypeError` for a value of a type that is not listed."""
+        """Write a value. Raises `TypeError` for a value of a type that is not listed."""
         rows: list[bytes] = []
         text = json.dumps(self._plain(value, rows)).encode()
         return b"".join((_LENGTH.pack(len(text)), text, *rows))
 
     def decode(self, data: bytes) -> Any:
-        """Raises `ValueError` for what `encode` has not made."""
+        """Read a value. Raises `ValueError` for bytes that `encode` cannot have made."""
         try:
             (length,) = _LENGTH.unpack_from(data)
             rows = memoryview(data)[_LENGTH.size :]
@@ -91,7 +92,7 @@ class Codec:
 
 
 class _Rows:
-    """What comes after the JSON, taken from the front."""
+    """The bytes after the JSON, which are taken from the front in the order of the rows."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -104,7 +105,7 @@ class _Rows:
 
 
 def _packed(values: list[Any] | tuple[Any, ...]) -> tuple[str, bytes] | None:
-    """The row's code and bytes, if it is a long one of numbers of one type."""
+    """Return the code and the bytes of a row that is long and has numbers of one type only."""
     if len(values) < _ROW or len(types := set(map(type, values))) > 1:
         return None
     code = _ROWS.get(types.pop())

@@ -1,5 +1,5 @@
-"""Messages in a stream of bytes: a header of known length, then so many bytes, and no more than a
-bound that the reader sets."""
+"""Messages in a stream of bytes. Each is a header of fixed length and then as many bytes as that
+says, up to a bound that the reader sets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import struct
 from typing import NamedTuple
 
 HEADER = struct.Struct(">BQQ")
-"""Kind, number of the call that the message belongs to, bytes that follow."""
+"""The kind of the message, the number of the call that it belongs to, the bytes that follow."""
 MAX_BYTES = 16 << 30
-"""Of one message between a process and its own child: a bound on nonsense, not on work."""
+"""The default bound of one message. It is meant to catch nonsense, not to limit work."""
 
 
 class Message(NamedTuple):
@@ -30,7 +30,8 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now. Raises `ValueError` for one that is too long."""
+        """Return the messages that are complete now. Raises `ValueError` for one that is too
+        long."""
         self._buffer += data
         found = []
         while len(self._buffer) >= HEADER.size:

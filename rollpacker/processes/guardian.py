@@ -20,10 +20,11 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXPENDABLE = "500"
-"""Out of memory, the kernel ends the child rather than the owner, who can replace it."""
+"""A score from -1000 to 1000: when memory runs out the kernel ends the child rather than its owner,
+who can replace it."""
 _LOOK_MS = 1000 if hasattr(os, "pidfd_open") else 50
 _END_S = 2.0
-"""For all of them to be gone after they were killed."""
+"""So long it waits for the family to be gone after killing it."""
 
 
 def main(lifeline: int, command: list[str]) -> NoReturn:
@@ -55,7 +56,8 @@ def main(lifeline: int, command: list[str]) -> NoReturn:
 
 
 def _watched(child: int, lifeline: int, owner: int) -> int | None:
-    """Until it ends by itself: its wait status; or is to end: None."""
+    """Wait until the child ends by itself and return its wait status, or None if it is to be
+    ended."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -69,7 +71,8 @@ def _watched(child: int, lifeline: int, owner: int) -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect those that ended, orphans included; the child's wait status if it is among them."""
+    """Collect all that have ended, orphans included. Returns the child's wait status if it is
+    one."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -99,7 +102,7 @@ def _end_all(child: int, status: int | None) -> int | None:
 
 
 def _children() -> list[int]:
-    """Of this process, as far as this system tells."""
+    """Return the children of this process, or none where the system does not tell."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
     return []

@@ -1,8 +1,8 @@
-"""A line to another process: messages both ways over one socket.
+"""A line to another process carries messages both ways over one socket.
 
 A thread uses `send`, `read` and `receive`, which block. An event loop uses `attach` and `post`,
 which do not. A line is used in one of the two ways at a time.
-Light: a child that has a line imports no more than it must.
+This module imports little, since every child does that has a line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LineEnded(Exception):
 
 
 class Line:
-    """One side of it."""
+    """One side of a line."""
 
     def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
         self.frames = Frames(max_bytes)
@@ -40,13 +40,13 @@ class Line:
 
     @classmethod
     def pair(cls) -> tuple[Line, socket.socket]:
-        """This process's side, and the other one for a child to inherit."""
+        """Return this process's side, and the socket of the other side for a child to inherit."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> Line:
-        """A child's side. The child's own children do not get it."""
+        """Return a child's side. Programs that the child starts do not get it."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -56,14 +56,14 @@ class Line:
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Wait until all of it is on its way. Raises `LineEnded`."""
+        """Send a message, and wait until all of it is on its way. Raises `LineEnded`."""
         try:
             self._connection.sendall(packed(kind, number, payload))
         except OSError as error:
             raise LineEnded(str(error)) from None
 
     def read(self) -> list[Message]:
-        """Wait for some bytes; the messages that are complete with them. Raises `LineEnded`."""
+        """Wait for some bytes and return the messages that are complete now. Raises `LineEnded`."""
         try:
             data = self._connection.recv(_CHUNK)
             messages = self.frames.feed(data)
@@ -76,7 +76,8 @@ class Line:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message. Raises `LineEnded`, and `TimeoutError` if none is complete by then."""
+        """Return the next message. Raises `LineEnded`, and `TimeoutError` if none is complete in
+        time."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._heard:
             if until is not None and not ready([self], until - time.monotonic()):
@@ -92,8 +93,8 @@ class Line:
         heard: Callable[[Message], None],
         ended: Callable[[], None],
     ) -> None:
-        """Let this loop, and none before it, hear what the other side says, and once that it has
-        ended. A `ValueError` of `heard` ends it."""
+        """Call `heard` with each message in this loop, and `ended` once when the line has ended. A
+        `ValueError` that `heard` raises ends the line."""
         self._connection.setblocking(False)
         self._loop = loop
 
@@ -110,7 +111,7 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send it as the other side reads. That it has ended is told by `attach`."""
+        """Send a message without waiting. After the end of the line it does nothing."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 
@@ -129,7 +130,7 @@ class Line:
         self._loop.remove_writer(self.fileno())
 
     def detach(self) -> None:
-        """The loop hears no more of it. Idempotent."""
+        """Stop calling the loop. Idempotent."""
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self.fileno())
@@ -138,12 +139,13 @@ class Line:
     # -- the end --------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """Both sides see the end, and so does a thread of ours that waits for it. Idempotent."""
+        """End the line for both sides; a thread of ours that waits for a message sees it.
+        Idempotent."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this side. Idempotent."""
         self.detach()
         self._connection.close()
 
@@ -156,7 +158,8 @@ Readable = TypeVar("Readable", bound=HasFileno)
 
 
 def ready(those: Iterable[Readable], timeout_s: float | None) -> list[Readable]:
-    """Which of them can be read without waiting, as soon as there is one, or none in time."""
+    """Wait until some of them can be read without waiting, and return these; none after the
+    time."""
     by_fd = {one.fileno(): one for one in those}
     poll = select.poll()  # `select.select` knows descriptors below 1,024 only
     for fd in by_fd:

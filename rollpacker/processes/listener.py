@@ -1,8 +1,7 @@
-"""Lines to processes that are not this one's children: they knock at a port and show a token.
+"""Lines to processes that are not this one's children. They knock at a port and show a token.
 
-Whoever knocks has `KNOCK_S` to say it, in a message of at most `MAX_HELLO_BYTES`, and is turned
-away otherwise. Nobody waits for a stranger meanwhile, and nothing that one sends is taken for more
-than bytes.
+Whoever knocks has `KNOCK_S` to say it in a message of at most `MAX_HELLO_BYTES`, and is turned away
+otherwise. Nobody else waits for a stranger meanwhile, and what one sends is never more than bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KNOCK_S = 10.0
 """How long a connection may take to say hello."""
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
-"""Connections that have not said hello; the oldest goes when there is one more."""
+"""So many connections may be open that have not said hello. One more ends the oldest."""
 HELLO = 0
 _TOKEN_BYTES = 32
 
@@ -30,14 +29,15 @@ _TOKEN_BYTES = 32
 class _Knock:
     line: Line
     until: float
-    """Time of the monotonic clock."""
+    """The time on the monotonic clock at which it is turned away."""
 
 
 class Listener:
-    """Belongs to one thread at a time; an event loop gives it one (`asyncio.to_thread`)."""
+    """An open port. One thread at a time uses it; an event loop lends it one
+    (`asyncio.to_thread`)."""
 
     def __init__(self, host: str) -> None:
-        """On any free port of this one address. Raises `OSError`."""
+        """Listen on any free port of this one address. Raises `OSError`."""
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -48,12 +48,12 @@ class Listener:
         self.host: str = self._socket.getsockname()[0]
         self.port: int = self._socket.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
-        """What `connect` must be given."""
+        """The secret that `connect` must be given."""
         self._knocks: list[_Knock] = []
 
     def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
-        """Those who have said hello, with the right token, and what else they said; as soon as
-        there is one, or none by then."""
+        """Wait for one or more that say hello with the right token. Returns their lines and what
+        else they said, or nothing after `within_s`."""
         until = time.monotonic() + within_s
         found: list[tuple[Line, bytes]] = []
         while not found:
@@ -83,7 +83,7 @@ class Listener:
             self._forget(self._knocks[0])
 
     def _hello(self, knock: _Knock) -> bytes | None:
-        """What it says after the token. None: not all of it yet, or it is turned away."""
+        """Return what it says after the token, or None if that is not complete or not right."""
         try:
             messages = knock.line.read()
         except LineEnded:
@@ -107,20 +107,20 @@ class Listener:
         knock.line.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the port, and the lines to those that have not said hello. Idempotent."""
         self._socket.close()
         while self._knocks:
             self._forget(self._knocks[0])
 
 
 def connect(host: str, port: int, token: bytes, hello: bytes) -> Line:
-    """A line to whoever listens there. Raises `OSError` and `LineEnded`."""
+    """Return a line to whoever listens there. Raises `OSError` and `LineEnded`."""
     line = Line(_watched(socket.create_connection((host, port))))
     line.send(HELLO, payload=token + hello)
     return line
 
 
 def _watched(connection: socket.socket) -> socket.socket:
-    """A machine that is gone without a word is found after a while (keep-alive)."""
+    """Let the kernel find out that the other machine is gone without a word (keep-alive)."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection

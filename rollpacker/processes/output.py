@@ -1,4 +1,4 @@
-"""What a process prints, as whole lines for the log, and no more of it than a quota."""
+"""Turns what a process prints into lines for a log, within a quota."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""That are kept, per minute."""
+"""So many bytes of output are kept per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
 
 class OutputQuota:
-    """So many bytes a minute; what exceeds them is counted."""
+    """Lets `MAX_OUTPUT_BYTES` pass each minute and counts what exceeds them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """As much of it as may pass, after a word on what did not pass the minute before."""
+        """Return as much of it as may pass, after a word on what was dropped the minute before."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES
@@ -38,7 +38,7 @@ class OutputQuota:
 
 
 class Output:
-    """A pipe that a process prints to: to its `writer`, until `started`."""
+    """A pipe that a process prints to. The process is started with `writer` as its output."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
         """`heard` is called with each line."""
@@ -47,22 +47,22 @@ class Output:
         os.set_blocking(self._reader, False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unfinished = b""
-        """The line that it is printing."""
+        """The beginning of a line whose end is still to come."""
 
     def fileno(self) -> int:
         return self._reader
 
     def started(self) -> None:
-        """The process has its own copy of `writer`, or never will."""
+        """Close `writer`: the process has its own copy by now, or never will."""
         os.close(self.writer)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let this loop read."""
+        """Let this loop read whenever something was printed."""
         self._loop = loop
         loop.add_reader(self._reader, self.read)
 
     def read(self) -> None:
-        """Take what is there now."""
+        """Read what is there now, without waiting."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._reader, _CHUNK)
             if not data:
@@ -85,7 +85,7 @@ class Output:
             loop.remove_reader(self._reader)
 
     def close(self) -> None:
-        """After its last words. Idempotent."""
+        """Read its last words and close the pipe. Idempotent."""
         if self._reader >= 0:
             self.read()
             self._tell(self._unfinished)

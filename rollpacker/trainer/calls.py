@@ -1,7 +1,7 @@
-"""What goes between the run's own process and a rank of the trainer: calls, results, errors.
+"""Calls, results and errors between the run's own process and a rank of the trainer, as bytes.
 
-As bytes that cannot execute: under torchrun they come over a network. Both sides know these types,
-and a rank does nothing but `METHODS`.
+The bytes cannot execute anything, since under torchrun they come over a network. Both sides know
+the same types, and a rank does nothing but `METHODS`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ERRORS: dict[str, type[Exception]] = {
         *(torch.OutOfMemoryError, OSError, ValueError),
     )
 }
-"""Those that the run's own process raises again, the most special first."""
+"""The errors that the run's own process raises again, the most special ones first."""
 
 
 @functools.cache
@@ -70,8 +70,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def error_bytes(error: Exception) -> bytes:
-    """As the run's own process can raise it: foreign exceptions may not survive the way. Nor does a
-    traceback, by which that process tells a user's mistake from a bug."""
+    """Write an error so that the run's own process can raise it. A foreign one becomes a
+    `TrainerError`: its class may be unknown there, and its traceback, by which that process tells a
+    user's mistake from a bug, does not survive the way."""
     name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "")
     module = type(error).__module__
     is_ours = module.startswith("rollpacker.")
@@ -87,7 +88,7 @@ def error_bytes(error: Exception) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """What `error_bytes` was given, or what it made of that."""
+    """Read what `error_bytes` has written."""
     name, said = codec().decode(data)
     return _ERRORS[name](*said)
 
@@ -109,7 +110,7 @@ def _is_of_another(error: Exception) -> bool:
 
 
 def _raised_in(error: Exception) -> str:
-    """The module that raised it."""
+    """Return the name of the module that raised it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -53,7 +53,7 @@ class Torchrun:
     rank: int
     world_size: int
     local_world_size: int
-    """Processes on this machine."""
+    """How many of the processes are on this machine."""
     master: tuple[str, int]
     has_store: bool
     """torchrun's agent keeps the store; else rank 0 does."""
@@ -77,7 +77,7 @@ class Torchrun:
 
     @property
     def store_key(self) -> str:
-        """Where rank 0 says how it can be reached."""
+        """The name in the store under which rank 0 says how it can be reached."""
         return f"rollpacker/trainer/{self.restart}"
 
     def store(self) -> TCPStore:
@@ -85,7 +85,8 @@ class Torchrun:
         return _store(host, port, is_master=self.rank == 0 and not self.has_store)
 
     def listener(self) -> Listener:
-        """At the one address where the other ranks reach this process. Raises `ValueError`."""
+        """Listen at the one address where the other ranks reach this process. Raises
+        `ValueError`."""
         if self.local_world_size == self.world_size:
             return Listener("127.0.0.1")
         host = self.master[0]
@@ -99,7 +100,7 @@ class Torchrun:
 
 
 def _addresses(host: str) -> list[str]:
-    """Those of a host that others can reach."""
+    """Return the addresses of a host that other machines can reach."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -108,7 +109,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _own_address() -> list[str]:
-    """The one from which this machine reaches others. Sends nothing."""
+    """Return the address from which this machine reaches others. Sends nothing."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody's
         return [str(probe.getsockname()[0])]
@@ -117,16 +118,16 @@ def _own_address() -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One worker, as the run's own process sees it."""
+    """One worker as the run's own process sees it."""
 
     number: int
     pid: int
     line: Line
     child: Child | None
-    """None: torchrun's child, not ours."""
+    """None if torchrun started it."""
 
     def how_it_ended(self) -> str:
-        """In words, once its line has ended."""
+        """Say it in words, once its line has ended."""
         if self.child is None:
             return "hung up"
         how = self.child.how_ended(END_S)
@@ -147,11 +148,11 @@ class Ranks:
         self.num_processes = num_processes
         self.all: list[Rank] = []
         self._started: list[Rank] = []
-        """Our own children."""
+        """Those that are children of this process."""
         self._calling = threading.Lock()
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
-        """Kept alive: this process serves it, unless torchrun does."""
+        """It must live as long as the ranks: this process serves it unless torchrun does."""
         torchrun = Torchrun.from_environment()
         if torchrun is not None and torchrun.rank > 0:
             raise ValueError(
@@ -190,7 +191,7 @@ class Ranks:
         environment: dict[str, str] = {}
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
-            self._store = _store("127.0.0.1", 0, is_master=True)
+            self._store = _store_on_loopback()
             environment = _served_at(self._store.port)
         found = self._greeted()
         for rank in found:
@@ -201,7 +202,7 @@ class Ranks:
             self._listener.close()
 
     def _greeted(self) -> list[Rank]:
-        """All of them, by number."""
+        """Wait for the hello of every rank, and return the ranks by number."""
         found: dict[int, Rank] = {}
         until = time.monotonic() + START_S
         while len(found) < self.num_processes:
@@ -253,7 +254,8 @@ class Ranks:
         return [codec().decode(replies[rank.number][1]) for rank in self.all]
 
     def _replies(self, method: str) -> dict[int, tuple[int, bytes]]:
-        """Kind and content by rank, in order; not of all where one has failed."""
+        """Return kind and content of each rank's reply, in order of the ranks. Some are missing if
+        one has failed and others waited too long."""
         found: dict[int, tuple[int, bytes]] = {}
         waiting = {rank.line: rank for rank in self.all}
         stopped: set[int] = set()
@@ -280,7 +282,7 @@ class Ranks:
         return dict(sorted(found.items()))
 
     def _ended(self, rank: Rank, method: str) -> None:
-        """The others would wait for it in a joint call for ever."""
+        """End all and raise: the others would wait for this one in a joint call for ever."""
         how = rank.how_it_ended()
         self._kill()
         raise TrainerProcessError(
@@ -315,7 +317,7 @@ class Ranks:
 
 
 def line_to_run() -> Line:
-    """A worker's side: its line to the run's own process. Raises `OSError` and `LineEnded`."""
+    """Return a worker's line to the run's own process. Raises `OSError` and `LineEnded`."""
     if LINE_FD in os.environ:
         line = Line.inherited(int(os.environ[LINE_FD]))
         line.send(HELLO)
@@ -330,19 +332,29 @@ def line_to_run() -> Line:
     return line
 
 
-def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
+def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False)
+    return TCPStore(
+        host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def _store_on_loopback() -> TCPStore:
+    """Serve a store that only processes of this machine reach: left to itself, torch's listens on
+    every interface, whatever host it is given."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return _store("127.0.0.1", port, is_master=True, listen_fd=listening.detach())
 
 
 def _local(rank: int, size: int) -> dict[str, str]:
-    """What torchrun would say."""
+    """Return the environment that torchrun would give a rank of one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
 
 
 def _served_at(port: int) -> dict[str, str]:
-    """What torchrun would say of a store of its own."""
+    """Return the environment in which torchrun would say where its store is."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

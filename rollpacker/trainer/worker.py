@@ -62,14 +62,14 @@ class Worker:
         self._learner.rescale(factor)
 
     def apply(self) -> Any:
-        """The outcome, and the FLOP/s that this rank's device could do."""
+        """Return the outcome, and the FLOP/s that this rank's device could do."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 
     def load(self, folder: Path) -> int:
-        """The version that was loaded."""
+        """Load a checkpoint and return its version."""
         self._learner.load(folder)
         return self._learner.version
 

@@ -43,29 +43,40 @@ START_S = 60.0
 """For two processes to load torch on a busy machine."""
 
 
-def own_ports() -> set[int]:
-    """At which this process listens."""
+LOOPBACK = "0100007F"
+
+
+def listening() -> dict[int, str]:
+    """The ports at which this process listens, with the address in the kernel's hex digits."""
     own = set()
     for fd in Path("/proc/self/fd").iterdir():
         try:
             own.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
         except OSError:
             continue
-    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return {int(w[1].rpartition(":")[2], 16) for w in lines if w[3] == "0A" and w[9] in own}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    places = [words[1].split(":") for words in lines if words[3] == "0A" and words[9] in own]
+    return {int(port, 16): address for address, port in places}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ranks_of_this_machine_need_no_open_door() -> None:
-    before = own_ports()
+    before = listening()
     ranks = Ranks(1)
-    strangers = [socket.create_connection(("127.0.0.1", p)) for p in own_ports() - before]
+    doors = listening().keys() - before.keys()
+    strangers = [socket.create_connection(("127.0.0.1", port)) for port in doors]
     try:
         connecting = threading.Thread(target=ranks.connect, daemon=True)
         connecting.start()
         connecting.join(START_S)
         assert not connecting.is_alive(), "a silent connection keeps the start waiting"
-        assert strangers == []
+        assert not doors
+        store = {p: address for p, address in listening().items() if p not in before}
+        assert list(store.values()) == [LOOPBACK], "torch's store, for this machine alone"
     finally:
         for stranger in strangers:
             stranger.close()

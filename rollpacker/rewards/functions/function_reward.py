@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[Sequence[Mapping[str, Any]]], None]
 _MAX_REASON = 400
-"""Characters; what the worker quotes in it is shorter."""
+"""The most characters of a reason. What the worker quotes in it is shorter."""
 
 Verdict = Scored | Failed | None
 
 
 class RewardFunction:
-    """One function in workers of its own, its mistakes turned into reasons. A `RewardPart`."""
+    """Meets `RewardPart` with one function in workers of its own, whose mistakes become reasons."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None
@@ -163,7 +163,8 @@ class RewardFunction:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Verdict]:
-        """One verdict each. If a call as a whole fails, every sample gets a call of its own."""
+        """Return one verdict per sample. If a call as a whole fails, each sample gets its own
+        call."""
         if not samples:
             return []
         limit = _Limit.of(self._config.timeout_s, timeout_s)
@@ -212,8 +213,8 @@ class RewardFunction:
         error: Overran | WorkerLost,
         alone: bool,
     ) -> Verdict:
-        """A single call has failed: was it this sample, another one in the same worker, or
-        neither? Asks once more where that is open, and there is time."""
+        """Find out whether this sample, another one in the same worker, or neither made a single
+        call fail: ask once more where that is open and there is time."""
         left_s = limit.seconds
         if isinstance(error, WorkerLost):
             left_s = error.left_s
@@ -244,7 +245,7 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """The whole story goes to the log, once a kind."""
+        """Return the failure in short. The whole story goes to the log, once per kind of error."""
         kind, said = reply["error"], reply["said"]
         self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
@@ -259,7 +260,7 @@ class RewardFunction:
             logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
     def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
-        """From a reply (`returned.py` says what a value is)."""
+        """Return the verdicts that a reply holds (`returned.py` says what a value is)."""
         if "error" in reply:
             return [self._raised(reply)] * count
         if "wrong" in reply:
@@ -283,7 +284,7 @@ class RewardFunction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Limit:
-    """Of one call, and what to call it in a message."""
+    """How long one call may take, and what a message calls that limit."""
 
     seconds: float
     name: str

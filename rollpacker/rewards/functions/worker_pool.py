@@ -24,7 +24,7 @@ from rollpacker.rewards.functions.worker_program import ACK, CALL, CANCEL
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 1000
-"""Of an async function in one worker."""
+"""So many calls of an async function may run in one worker."""
 IDLE_S = 60.0
 """A worker that has been idle for so long ends, down to one."""
 GROW_AFTER_S = 0.02
@@ -34,17 +34,17 @@ WATCH_EVERY_S = 0.25
 ANSWER_WITHIN_S = 0.25
 """An event loop that does not react for so long is blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
-"""A call that was given up may go on for so long before its worker is ended, if blocking or
-async."""
+"""A call that was given up may go on for so long before its worker is ended. The key says whether
+the function is async."""
 MAX_FAILED_STARTS = 3
-"""In a row: calls that wait are given up."""
+"""After so many in a row, calls that wait are given up."""
 
 _Tell = Callable[[PoolWorker, list[PoolCall], str | None], None]
 """Called with a worker that has ended, the calls it had, and how it ended."""
 
 
 class WorkerPool:
-    """Of the loop that runs when it is made."""
+    """The workers that one event loop uses: the one that runs when the pool is made."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """The worker's reply. The limit begins when a worker has the call. Raises `Overran`,
+        """Return the worker's reply. The limit begins when a worker has the call. Raises `Overran`,
         `WorkerLost` and `NoWorker`."""
         future: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         call = PoolCall(next(self._numbers), payload, limit_s, alone, future)
@@ -161,7 +161,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared))
 
     def _reacted(self, worker: PoolWorker, number: int) -> None:
-        """An async worker has heard that a call is over: others may go on there."""
+        """Settle a call of which an async worker has heard that it is over. Others go on there."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False))
@@ -216,7 +216,7 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """It hung up by itself."""
+        """End and replace a worker that hung up by itself."""
         if worker in self._workers:
             worker.process.kill()
             self._end(worker, self._tell_lost)
@@ -251,7 +251,7 @@ class WorkerPool:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
 
     def _grow(self) -> None:
-        """As many again as there are, if so many calls wait."""
+        """Start as many again as there are, if so many calls wait."""
         self._grow_timer = None
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
@@ -282,14 +282,15 @@ class WorkerPool:
             self._retire(worker)
 
     def _start_failed(self, why: str) -> None:
-        """It may have been an accident: only several in a row mean that there is no worker."""
+        """Count a failed start. One may be an accident; several in a row mean that there is no
+        worker."""
         logger.warning("reward %s: a worker was not started: %s", self._name, why)
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             self._not_started(why)
 
     def _not_started(self, why: str) -> None:
-        """Nobody waits for what cannot be had."""
+        """Give up the calls that wait, if no worker is ready."""
         if not any(worker.ready for worker in self._workers):
             waiting, self._waiting = self._waiting, deque()
             for call in waiting:
@@ -330,7 +331,8 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """For a loop that has closed: its workers that are still good; the others end."""
+        """Return the workers that are still good, for another loop, and end the others. The pool's
+        own loop has closed."""
         idle = [w.process for w in self._workers if w.ready and not w.num_calls and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:

@@ -25,7 +25,7 @@ _START = (
 """The worker finds modules where this process finds them, and nowhere else."""
 
 Heard = Callable[[int, int, dict[str, Any]], None]
-"""Kind of the message, number of the call, content."""
+"""Called with the kind of a message, the number of its call, and the content."""
 
 
 class WorkerEnded(RuntimeError):
@@ -33,7 +33,8 @@ class WorkerEnded(RuntimeError):
 
 
 def is_hello(content: dict[str, Any]) -> bool:
-    """Whether it tells of the function, or why it cannot be had; before that comes the pid."""
+    """Whether a message tells of the function or why it cannot be had. The pid comes before
+    that."""
     return "name" in content or "refused" in content
 
 
@@ -42,7 +43,7 @@ class WorkerProcess:
     loop listen to it. Ends with this object at the latest."""
 
     def __init__(self, name: str, load: bytes, cwd: str, quota: OutputQuota) -> None:
-        """`quota` of what it may print. Raises `OSError`."""
+        """`quota` is shared by all that may print as much together. Raises `OSError`."""
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
         """Lines that it printed before `attach`."""
@@ -73,7 +74,7 @@ class WorkerProcess:
         (self._said_before.append if self._said is None else self._said)(line)
 
     def greet(self) -> dict[str, Any]:
-        """What the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
+        """Return what the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
         until = time.monotonic() + LOAD_TIMEOUT_S
         both: list[HasFileno] = [self._line, self._output]
         while found := ready(both, until - time.monotonic()):
@@ -102,8 +103,8 @@ class WorkerProcess:
         said: Callable[[str], None],
         ended: Callable[[], None],
     ) -> None:
-        """Let this loop, and none before it, hear what the worker says and prints, and once that it
-        has hung up."""
+        """Let this loop, and none before it, hear what the worker says and prints; `ended` is
+        called once when it has hung up."""
         self._said = said
         while self._said_before:
             said(self._said_before.pop(0))

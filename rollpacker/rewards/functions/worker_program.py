@@ -82,7 +82,7 @@ class _Controller:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """What the controller needs to know of the function, or why it cannot be had."""
+    """Return what the controller needs to know of the function, or why it cannot be had."""
     try:
         request = pickle.loads(payload)
         function = load_function(request["spec"])
@@ -109,7 +109,8 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:
-    """Name, kind and whether there is a default. None: this function does not tell."""
+    """Return name and kind of each parameter and whether it has a default, or None for a function
+    that does not tell."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -133,7 +134,7 @@ class LoadedFunction:
         return self._function(*args, **kwargs | self._arguments), shape, count
 
     def answer(self, payload: bytes) -> dict[str, Any]:
-        """Call it, whatever comes of that."""
+        """Call the function and return the reply, whatever comes of that."""
         started = time.perf_counter()
         try:
             returned, shape, count = self._call(payload)
@@ -148,7 +149,7 @@ class LoadedFunction:
         return self._loop.run_until_complete(self._awaited(returned, shape, count, started))
 
     async def answer_async(self, payload: bytes) -> dict[str, Any]:
-        """As `answer`, for a coroutine function."""
+        """Do as `answer` does for a coroutine function."""
         started = time.perf_counter()
         try:
             returned, shape, count = self._call(payload)
