@@ -61,7 +61,8 @@ class Bus:
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
-        """The only lock of a run. Reentrant: a port may ask the bus while it obeys."""
+        """The only lock between the core and its ports. Reentrant: a port may ask the bus while it
+        obeys."""
         self._routes: Routes = {}
         self._sinks = list(sinks)
         self._is_busy = False
