@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.main_task import MainTask
+from rollpacker.core.commands import Finish, Score
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rewards.base import Failed, Scored
 from rollpacker.rollout.base import Response
@@ -53,6 +57,28 @@ def test_the_desk_forgets_all_but_what_waits_for_its_check() -> None:
     assert desk.get(SAMPLES[0]) is None and desk.slowest(2) == [] and desk.round_kind == ""
 
 
+def test_a_check_reads_its_sample_when_it_is_handed_over(tmp_path: Path) -> None:
+    """A commit may come before the check's own first turn, and forgets the sample."""
+    controller, recorder = make(tmp_path, run_config())
+    controller.parts.job.handle = lambda event: []  # type: ignore[method-assign]
+    desk, scoring = controller._desk, controller._scoring
+
+    async def go() -> None:
+        controller._main.open()
+        desk.lay_down(response(SAMPLES[0]))
+        scoring.routes()[Score](Score(sample=SAMPLES[0]))
+        assert scoring.waits and scoring.waiting() == SAMPLES[:1]
+        scoring.start()
+        desk.forget(scoring.waiting())
+        await asyncio.sleep(0.05)
+        assert await controller._main.next(0.01) is None  # nothing died of it
+
+    asyncio.run(go())
+    controller._observing.feed()
+    assert recorder.entries[-1].event.sample == SAMPLES[0]
+    assert desk.get(SAMPLES[0]) is None
+
+
 # -- reasons ---------------------------------------------------------------------------
 
 
@@ -78,6 +104,55 @@ def test_reasons_are_counted_under_the_lock_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the judge is down"):
         drive(controller)
     assert counts["the judge is down"] > 10 and counts.num_changes > 10
+
+
+# -- the main task ---------------------------------------------------------------------
+
+
+def test_deeds_come_in_the_order_in_which_threads_asked_for_them() -> None:
+    main, done = MainTask(), []
+
+    async def deed(name: str) -> None:
+        done.append(name)
+
+    def ask() -> None:
+        for name in "ab":
+            main.later(partial(deed, name))
+        main.routes()[Finish](Finish(reason="enough"))
+
+    async def go() -> None:
+        main.open()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for name in "ab":
+            todo = await main.next(5.0)
+            assert callable(todo) and name not in done
+            await todo()
+        assert await main.next(5.0) == Finish(reason="enough")
+        assert await main.next(0.01) is None
+        thread.join()
+
+    asyncio.run(go())
+    assert done == ["a", "b"]
+
+
+def test_a_failure_goes_to_what_the_main_task_waits_for() -> None:
+    main = MainTask()
+
+    async def go() -> None:
+        main.open()
+        main.awaited = asyncio.get_running_loop().create_future()
+        main.fail(MemoryError("first"))
+        with pytest.raises(MemoryError, match="first"):
+            await main.awaited
+        main.fail(MemoryError("second"))  # nobody waits for that future any more
+        with pytest.raises(MemoryError, match="second"):
+            await main.next(5.0)
+        main.post(lambda: 1 // 0)  # a callback of ours ends the run, too
+        with pytest.raises(ZeroDivisionError):
+            await main.next(5.0)
+
+    asyncio.run(go())
 
 
 # -- the hand-over ---------------------------------------------------------------------
