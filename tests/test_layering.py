@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
+    *("endpoints", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
 )
 BASES = tuple(
     f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "sandbox", "trainer")
@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("core", "config"),
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "sandbox"),
-    "sandbox": ("rewards.breaker",),
+    "rewards": (*NOUNS, "core.deadlines", "sandbox", "endpoints"),
+    "sandbox": ("endpoints",),
+    "endpoints": (),
     "data": NOUNS,
     "trainer": (*NOUNS, "algo", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),

@@ -134,7 +134,7 @@ class Status(StrEnum):
     KILLED = "killed"
     """By a signal of its own doing."""
     SANDBOX_ERROR = "sandbox_error"
-    """The sandbox failed, not the program: it says nothing about the program, and may be asked again."""
+    """The sandbox failed, not the program, of which this says nothing: ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,21 +10,30 @@ import asyncio
 import base64
 import json
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
+from rollpacker.endpoints.http import (
+    CompressedAnswer,
+    checked_url,
+    http_library,
+    read_bounded,
+    retry_after_s,
+)
+from rollpacker.imports import MissingPackageError
 from rollpacker.sandbox.base import Limits, RunResult, SandboxUnavailable, Status
 
 MARGIN_S = 10.0
 """A request may take so much longer than the program's wall limit: the service's own queue, a new
 container, the way there and back."""
 CONNECT_S = 5.0
-MAX_PAUSE_S = 30.0
-"""Between two attempts, whatever `Retry-After` says."""
+DEFAULT_PAUSE_S = 1.0
+"""Before the next attempt, where an overloaded service names no pause."""
+MIN_PAUSE_S = 0.1
 
 _REPLY_BEGINS = re.compile(rb'\s*\{\s*"(status|message|(compile|run)_result|executor|files)')
 _STDOUT = re.compile(rb'"stdout"\s*:\s*"((?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*+)')
@@ -48,9 +57,13 @@ class Wire:
     """Requests and replies. Reads no more of a reply than it may, and follows nobody."""
 
     def __init__(self, url: str, name: str, token: str | None, connections: int) -> None:
-        self._url = f"{checked_url(url)}/run_code"
+        try:
+            base = checked_url(url, key="sandbox.url", example="http://host:8080")
+            self._http = http_library("the http sandbox")
+        except (ValueError, MissingPackageError) as error:
+            raise SandboxUnavailable(str(error)) from None
+        self._url = f"{base}/run_code"
         self._name = name
-        self._http = _http_library()
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
@@ -89,29 +102,18 @@ class Wire:
         ) as response:
             if response.status_code != 200:
                 _raise_for(response.status_code, response.headers)
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                raise Trouble(f"sent a compressed reply ({encoding[:20]}), which nobody asked for")
             # A character may take six bytes in JSON, and there are two streams.
-            reply, is_whole = await _read(response, 12 * limits.output_bytes + (64 << 10))
+            max_bytes = 12 * limits.output_bytes + (64 << 10)
+            try:
+                reply, is_whole = await read_bounded(response, max_bytes)
+            except CompressedAnswer as error:
+                raise Trouble(f"sent {error}") from None
         if is_whole:
             return parse_result(reply, limits)
         if _REPLY_BEGINS.match(reply):
             stdout = _stdout_so_far(reply)[: limits.output_bytes]
             return RunResult(status=Status.OUTPUT, truncated=True, stdout=stdout)
         raise Trouble("sent a reply without end that is not SandboxFusion's")
-
-
-async def _read(response: Any, max_bytes: int) -> tuple[bytes, bool]:
-    """The body, and whether that is all of it."""
-    parts = []
-    size = 0
-    async for part in response.aiter_raw(64 << 10):
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            return b"".join(parts)[:max_bytes], False
-    return b"".join(parts), True
 
 
 def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
@@ -136,17 +138,11 @@ def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
             refused=True,
         )
     if code == 429 or (code == 503 and "Retry-After" in headers):
-        raise Trouble(f"is overloaded ({code})", busy_s=_retry_after_s(headers))
+        wanted_s = retry_after_s(headers.get("Retry-After"), time.time())
+        pause_s = DEFAULT_PAUSE_S if wanted_s is None else max(wanted_s, MIN_PAUSE_S)
+        raise Trouble(f"is overloaded ({code})", busy_s=pause_s)
     refused = 400 <= code < 500 and code != 408
     raise Trouble(f"answered {code}", refused=refused)
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float:
-    try:
-        wanted = float(headers.get("Retry-After", ""))
-    except ValueError:  # none, or a date
-        return 1.0
-    return min(max(wanted, 0.1), MAX_PAUSE_S) if wanted == wanted else 1.0
 
 
 def build_request(
@@ -256,34 +252,3 @@ def _run_of(fields: Any) -> _Run | None:
         stdout=stdout,
         stderr=stderr,
     )
-
-
-def checked_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1)
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise SandboxUnavailable(
-            f"sandbox.url is {url!r}, which is not the address of a service, such as"
-            " http://host:8080."
-        )
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise SandboxUnavailable(
-            "sandbox.url must be a plain address, without user, password, query or fragment. Put"
-            " the token into an environment variable, and its name into sandbox.token_env."
-        )
-    return url.rstrip("/")
-
-
-def _http_library() -> Any:
-    """httpx under either of its names: which one there is depends on the openai package."""
-    import importlib
-
-    for name in ("httpx2", "httpx"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise SandboxUnavailable("the http sandbox needs the package httpx2: pip install httpx2")

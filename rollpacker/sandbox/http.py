@@ -12,18 +12,15 @@ waiting.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import os
-import random
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
-from rollpacker.rewards.breaker import Breaker
+from rollpacker.endpoints.http import is_private, token_from
+from rollpacker.endpoints.service import Service
 from rollpacker.sandbox.base import (
     PROFILES,
     Capabilities,
@@ -34,7 +31,7 @@ from rollpacker.sandbox.base import (
     Status,
     profile_of,
 )
-from rollpacker.sandbox.fusion import Trouble, Wire, build_request, checked_url
+from rollpacker.sandbox.fusion import Trouble, Wire, build_request
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +131,14 @@ class HttpSandbox:
             seconds=0.0,
         )
         self._limits = limits or Limits()
-        self._outage_s = outage_s
         self._slots = asyncio.Semaphore(workers or WORKERS)
-        self._breaker = Breaker(self.name, failures=3, probe_every_s=PROBE_EVERY_S)
+        self._service = Service(
+            self.name,
+            outage_s=outage_s,
+            failures=3,
+            probe_every_s=PROBE_EVERY_S,
+            first_pause_s=FIRST_PAUSE_S,
+        )
         self._wire = Wire(url, self.name, token, workers or WORKERS)
         self._told: set[str] = set()
         self._missing: dict[Profile, str] = {}
@@ -165,7 +167,7 @@ class HttpSandbox:
 
     def outage(self) -> str | None:
         """What runs wait for, in words, while the service is down."""
-        return self._breaker.outage()
+        return self._service.outage()
 
     async def lacks(self, profile: Profile) -> str:
         """As the protocol says; asked once. While the service is down, nothing is known to be
@@ -218,51 +220,38 @@ class HttpSandbox:
         await self._wire.close()
 
     async def _run(self, request: dict[str, Any], limits: Limits) -> RunResult:
-        loop = asyncio.get_running_loop()
+        service = self._service
         key = str(uuid.uuid4())
-        attempt = 0
-        busy_until: float | None = None
+        started = asyncio.get_running_loop().time()
+        spent = 0
+        why = "it does not answer"
         while True:
-            if not await self._service_is_up():
-                return _error(self.name, f"did not come back: {self._breaker.outage()}")
+            if not await service.ready(started, self._answers):
+                return _error(self.name, f"did not come back: {service.outage() or why}")
             try:
                 result = await self._wire.post(request, limits, key)
             except Trouble as trouble:
                 if trouble.refused:
                     self._tell_once(str(trouble))
                     return _error(self.name, str(trouble))
-                self._breaker.failed(str(trouble))
-                if trouble.busy_s:
-                    busy_until = busy_until or loop.time() + self._outage_s
-                else:
-                    attempt += ATTEMPTS // 2 if trouble.timed_out else 1
-                if attempt >= ATTEMPTS or (busy_until and loop.time() >= busy_until):
-                    return _error(self.name, str(trouble))
-                # A random share, so that calls do not come back all at once.
-                pause_s = trouble.busy_s or FIRST_PAUSE_S * 2**attempt
-                await asyncio.sleep(pause_s * random.uniform(1.0, 1.5))
+                why = str(trouble)
+                service.failed(why, after_s=trouble.busy_s or None)
+                if not trouble.busy_s:
+                    spent += ATTEMPTS // 2 if trouble.timed_out else 1
+                if spent >= ATTEMPTS:
+                    return _error(self.name, why)
+                await service.pause(max(1, spent))
             else:
-                self._breaker.succeeded()
+                service.succeeded()
                 return result
 
-    async def _service_is_up(self) -> bool:
-        """Wait while it is down; False if that takes longer than an outage may."""
-        now = asyncio.get_running_loop().time()
-        # Even after that, a new call waits for a probe, or nobody would see the service return.
-        at_least = now + 2 * PROBE_EVERY_S
-        while self._breaker.outage() is not None:
-            since = self._breaker.failing_since or now
-            until = max(since + self._outage_s, at_least)
-            if not await self._breaker.ready(until):
-                return False
-            if self._breaker.outage() is None:
-                return True
-            try:
-                await self._ask()
-            except Trouble as trouble:
-                self._breaker.failed(str(trouble))
-            else:
-                self._breaker.succeeded()
+    async def _answers(self) -> bool:
+        """Whether the service runs a harmless program."""
+        try:
+            await self._ask()
+        except Trouble as trouble:
+            self._service.failed(str(trouble))
+            return False
         return True
 
     def _tell_once(self, why: str) -> None:
@@ -276,32 +265,16 @@ def _error(name: str, why: str) -> RunResult:
 
 
 def _token(url: str, token_env: str | None, allow_plain: bool) -> str | None:
-    if token_env is None:
-        return None
-    token = os.environ.get(token_env, "").strip()
-    if not token:
-        raise SandboxUnavailable(
-            f"sandbox.token_env is {token_env}, but this environment variable is not set."
-        )
-    if not (token.isascii() and token.isprintable()):
-        raise SandboxUnavailable(
-            f"the environment variable {token_env} holds no token: a token is one line of letters,"
-            " digits and signs."
-        )
-    parts = urlsplit(checked_url(url))
-    if parts.scheme == "https" or allow_plain or _is_loopback(parts.hostname or ""):
+    try:
+        token = token_from(token_env)
+    except ValueError as error:
+        raise SandboxUnavailable(f"sandbox: {error}.") from None
+    if token is None or allow_plain or is_private(url):
         return token
     raise SandboxUnavailable(
         f"{url} is not encrypted, and anybody on the way could read the token in {token_env}. Use"
         " an https:// address, or a tunnel to 127.0.0.1, or a service that needs no token."
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _refuse_unsafe(name: str, failed: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollpacker.endpoints import http as http_parts
 from rollpacker.sandbox import fusion, http, open_sandbox, selftest
 from rollpacker.sandbox.base import Limits, Profile, SandboxUnavailable, Status
 from rollpacker.sandbox.fusion import Trouble, parse_result
@@ -271,7 +272,7 @@ def test_a_flood_of_output_is_bounded_and_the_programs_own_doing():
 
 
 def test_a_pause_that_the_service_asks_for_is_kept_but_not_any(monkeypatch):
-    monkeypatch.setattr(fusion, "MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(http_parts, "MAX_RETRY_AFTER_S", 0.3)
 
     async def test(stub, box):
         stub.script.append(answers(b"", 429, Retry_After="86400"))
@@ -373,13 +374,13 @@ def test_what_cannot_be_sent():
 @pytest.mark.parametrize(
     ("url", "token", "words"),
     [
-        ("ftp://host", None, "not the address of a service"),
-        ("host:8080", None, "not the address of a service"),
-        ("http://", None, "not the address of a service"),
-        ("http://host:99999", None, "not the address of a service"),
-        ("http://user:pass@host", None, "without user, password"),
-        ("http://user@host", None, "without user, password"),
-        ("http://host/?token=x", None, "without user, password"),
+        ("ftp://host", None, "no address"),
+        ("host:8080", None, "no address"),
+        ("http://", None, "no address"),
+        ("http://host:99999", None, "no address"),
+        ("http://user:pass@host", None, "holds a password"),
+        ("http://user@host", None, "holds a password"),
+        ("http://host/?token=x", None, "without query"),
         ("http://127.0.0.1:1", "", "not set"),
         ("http://127.0.0.1:1", "two\nlines", "holds no token"),
         ("http://sandbox.example", "secret", "not encrypted"),

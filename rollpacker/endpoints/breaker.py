@@ -12,6 +12,8 @@ import math
 import time
 from collections import deque
 
+from rollpacker.endpoints.http import one_line
+
 logger = logging.getLogger(__name__)
 
 MAX_REASON = 200
@@ -84,7 +86,7 @@ class Breaker:
     def failed(self, why: str) -> None:
         """A call was not answered, or not usefully; `why` in a few words."""
         now = _now()
-        self._why = _one_line(why)
+        self._why = _shortened(why)
         if self._failures == 0:
             self._failing_since = now
         self._failures += 1
@@ -150,7 +152,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _one_line(text: str) -> str:
+def _shortened(text: str) -> str:
     """What an endpoint said, safe for a terminal."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    text = one_line(text)
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.breaker import Breaker
+from rollpacker.endpoints.breaker import Breaker
 
 
 class JumpingSelector(selectors.SelectSelector):

@@ -13,13 +13,13 @@ import asyncio
 import difflib
 import importlib
 import logging
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.endpoints.http import token_from
 from rollpacker.imports import require
 from rollpacker.rewards.base import (
     Cause,
@@ -31,26 +31,21 @@ from rollpacker.rewards.base import (
 )
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
 from rollpacker.rewards.judge.completer import Completer, CompletionFailed
+from rollpacker.rewards.judge.config import JudgeConfig
 from rollpacker.rewards.judge.endpoint import EndpointCompleter
-from rollpacker.rewards.judge.http import checked_url
-from rollpacker.rewards.judge.prompt import instructions, question
-from rollpacker.rewards.judge.verdicts import Scale, Unreadable, Verdict, read_verdict, schema
+from rollpacker.rewards.judge.prompt import Question, instructions, question
+from rollpacker.rewards.judge.verdicts import Unreadable, Verdict, read_verdict, schema
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared
 
 logger = logging.getLogger(__name__)
 
-RUBRIC = (
-    "Full score: the answer is right and complete, and agrees with the reference if there is one."
-    " Lowest score: it is wrong, empty, or does not address the question."
-)
 POSITIVE = 0.5
 """From this value on a verdict is positive: on a canary, an alarm."""
 ALARM_EVERY = 20
 """The first passed canary is reported, and then every so many."""
 PROBE_S = 20.0
-_OWN_FIELDS = ("messages", "model", "stream", "n", "response_format", "temperature")
 _COUNTS = (
     *("asked", "unreadable", "no_content", "split_votes", "canaries", "canary_passed"),
     *("retries", "waited_s"),
@@ -58,26 +53,7 @@ _COUNTS = (
 
 
 class JudgeReward:
-    """Grades each answer by asking a language model. Meets `RewardPart`.
-
-    Arguments (of `rewards.*.arguments`):
-
-    `url`, `model`: an OpenAI-compatible endpoint and the model's name there. `token_env`: the
-    environment variable with its key; without it no key is sent. Or `model_path`: a Hugging Face
-    folder that runs on an engine of its own in this process.
-    `rubric`: what earns which score. `reference_column`: the column with the right answer; null:
-    there is none. `scale`: lowest and highest score, or "binary" (0 or 1); the value is the score
-    as a share of the scale, from 0 to 1.
-    `max_answer_chars`: of a longer answer the judge sees head and tail. `min_answer_chars`: an
-    answer with fewer letters, digits or symbols is worth 0 unasked.
-    `votes`: ask so often and take the median; more than half must be readable. `max_reasks`: how
-    often an unreadable reply is asked for again. `reply_id`: the reply must repeat an id that only
-    the request has; turn it off for judges too small to copy one.
-    `temperature` (null: not sent), `max_reply_tokens`, `request` (further fields of each request).
-    `max_retries`, `outage_s`: see `EndpointCompleter`.
-    `canary_rate`: share of samples beside which an answer without content is asked; `seed`: which.
-    `probe`: ask once before the run starts, and refuse to start if there is no answer.
-    """
+    """Grades each answer by asking a language model. Meets `RewardPart`."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     """How long a judge takes says nothing about whether an answer is right: it depends on the
@@ -85,49 +61,17 @@ class JudgeReward:
     WORKERS: int | None = 16
 
     def __init__(
-        self,
-        config: RewardConfig,
-        name: str,
-        shared: Shared,
-        *,
-        url: str | None = None,
-        model: str | None = None,
-        token_env: str | None = None,
-        model_path: str | None = None,
-        rubric: str = RUBRIC,
-        reference_column: str | None = "answer",
-        scale: Sequence[float] | Literal["binary"] = (0, 10),
-        max_answer_chars: int = 16_000,
-        min_answer_chars: int = 1,
-        votes: int = 1,
-        max_reasks: int = 1,
-        reply_id: bool = True,
-        temperature: float | None = 0.0,
-        max_reply_tokens: int = 1024,
-        request: Mapping[str, Any] | None = None,
-        max_retries: int = 6,
-        outage_s: float = 1800.0,
-        canary_rate: float = 0.005,
-        seed: int = 0,
-        probe: bool = True,
+        self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
+        """`entry`: what every reward has; `shared`: whose engine completer a `model_path` uses."""
         self.name = name
+        self._config = config
         self._shared = shared
-        self._timeout_s = config.timeout_s
-        self._places = 16 if config.workers == "auto" else config.workers
-        self._url, self._model, self._model_path = url, model, model_path
-        self._token_env = token_env
-        self._scale = _scale(scale, name)
-        self._system = instructions(rubric, self._scale, with_id=reply_id)
-        self._reference_column = reference_column
-        self._max_answer_chars, self._min_answer_chars = max_answer_chars, min_answer_chars
-        self._votes, self._max_reasks, self._wants_id = votes, max_reasks, reply_id
-        self._request = dict(request or {})
-        self._max_retries, self._outage_s = max_retries, outage_s
-        self._probe = probe
-        self._check_arguments(rubric, canary_rate)
-        self._fields = {"temperature": temperature, "max_tokens": max_reply_tokens}
-        self._pick = CanaryPick(canary_rate, seed)
+        self._timeout_s = entry.timeout_s
+        self._places = 16 if entry.workers == "auto" else entry.workers
+        self._scale = config.as_scale
+        self._system = instructions(config.rubric, self._scale, with_id=config.reply_id)
+        self._pick = CanaryPick(config.canary_rate, config.seed)
         self._completer: Completer | None = None
         self._opening: asyncio.Lock | None = None
         self._canaries: set[asyncio.Task[None]] = set()
@@ -137,12 +81,12 @@ class JudgeReward:
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._check_columns(rows)
-        if self._model_path is not None:
-            folder = Path(self._model_path).expanduser()
+        if self._config.model_path is not None:
+            folder = Path(self._config.model_path).expanduser()
             if not (folder / "config.json").is_file():
                 raise RewardError(
-                    f"reward {self.name}: model_path {self._model_path} is no model folder (it has"
-                    " no config.json)."
+                    f"reward {self.name}: model_path {self._config.model_path} is no model folder"
+                    " (it has no config.json)."
                 )
             if self._shared.engine_completer is None:
                 raise RewardError(
@@ -151,37 +95,11 @@ class JudgeReward:
             return
         require("openai", extra="judge", what=f"the reward {self.name} with a url")
         self._token()
-        if self._probe:
+        if self._config.probe:
             self._shared.run(self._ask_once)
 
-    def _check_arguments(self, rubric: str, canary_rate: float) -> None:
-        def refuse(why: str) -> None:
-            raise RewardError(f"reward {self.name}: {why}")
-
-        if (self._url is None) == (self._model_path is None):
-            refuse("a judge needs either url (of an endpoint) or model_path (a model folder).")
-        if self._url is not None:
-            if not self._model:
-                refuse("url needs model, the model's name at the endpoint.")
-            try:
-                checked_url(self._url)
-            except RewardError as error:
-                refuse(str(error))
-        if not rubric.strip():
-            refuse("rubric is empty.")
-        if not 0 <= canary_rate <= 1:
-            refuse(f"canary_rate is a share from 0 to 1, not {canary_rate}.")
-        if self._max_answer_chars < 200:
-            refuse(f"max_answer_chars must be at least 200, not {self._max_answer_chars}.")
-        if self._votes < 1 or self._max_reasks < 0 or self._max_retries < 0:
-            refuse("votes must be at least 1, max_reasks and max_retries at least 0.")
-        if not self._outage_s > 0:
-            refuse(f"outage_s must be more than 0, not {self._outage_s}.")
-        if taken := [field for field in _OWN_FIELDS if field in self._request]:
-            refuse(f"request must not set {taken[0]}; the judge sets it itself.")
-
     def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        column = self._reference_column
+        column = self._config.reference_column
         if column is None:
             return
         for number, row in enumerate(rows):
@@ -219,16 +137,16 @@ class JudgeReward:
         async with self._opening:
             if self._completer is not None:
                 return
-            if self._model_path is None:
+            if self._config.model_path is None:
                 await asyncio.to_thread(importlib.import_module, "openai")  # takes a second
-                self._completer = self._endpoint(self._max_retries, self._outage_s)
+                self._completer = self._endpoint(self._config.max_retries, self._config.outage_s)
             else:
                 make = self._shared.engine_completer
                 assert make is not None, "check refuses this"
                 self._completer = await asyncio.to_thread(
                     make,
-                    self._model_path,
-                    max_reply_tokens=self._fields["max_tokens"],
+                    self._config.model_path,
+                    max_reply_tokens=self._config.max_reply_tokens,
                     concurrency=self._places,
                 )
 
@@ -267,13 +185,16 @@ class JudgeReward:
     async def _score(self, sample: RewardInput, timeout_s: float) -> Scored | Failed:
         reference = self._reference(sample)
         answer = sample.completion
-        if not has_content(answer, min_chars=self._min_answer_chars, reference=reference):
+        if not has_content(answer, min_chars=self._config.min_answer_chars, reference=reference):
             self._counts["no_content"] += 1
             return Scored(value=0.0, seconds=0.0, correct=False)
         if canary := self._pick(sample.prompt, answer):
             self._start_canary(canary, sample, reference, timeout_s)
         votes = await asyncio.gather(
-            *(self._vote(sample.prompt, answer, reference, timeout_s) for _ in range(self._votes))
+            *(
+                self._vote(sample.prompt, answer, reference, timeout_s)
+                for _ in range(self._config.votes)
+            )
         )
         scores = [vote for vote in votes if isinstance(vote, float)]
         if 2 * len(scores) <= len(votes):
@@ -287,7 +208,7 @@ class JudgeReward:
     ) -> float | Failed:
         """The score of one asking as a share of the scale, or why there is none."""
         why = ""
-        for attempt in range(1 + self._max_reasks):
+        for attempt in range(1 + self._config.max_reasks):
             asked = self._question(prompt, answer, reference, reminder=attempt > 0)
             self._counts["asked"] += 1
             try:
@@ -318,26 +239,26 @@ class JudgeReward:
 
     def _question(
         self, prompt: Any, answer: str, reference: str | None, *, reminder: bool = False
-    ) -> Any:
+    ) -> Question:
         return question(
             system=self._system,
             prompt=prompt,
             answer=answer,
             reference=reference,
-            max_answer_chars=self._max_answer_chars,
-            with_id=self._wants_id,
+            max_answer_chars=self._config.max_answer_chars,
+            with_id=self._config.reply_id,
             reminder=reminder,
         )
 
-    def _read(self, reply: str, asked: Any) -> Verdict | Unreadable:
+    def _read(self, reply: str, asked: Question) -> Verdict | Unreadable:
         return read_verdict(
             reply, scale=self._scale, reply_id=asked.reply_id, delimiter=asked.delimiter
         )
 
     def _reference(self, sample: RewardInput) -> str | None:
-        if self._reference_column is None:
+        if self._config.reference_column is None:
             return None
-        value = sample.columns.get(self._reference_column)
+        value = sample.columns.get(self._config.reference_column)
         return None if value is None else str(value)
 
     # -- canaries ----------------------------------------------------------------------
@@ -369,39 +290,26 @@ class JudgeReward:
     # -- the endpoint ------------------------------------------------------------------
 
     def _endpoint(self, max_retries: int, outage_s: float) -> EndpointCompleter:
-        assert self._url is not None and self._model is not None
-        fields = {key: value for key, value in self._fields.items() if value is not None}
+        config = self._config
+        assert config.url is not None and config.model is not None
+        request = {"max_tokens": config.max_reply_tokens, **(config.request or {})}
+        if config.temperature is not None:
+            request["temperature"] = config.temperature
         return EndpointCompleter(
-            url=self._url,
-            model=self._model,
+            url=config.url,
+            model=config.model,
             token=self._token(),
-            schema=schema(self._scale, with_id=self._wants_id),
-            request={**fields, **self._request},
+            schema=schema(self._scale, with_id=config.reply_id),
+            request=request,
             concurrency=self._places,
             max_retries=max_retries,
             outage_s=outage_s,
         )
 
     def _token(self) -> str | None:
-        if self._token_env is None:
-            return None
-        token = os.environ.get(self._token_env, "").strip()
-        if not token:
+        try:
+            return token_from(self._config.token_env)
+        except ValueError as error:
             raise RewardError(
-                f"reward {self.name}: the environment variable {self._token_env} (token_env) is"
-                " not set; put the endpoint's key there."
-            )
-        return token
-
-
-def _scale(scale: Sequence[float] | Literal["binary"], name: str) -> Scale:
-    if scale == "binary":
-        return Scale(low=0.0, high=1.0, binary=True)
-    try:
-        low, high = (float(number) for number in scale)
-        return Scale(low=low, high=high)
-    except (TypeError, ValueError):
-        raise RewardError(
-            f'reward {name}: scale is a low and a high number, such as [0, 10], or "binary", not'
-            f" {scale!r}."
-        ) from None
+                f"reward {self.name}: {error}; put the endpoint's key there."
+            ) from None
