@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("endpoints", "remote", "report", "rewards", "rollout", "sandbox", "sim", "trainer"),
+    *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox"),
+    *("sim", "trainer"),
 )
 BASES = tuple(
     f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "sandbox", "trainer")
@@ -31,11 +32,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("core", "config"),
     "algo": (),
     "rollout": (*NOUNS, "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "sandbox", "endpoints"),
-    "sandbox": ("endpoints",),
+    "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
+    "sandbox": ("endpoints", "processes"),
     "endpoints": (),
+    "processes": (),
     "data": NOUNS,
-    "trainer": (*NOUNS, "algo", "weight_probe"),
+    "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("core", "config", *BASES),
     "imports": (),
@@ -145,7 +147,7 @@ def test_the_check_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.Monk
         ("core", "import time\n"),
         ("core", "import torch\n"),
         ("core", "from rollpacker.config.load import load_config\n"),
-        ("config", "def f():\n    import rollpacker.rewards.functions.part\n"),
+        ("config", "def f():\n    import rollpacker.rewards.functions.function_reward\n"),
         ("data", "from rollpacker.core.job import Job\n"),
         ("trainer", "import ray\n"),
         ("cli", "import torch\n"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
-from rollpacker.rewards.functions.part import RewardFunction
+from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
 from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.shared import Shared

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollpacker.processes.child import Child, state
 from rollpacker.sandbox import bwrap, frames, processes, zygote
 from rollpacker.sandbox.base import Limits, Profile
 from rollpacker.sandbox.cgroup import Group
@@ -51,14 +51,12 @@ class Worker:
     def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
         self.profile = profile
-        self.pid = 0
-        """The zygote's, as this process sees it; bubblewrap's own until that has started."""
         self.num_runs = 0
         self.started_at = self.idle_since = asyncio.get_running_loop().time()
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
-        self._ended = asyncio.get_running_loop().create_future()
-        self._pidfd = -1
+        self._child: Child | None = None
+        """bubblewrap; `pid` is the zygote's, as this process sees it, once that has started."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
@@ -86,7 +84,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         entrances = self.group.entrances if self.group else ()
         with theirs:
-            self._process = bwrap.start(
+            process = bwrap.start(
                 program,
                 self.profile,
                 theirs,
@@ -94,29 +92,32 @@ class Worker:
                 entrances,
                 tasks_are_counted=self.group is not None and self.group.counts_tasks,
             )
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        self._child = Child(process, self.name)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
 
     def _find_zygote(self) -> None:
         """Raises OSError while there is none."""
-        if self.pid == self._process.pid:
-            self.pid = processes.only_grandchild(self.pid)
+        assert self._child is not None
+        if self.pid == self._child.process.pid:
+            self._child.pid = processes.only_grandchild(self.pid)
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._child is None else self._child.pid
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
         """What is wrong with it, to be seen without asking it; "" if nothing is."""
-        if self._ended.done() or self._reader.at_eof():
+        assert self._child is not None
+        if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
         with contextlib.suppress(OSError):
             self._find_zygote()
-        state = processes.state(self.pid)
-        if state in ("T", "t"):
+        if self._child.is_stopped():
             return f"{self} was stopped by a signal"
-        return f"{self} died" if state in ("", "Z", "X") else ""
+        return f"{self} died" if state(self.pid) in ("", "Z", "X") else ""
 
     async def run(self, request: bytes, limits: Limits) -> Reply:
         """`request`: the payload. Raises WorkerError."""
@@ -183,7 +184,8 @@ class Worker:
 
     def cancel_run(self) -> None:
         """Let the worker end its run now; it then replies as usual, or is killed."""
-        self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
+        assert self._child is not None
+        self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._child.kill)
         if self._asked:
             self._ask_to_cancel()
 
@@ -206,21 +208,12 @@ class Worker:
             return last_line(os.pread(self._errors, 1 << 16, 0))
         return ""
 
-    def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self._process.wait()
-        self._ended.set_result(None)
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
     async def close(self) -> None:
         """End it and all that it runs, at once."""
-        if self._pidfd >= 0:
-            self._kill()
-            await self._ended
-            os.close(self._pidfd)
+        if self._child is not None:
+            self._child.kill()
+            await self._child.gone()
+            self._child.close()
         if self._writer is not None:
             self._writer.close()
         os.close(self._errors)

@@ -11,17 +11,16 @@ import asyncio
 import dataclasses
 import difflib
 import logging
-import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
-from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
+from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerLost
 from rollpacker.rewards.functions.worker_pool import WorkerPool
@@ -31,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[Sequence[Mapping[str, Any]]], None]
 _MAX_REASON = 400
-"""Characters; what the worker quotes in it is shorter."""
+"""The most characters of a reason. What the worker quotes in it is shorter."""
 
 Verdict = Scored | Failed | None
 
 
 class RewardFunction:
-    """One function in workers of its own, its mistakes turned into reasons. A `RewardPart`."""
+    """Meets `RewardPart` with one function in workers of its own, whose mistakes become reasons."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None
@@ -63,21 +62,23 @@ class RewardFunction:
                 "arguments": dict(config.arguments),
             }
         )
-        self._spares = [
-            WorkerProcess(f"{name or config.name or 'reward'}-1", self._load, self._cwd)
-        ]
+        self._quota = OutputQuota()
+        self._spares = [self._start(f"{name or config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
         self.name: str = name or config.name or hello["name"]
-        self._spares[0].name = f"{self.name}-1"
+        self._spares[0].child.name = f"{self.name}-1"
         self._is_async: bool = hello["is_async"]
         try:
             self._binding = Binding(self._config, Signature.of(hello["parameters"]))
         except RewardError:
-            self._spares.pop().dispose()
+            self._spares.pop().close()
             raise
         self._pools: dict[asyncio.AbstractEventLoop, WorkerPool] = {}
         self._reported: set[str] = set()
         self._told_shape = False
+
+    def _start(self, name: str) -> WorkerProcess:
+        return WorkerProcess(name, self._load, self._cwd, self._quota)
 
     def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
         function = self._config.function
@@ -92,9 +93,9 @@ class RewardFunction:
                 return hello
             why = hello["refused"]
             if hello.get("complete"):
-                process.dispose()
+                process.close()
                 raise RewardError(why)
-        process.dispose()
+        process.close()
         raise RewardError(f"reward {why}")
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -128,7 +129,7 @@ class RewardFunction:
             spares, self._spares = self._spares, []
             self._pools[loop] = WorkerPool(
                 self.name,
-                partial(WorkerProcess, load=self._load, cwd=self._cwd),
+                self._start,
                 is_async=self._is_async,
                 max_workers=self._max_workers(),
                 workers=spares,
@@ -152,7 +153,7 @@ class RewardFunction:
                 self._spares += pool.give_idle()
                 del self._pools[loop]
         while self._spares:
-            self._spares.pop().dispose()
+            self._spares.pop().close()
         loop = asyncio.get_running_loop()
         if loop in self._pools:
             await self._pools.pop(loop).close()
@@ -162,7 +163,8 @@ class RewardFunction:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Verdict]:
-        """One verdict each. If a call as a whole fails, every sample gets a call of its own."""
+        """Return one verdict per sample. If a call as a whole fails, each sample gets its own
+        call."""
         if not samples:
             return []
         limit = _Limit.of(self._config.timeout_s, timeout_s)
@@ -211,8 +213,8 @@ class RewardFunction:
         error: Overran | WorkerLost,
         alone: bool,
     ) -> Verdict:
-        """A single call has failed: was it this sample, another one in the same worker, or
-        neither? Asks once more where that is open, and there is time."""
+        """Find out whether this sample, another one in the same worker, or neither made a single
+        call fail: ask once more where that is open and there is time."""
         left_s = limit.seconds
         if isinstance(error, WorkerLost):
             left_s = error.left_s
@@ -243,10 +245,9 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """The whole story goes to the log, once a kind."""
-        kind = shortened(str(reply["error"]))
-        said = shortened(str(reply.get("said", "")))
-        self._report(kind, str(reply.get("where", "")))
+        """Return the failure in short. The whole story goes to the log, once per kind of error."""
+        kind, said = reply["error"], reply["said"]
+        self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
 
     def _failed(self, why: str, kind: str, cause: Cause = Cause.SAMPLE) -> Failed:
@@ -259,37 +260,31 @@ class RewardFunction:
             logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
     def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
-        """From a reply, of which nothing is taken on trust."""
+        """Return the verdicts that a reply holds (`returned.py` says what a value is)."""
         if "error" in reply:
             return [self._raised(reply)] * count
         if "wrong" in reply:
-            why = shortened(str(reply["wrong"]), _MAX_REASON)
+            why = shortened(reply["wrong"], _MAX_REASON)
             if not self._told_shape:
                 self._told_shape = True
                 self._report(why)
             return [Failed(reason=f"{self.name} {why}")] * count
-        values, seconds = reply.get("values"), reply.get("seconds")
-        if not isinstance(values, list) or len(values) != count:
-            return [self._failed("sent a reply that makes no sense", "garbled reply")] * count
-        if self._config.deadline is None or not isinstance(seconds, float):
-            seconds = None
-        return [self._verdict(value, seconds) for value in values]
+        seconds = None if self._config.deadline is None else reply["seconds"]
+        return [self._verdict(value, seconds) for value in reply["values"]]
 
-    def _verdict(self, value: Any, seconds: float | None) -> Verdict:
+    def _verdict(self, value: Value, seconds: float | None) -> Verdict:
         if value is None:
             return None
-        if isinstance(value, float) and abs(value) <= MAX_REWARD and math.isfinite(value):
-            return Scored(value=value, seconds=seconds)
-        if isinstance(value, dict) and "why" in value:
-            self._report(shortened(str(value.get("kind"))))
-            why = shortened(str(value["why"]), _MAX_REASON)
+        if isinstance(value, dict):
+            self._report(shortened(value["kind"]))
+            why = shortened(value["why"], _MAX_REASON)
             return Failed(reason=f"{self.name} {why}", seconds=seconds)
-        return self._failed("sent a reply that makes no sense", "garbled reply")
+        return Scored(value=value, seconds=seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Limit:
-    """Of one call, and what to call it in a message."""
+    """How long one call may take, and what a message calls that limit."""
 
     seconds: float
     name: str
