@@ -197,9 +197,8 @@ class Worker:
 
     async def _reply(self, run_id: int, cap: int) -> Reply:
         header = await self._reader.readexactly(zygote.REPLY.size)
-        magic, how, got_id, code, number, wall_s, cpu_s, peak, out, err = zygote.REPLY.unpack(
-            header
-        )
+        magic, how, got_id, *numbers, out, err = zygote.REPLY.unpack(header)
+        exit_code, signal, wall_s, cpu_s, peak_bytes = numbers
         if magic != zygote.MAGIC or got_id != run_id or max(out, err) > cap + 1:
             raise WorkerError(f"{self} sent something that is no reply")
         return Reply(
