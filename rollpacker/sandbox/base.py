@@ -134,7 +134,7 @@ class Status(StrEnum):
     KILLED = "killed"
     """By a signal of its own doing."""
     SANDBOX_ERROR = "sandbox_error"
-    """The sandbox failed, not the program: retried, and never a reward, not even 0."""
+    """The sandbox failed, not the program, of which this says nothing: ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

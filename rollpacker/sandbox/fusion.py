@@ -187,7 +187,7 @@ def _stdout_so_far(reply: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _RunReport:
     """`run_result` of a reply, its types checked."""
 
     status: str
@@ -207,7 +207,7 @@ def parse_result(reply: bytes, limits: Limits) -> RunResult:
     if status == "SandboxError":
         message = fields.get("message")
         raise Trouble(f"failed: {str(message)[:200] if message else 'it gives no reason'}")
-    run = _run_of(fields.get("run_result")) if status in ("Success", "Failed") else None
+    run = _report_of(fields.get("run_result")) if status in ("Success", "Failed") else None
     if run is None:
         raise Trouble(f"sent a reply that is not SandboxFusion's: {reply[:80]!r}")
     if run.status == "Error":
@@ -232,7 +232,7 @@ def parse_result(reply: bytes, limits: Limits) -> RunResult:
     )
 
 
-def _run_of(fields: Any) -> _Run | None:
+def _report_of(fields: Any) -> _RunReport | None:
     if not isinstance(fields, dict):
         return None
     seconds, code = fields.get("execution_time") or 0.0, fields.get("return_code")
@@ -245,7 +245,7 @@ def _run_of(fields: Any) -> _Run | None:
     if fields["status"] == "Finished" and code is None:
         return None
     stdout, stderr = (text.encode(errors="backslashreplace") for text in texts)
-    return _Run(
+    return _RunReport(
         status=fields["status"],
         execution_time=float(seconds),
         return_code=code,

@@ -30,7 +30,7 @@ from rollpacker.sandbox.base import (
     profile_of,
 )
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
-from rollpacker.sandbox.worker import Reply, Worker, WorkerError, last_line
+from rollpacker.sandbox.zygote_process import Reply, Worker, WorkerError, last_line
 
 MAX_RUNS, MAX_AGE_S = 1000, 600.0
 """A worker that is older is replaced."""

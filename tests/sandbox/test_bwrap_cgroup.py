@@ -13,7 +13,7 @@ import pytest
 
 from rollpacker.sandbox import Limits, RunResult, Status, cgroup, open_sandbox, zygote
 from rollpacker.sandbox.pool import result_of
-from rollpacker.sandbox.worker import Reply
+from rollpacker.sandbox.zygote_process import Reply
 from tests.sandbox.test_bwrap import needs_bwrap, one
 
 V1 = """\

@@ -60,11 +60,11 @@ class Comparison:
             return self._same_values(gold, answer)
         if isinstance(gold, Group) and isinstance(answer, Group):
             return self._same_groups(gold, answer)
-        one, group = (answer, gold) if isinstance(gold, Group) else (gold, answer)
-        if group.kind == "set" and len(group.items) == 1:
-            return (
-                self.same(group.items[0], one) if group is gold else self.same(one, group.items[0])
-            )
+        # A set of one member may stand for it.
+        if isinstance(gold, Group) and gold.kind == "set" and len(gold.items) == 1:
+            return self.same(gold.items[0], answer)
+        if isinstance(answer, Group) and answer.kind == "set" and len(answer.items) == 1:
+            return self.same(gold, answer.items[0])
         return False
 
     def _same_groups(self, gold: Group, answer: Group) -> bool:

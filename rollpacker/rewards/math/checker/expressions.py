@@ -154,15 +154,16 @@ def _has_solution(difference: Any) -> bool:
         return bool(difference.is_zero)
     if len(symbols) > 1:
         return True
-    return sympy.solveset(difference, next(iter(symbols)), sympy.Reals) != sympy.EmptySet
+    return bool(sympy.solveset(difference, next(iter(symbols)), sympy.Reals) != sympy.EmptySet)
 
 
 def same_by_math_verify(gold: Any, answer: Any) -> bool:
     from math_verify.grader import verify
 
-    return verify(
+    same = verify(
         gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True
     )
+    return bool(same)
 
 
 _parsed: dict[str, Any] = {}
@@ -225,7 +226,7 @@ def _converter() -> Any:
     import sympy
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 
-    class Exact(_Latex2Sympy):
+    class Exact(_Latex2Sympy):  # type: ignore[misc]  # the package has no types
         def parse_number(self, text: str) -> Any:
             return sympy.Rational(text.replace(",", ""))
 

@@ -235,7 +235,7 @@ def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
     beyond = abs(value) - abs(decimal.value)
     if (value < 0) != (decimal.value < 0):
         return False
-    return -one / 2 <= beyond < one
+    return bool(-one / 2 <= beyond < one)
 
 
 def same_number(gold: Number, answer: Number, min_digits: int) -> bool:

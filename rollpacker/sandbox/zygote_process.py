@@ -174,6 +174,7 @@ class Worker:
         return ""
 
     async def _exchange(self, request: bytes, limits: Limits) -> Reply:
+        assert self._writer is not None
         self._writer.write(frames.header(b"r", self.num_runs, limits, len(request)))
         self._writer.write(request)
         self._asked = True
@@ -191,16 +192,25 @@ class Worker:
 
     def _ask_to_cancel(self) -> None:
         """After the request, or the worker would not know which run is meant."""
+        assert self._writer is not None
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 
     async def _reply(self, run_id: int, cap: int) -> Reply:
         header = await self._reader.readexactly(zygote.REPLY.size)
         magic, how, got_id, *numbers, out, err = zygote.REPLY.unpack(header)
+        exit_code, signal, wall_s, cpu_s, peak_bytes = numbers
         if magic != zygote.MAGIC or got_id != run_id or max(out, err) > cap + 1:
             raise WorkerError(f"{self} sent something that is no reply")
-        stdout = await self._reader.readexactly(out)
-        stderr = await self._reader.readexactly(err)
-        return Reply(how, *numbers, stdout=stdout, stderr=stderr)
+        return Reply(
+            how=how,
+            exit_code=exit_code,
+            signal=signal,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            peak_bytes=peak_bytes,
+            stdout=await self._reader.readexactly(out),
+            stderr=await self._reader.readexactly(err),
+        )
 
     def last_words(self) -> str:
         """The last line that it wrote to its standard error."""
