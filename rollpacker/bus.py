@@ -14,12 +14,14 @@ Nothing is decided here, and nothing here knows what a command means: to add one
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from rollpacker.core.commands import Command
 from rollpacker.core.events import Event
 from rollpacker.core.job import Job
+from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, Note, Record
 
 Routes = Mapping[type[Command], Callable[[Any], None]]
@@ -59,9 +61,13 @@ class Bus:
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
-        """The only lock of a run. Reentrant: a port may ask the bus while it obeys."""
+        """The only lock between the core and its ports. Reentrant: a port may ask the bus while it
+        obeys."""
         self._routes: Routes = {}
         self._sinks = list(sinks)
+        self._is_busy = False
+        self._answers: deque[Event] = deque()
+        """Brought by ports while they obey."""
         if ports:
             self.connect(*ports)
 
@@ -79,23 +85,37 @@ class Bus:
     def take(self, event: Event) -> None:
         """Bring this event to the core, have its answer obeyed, and log both.
 
-        The event must be new: it gets its time here.
+        The event must be new: it gets its time here. One that a port brings while it obeys has its
+        turn when the event at hand is logged, so that the log has the order that the core saw.
         """
         with self.lock:
-            began = self.clock.now()
-            time_s = self.clock.stamp()
-            event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
+            if self._is_busy:
+                self._answers.append(event)
+                return
+            self._is_busy = True
             try:
-                commands = self.job.handle(event)
-            except AssertionError:  # a bug: leave the event that shows it in the log
-                self.write(Record(time_s=time_s, event=event, commands=(), cost_s=0.0))
-                raise
-            for command in commands:
-                self._routes[type(command)](command)
-            if self._sinks:
-                cost_s = self.clock.now() - began
-                answer = tuple(commands)
-                self.write(Record(time_s=time_s, event=event, commands=answer, cost_s=cost_s))
+                self._take(event)
+                while self._answers:
+                    self._take(self._answers.popleft())
+            finally:
+                self._is_busy = False
+                self._answers.clear()
+
+    def _take(self, event: Event) -> None:
+        began = self.clock.now()
+        time_s = self.clock.stamp()
+        event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
+        try:
+            commands = self.job.handle(event)
+        except AssertionError:  # a bug: leave the event that shows it in the log
+            self.write(Record(time_s=time_s, event=event, commands=(), cost_s=0.0))
+            raise
+        for command in commands:
+            self._routes[type(command)](command)
+        if self._sinks:
+            cost_s = self.clock.now() - began
+            answer = tuple(commands)
+            self.write(Record(time_s=time_s, event=event, commands=answer, cost_s=cost_s))
 
     def write(self, entry: Entry) -> None:
         """Log an entry."""
@@ -130,6 +150,6 @@ def _one_port_each(ports: Iterable[Port]) -> dict[type[Command], Callable[[Any],
         for kind, obey in port.routes().items():
             assert kind not in routes, f"two ports obey {kind.__name__}"
             routes[kind] = obey
-    missing = [kind.__name__ for kind in get_args(Command) if kind not in routes]
+    missing = [name for name, kind in COMMANDS.items() if kind not in routes]
     assert not missing, f"no port obeys {', '.join(missing)}"
     return routes

@@ -32,7 +32,7 @@ class TickingClock:
 
 
 class Fetching:
-    """Answers while it obeys."""
+    """Answers while it obeys, which has its turn after what is at hand."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -74,7 +74,7 @@ def test_a_port_may_answer_while_it_obeys() -> None:
     bus.take(RunStarted(time_s=0.0))
     assert len(fetching.launched) == 1
     events = [type(entry.event) for entry in log if isinstance(entry, Record)]
-    assert events == [PromptsFetched, RunStarted]  # what was asked for inside is over first
+    assert events == [RunStarted, PromptsFetched]  # in the order in which the core heard them
 
 
 def test_the_log_has_the_stamps_that_the_core_saw() -> None:

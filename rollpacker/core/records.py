@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from rollpacker.core.commands import Command
 from rollpacker.core.events import Event
+from rollpacker.core.messages import COMMANDS, EVENTS
 from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 
 
@@ -77,10 +78,6 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
-_EVENTS: Mapping[str, type] = {cls.__name__: cls for cls in get_args(Event)}
-_COMMANDS: Mapping[str, type] = {cls.__name__: cls for cls in get_args(Command)}
-
-
 def encode(entry: Entry) -> str:
     """One line of JSON, without the newline."""
     if isinstance(entry, Record):
@@ -114,10 +111,10 @@ def decode(line: str) -> Entry:
             return from_plain(Note, {"name": raw.pop("note"), "time_s": time_s, **raw})
         cost_s = raw.pop("cost_s")
         commands: list[Command] = [
-            from_plain(_COMMANDS[plain.pop("command")], plain) for plain in raw.pop("commands", ())
+            from_plain(COMMANDS[plain.pop("command")], plain) for plain in raw.pop("commands", ())
         ]
         raw["time_s"] = time_s
-        event: Event = from_plain(_EVENTS[raw.pop("event")], raw)
+        event: Event = from_plain(EVENTS[raw.pop("event")], raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LogError(f"not a line of an event log ({type(error).__name__}: {error})") from error
     return Record(time_s=time_s, event=event, commands=tuple(commands), cost_s=cost_s)

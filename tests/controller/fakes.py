@@ -297,12 +297,14 @@ def make(
     job: Job | None = None,
     cursor: PromptCursor | None = None,
     evaluates: bool = True,
+    controller_class: type[Controller] = Controller,
+    job_class: type[Job] = Job,
 ) -> tuple[Controller, Recorder]:
     """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
     evaluate on."""
     recorder = Recorder()
     prompts = FakePrompts()
-    job = job or Job(
+    job = job or job_class(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             samples_per_prompt=config.rollout.samples_per_prompt,
@@ -333,7 +335,7 @@ def make(
         samples=SampleWriter(folder / "samples"),
         observers=[recorder],
     )
-    controller = Controller(
+    controller = controller_class(
         config,
         parts,
         checkpoints=folder / "checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.desk import Desk
+from rollpacker.core.commands import Score
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rewards.base import Failed, Scored
 from rollpacker.rollout.base import Response
@@ -51,6 +53,28 @@ def test_the_desk_forgets_all_but_what_waits_for_its_check() -> None:
     desk.forget([SAMPLES[3]])
     assert desk[SAMPLES[3]].response == response(SAMPLES[3])
     assert desk.get(SAMPLES[0]) is None and desk.slowest(2) == [] and desk.round_kind == ""
+
+
+def test_a_check_reads_its_sample_when_it_is_handed_over(tmp_path: Path) -> None:
+    """A commit may come before the check's own first turn, and forgets the sample."""
+    controller, recorder = make(tmp_path, run_config())
+    controller.parts.job.handle = lambda event: []  # type: ignore[method-assign]
+    desk, scoring = controller._desk, controller._scoring
+
+    async def go() -> None:
+        controller._main.open()
+        desk.lay_down(response(SAMPLES[0]))
+        scoring.routes()[Score](Score(sample=SAMPLES[0]))
+        assert scoring.waits and scoring.waiting() == SAMPLES[:1]
+        scoring.start()
+        desk.forget(scoring.waiting())
+        await asyncio.sleep(0.05)
+        assert await controller._main.next(0.01) is None  # nothing died of it
+
+    asyncio.run(go())
+    controller._observing.feed()
+    assert recorder.entries[-1].event.sample == SAMPLES[0]
+    assert desk.get(SAMPLES[0]) is None
 
 
 # -- reasons ---------------------------------------------------------------------------
