@@ -23,6 +23,7 @@ from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
 from rollpacker.sim.scenario_checks import at_least_one, check_known, check_seconds, listed
+from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 SHARE_TOLERANCE = 0.01
@@ -208,6 +209,8 @@ class Scenario:
     parallelism_planner: ParallelismSwitch = field(default_factory=ParallelismSwitch)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
     oracle: OracleSpec = field(default_factory=OracleSpec)
+    unkind: UnkindConfig | None = None
+    """What goes wrong: engines that fail, verdicts that get lost; None: nothing."""
     steps: int = 40
     seed: int = 0
 

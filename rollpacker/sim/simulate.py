@@ -42,7 +42,12 @@ def simulate(
     """
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
-        job_config(scenario, machine), machine, Workload(scenario), observe=observe
+        job_config(scenario, machine),
+        machine,
+        Workload(scenario),
+        unkind=scenario.unkind,
+        seed=scenario.seed,
+        observe=observe,
     )
     return simulation.run(scenario.steps, progress)
 

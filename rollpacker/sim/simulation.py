@@ -7,7 +7,7 @@
            |  finishes      |  verdicts       |  Trained, ...   |  prompts
            v                v                 v                 v
         +--------- clock: what comes next, ties in the order of saying ---------+
-        |                                                                       |
+        |          (sim/unkind: what goes wrong on the way, if anything)        |
         +----> bus.take(event): job.handle(event), each command at its port ----+
 
 Nothing is decided here. Every launch, abort, release and check is a command of the same core that
@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from rollpacker.bus import Bus, Recorded, Routes, Sink
+from rollpacker.bus import Bus, Port, Recorded, Routes, Sink
 from rollpacker.core.commands import Defer, Drop, Finish
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job import Job
@@ -32,6 +32,7 @@ from rollpacker.sim.ports.rollout import Rollout
 from rollpacker.sim.ports.training import GradientWork, Training
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.tally import Tally
+from rollpacker.sim.unkind import Unkind, UnkindConfig
 from rollpacker.sim.workload import Workload
 
 
@@ -44,21 +45,30 @@ class Simulation:
         machine: Machine,
         workload: Workload,
         *,
+        unkind: UnkindConfig | None = None,
+        seed: int = 0,
         observe: Sink | None = None,
     ) -> None:
-        """`observe` is given every event with the core's answer, as a real run logs it."""
+        """`unkind` is what goes wrong, drawn by `seed`. `observe` is given every event with the
+        core's answer, as a real run logs it."""
         self.job = Job(config)
         self._clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload)
         responses, work = Responses(workload), GradientWork()
         cap = config.max_response_tokens
         self.rollout = Rollout(clock, machine, responses, tally, work, cap)
+        rewards = Rewards(clock, machine, workload, responses, cap)
+        ports: tuple[Port, ...] = (self.rollout, rewards)
+        self._unkind: Unkind | None = None
+        if unkind is not None:
+            self._unkind = Unkind(unkind, *ports, seed=seed)
+            rewards.delay_s = self._unkind.delay_s
+            ports = (self._unkind,)
         self._bus = Bus(
             self.job,
             clock,
             (
-                self.rollout,
-                Rewards(clock, machine, workload, responses, cap),
+                *ports,
                 Training(clock, machine, responses, tally, work, self._on_step),
                 Cursor(clock, workload),
                 Recorded(Defer, Drop),
@@ -77,21 +87,26 @@ class Simulation:
     def run(self, steps: int, progress: Callable[[int], None] = lambda steps: None) -> SystemResult:
         """Simulate so many steps. `progress` is called after each, with the steps done.
 
-        Raises `RuntimeError` if the run ends before: no prompts, or nothing to train on."""
+        Raises `ValueError` if the run ends before, because nothing was left to train on."""
         self._num_steps, self._progress = steps, progress
         # Rounds leave no reference cycles behind, and looking for some takes time.
         collecting = gc.isenabled()
         gc.disable()
         try:
             self._clock.after(0.0, RunStarted(time_s=0.0))
-            self._clock.run(self._bus.take)
+            self._clock.run(self._bus.take if self._unkind is None else self._take_unkindly)
         finally:
             if collecting:
                 gc.enable()
         done = len(self._tally.steps)
         if done < steps:
-            raise RuntimeError(f"the run ended after {done} steps: {self._finished}")
+            hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
+            raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
         return self._tally.result(self.job.stream.num_releases)
+
+    def _take_unkindly(self, event: Event) -> None:
+        assert self._unkind is not None
+        self._bus.take(self._unkind.answer(event))
 
     def _on_step(self, committed: Event) -> None:
         done = len(self._tally.steps)

@@ -122,6 +122,8 @@ QUANTILES = "lengths.quantiles="
         ("rollout.tensor_paralel=2", ["rollout.tensor_paralel", "no known key", "tensor_parallel"]),
         ("rollout.speculation={speedup: 2, max_live: 4, kinds: [lng]}", ["kinds", '"long"?']),
         ("model.layers=2", ["model.layers=2", "single value"]),
+        ("unkind.failure_rat=0.1", ["unkind.failure_rat", "no known key", '"failure_rate"?']),
+        ("unkind.failure_rate=1.5", ["unkind.failure_rate", "[0, 1]"]),
         ("model=null", ["model", "a text or a mapping"]),
         ("cluster.gpu=3", ["cluster.gpu", "Known:"]),
         # Degrees

@@ -325,6 +325,55 @@ def test_speculation_shortens_long_rounds_and_no_other(make):
             assert fast.rollout_s == pytest.approx(slow.rollout_s, rel=1e-9)
 
 
+# -- what goes wrong ---------------------------------------------------------------
+
+UNKIND = (
+    "unkind={failure_rate: 0.02, late_finish_rate: 0.2, no_verdict_rate: 0.02, "
+    "infrastructure_rate: 0.02, verdict_delay_s: 0.5}"
+)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_that_goes_wrong_is_nothing(make, system):
+    calm, unkind = recorded(make(system=system)), recorded(make("unkind={}", system=system))
+    assert calm == unkind
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_unkind_machine_is_met_with_what_a_run_does_about_it(make, system):
+    made = make(UNKIND, system=system)
+    result, records = recorded(made)
+    events = Counter(type(record.event).__name__ for record in records)
+    causes = Counter(r.event.cause for r in records if isinstance(r.event, SampleScored))
+    assert events["SampleFailed"] and causes["sample"] and causes["infrastructure"]
+    assert any(c.retry for r in records for c in r.commands if isinstance(c, Score))
+    assert len(result.steps) == made.steps
+    for step in result.steps:
+        stages = step.rollout_s, step.reward_s, step.train_s, step.sync_s
+        assert min(stages) >= 0
+        assert sum(stages) == pytest.approx(step.total_s, rel=1e-9)
+    assert min(result.bubble.values()) >= 0
+    assert sum(result.bubble.values()) < result.device_seconds
+    assert recorded(made) == (result, records)
+
+
+def test_a_machine_on_which_everything_fails_is_refused_in_one_message(make):
+    with pytest.raises(ValueError, match=r"after 0 steps: .*no group.*lower the rates of unkind"):
+        simulate(make("unkind={failure_rate: 1.0}"))
+
+
+def test_a_late_finish_is_a_response_that_nobody_waits_for(make):
+    calm, records = recorded(make("unkind={late_finish_rate: 0.5}"))
+    launched = Counter(
+        s for r in records for c in r.commands if isinstance(c, Launch) for s in c.samples
+    )
+    ended = Counter(
+        r.event.sample for r in records if isinstance(r.event, SampleGenerated | SampleAborted)
+    )
+    assert ended <= launched
+    assert calm.steps == simulate(make()).steps
+
+
 # -- settings that must not matter, or must ----------------------------------------
 
 

@@ -6,7 +6,7 @@ How many run at once is the core's business (`core/reward_schedule.py`); a `Scor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollpacker.bus import Routes
 from rollpacker.core.commands import CancelScore, Score
@@ -30,6 +30,8 @@ class Rewards:
         responses: Responses,
         max_response_tokens: int | None,
     ) -> None:
+        self.delay_s: Callable[[SampleId], float] | None = None
+        """How much longer the check of a sample takes than the workload says."""
         self._clock = clock
         self._workload = workload
         self._responses = responses
@@ -56,6 +58,8 @@ class Rewards:
             return
         if self._slowdown:
             seconds *= self._slowdown.get(sample.prompt.source, 1.0)
+        if self.delay_s is not None:
+            seconds += self.delay_s(sample)
         timeout_s, timed_out = command.timeout_s, False
         if timeout_s is not None and seconds >= timeout_s:
             seconds, value, timed_out = timeout_s, 0.0, True
