@@ -1,0 +1,219 @@
+"""What the goldens are: outputs of the package on fixed inputs, through its widest doors only (the
+command, `rollpacker.train`, `LiveReport`), so that they outlive any change inside.
+
+    python -m tests.golden.outputs          # compares; prints what differs
+    python -m tests.golden.outputs --write  # writes golden.json anew, with a reason in the commit
+    python -m tests.golden.outputs --record # also records the logs anew (a minute)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollpacker.cli.main import main as command
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+GOLDEN = HERE / "golden.json"
+LOGS = sorted((HERE / "logs").glob("*.jsonl.gz"))
+
+SMALLER = ("steps=6", "rollout.prompts_per_step=32")
+SIMULATIONS: dict[str, tuple[str, ...]] = {
+    "7b-8k": (),
+    "7b-8k plain": ("system=verl",),
+    "14b-16k": (),
+    "14b-16k rlhfuse": ("system=rlhfuse",),
+    "14b-16k oracle": ("system=oracle",),
+    "14b-16k auto": (
+        "tail_batching.prompt_factor=auto",
+        "tail_batching.sample_factor=auto",
+        "tail_batching.race=generated",
+    ),
+    "14b-16k moments": (
+        "tail_batching.debias=moments",
+        "tail_batching.race=generated",
+        "stream_trainer.enabled=false",
+    ),
+    "32b-32k": (),
+    "128-gpus": (),
+}
+"""Scenario (and a name for the variant) -> overrides."""
+
+
+def run_command(*arguments: str) -> str:
+    """What the command prints; it must succeed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command([*arguments])
+    assert code in (0, None), f"{arguments}: exit code {code}\n{printed.getvalue()}"
+    return printed.getvalue()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def simulation(name: str, folder: Path) -> dict[str, str]:
+    """Digests of the event log, after its head, and of what `--json` prints of the results."""
+    from rollpacker.cli.simulate import simulate_all
+    from rollpacker.sim.scenario import load_scenario
+
+    log = folder / "log.jsonl"
+    path = ROOT / "configs" / "scenarios" / f"{name.split()[0]}.yaml"
+    scenario = load_scenario(path, [*SMALLER, *SIMULATIONS[name]])
+    result = simulate_all({"own": scenario}, log=log)["own"]
+    # The head holds the configuration, which may gain keys.
+    _, _, records = log.read_bytes().partition(b"\n")
+    run_command("replay", str(log))
+    return {"log": digest(records), "results": digest(json.dumps(result.to_plain()).encode())}
+
+
+def reports(log: Path, folder: Path) -> dict[str, Any]:
+    """What a recorded run's log is told as: summary, metrics, trace, and that it replays."""
+    from rollpacker.report.live import LiveReport
+    from rollpacker.report.log import EventLog
+
+    run = folder / log.name.split(".")[0]
+    run.mkdir()
+    events = run / "events.jsonl"
+    events.write_bytes(gzip.decompress(log.read_bytes()))
+    run_command("replay", str(run))
+    run_command("report", str(run))
+    live = LiveReport(run, total_steps=None, show=False, tensorboard=False)
+    for entry in EventLog(events):
+        live.feed(entry)
+    live.close()
+    summary = json.loads((run / "summary.json").read_text())
+    summary.pop("paths")
+    return {
+        "summary": summary,
+        "metrics": digest((run / "metrics.jsonl").read_bytes()),
+        "trace": digest((run / "trace.json").read_bytes()),
+    }
+
+
+# -- real runs ---------------------------------------------------------------------
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "tail": (),
+    "plain": ("tail_batching.enabled=false",),
+    "moments": ("tail_batching.debias=moments", "tail_batching.prompt_factor=1.5"),
+    "streamed": ("stream_trainer={enabled: true, reward_wait: true}",),
+    "signal": ("rollout.dynamic_sampling.enabled=true",),
+    "resumed": ("train.steps=4",),
+}
+CURVES: dict[str, tuple[str, ...]] = {
+    "one process": (),
+    "two processes": ("train.processes=2",),
+    "adapter": ("model.lora.rank=4",),
+}
+STEPS = 8
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A folder with a tiny model and a config."""
+    import torch
+
+    from benchmarks.resume import write_config, write_model
+
+    threads = torch.get_num_threads()
+    folder = Path(tempfile.mkdtemp())
+    try:
+        write_model(folder / "model")
+        write_config(folder, steps=STEPS)
+        yield folder
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train(folder: Path, name: str, overrides: tuple[str, ...], **settings: bool) -> Path:
+    """The run's folder."""
+    import rollpacker
+
+    fixed = (f"name={name.replace(' ', '-')}", "checkpoint.every_steps=100")
+    return rollpacker.train(folder / "run.yaml", [*fixed, *overrides], **settings).folder
+
+
+def curve(folder: Path, name: str) -> dict[str, list[str]]:
+    """Loss, gradient norm, reward and tokens of every step, in all their digits."""
+    run = train(folder, name, CURVES[name])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = ("actor/loss", "actor/grad_norm", "critic/rewards/mean", "tokens/trained")
+    return {key: [repr(row[key]) for row in rows if key in row] for key in keys}
+
+
+def machine() -> str:
+    """What floats depend on in their last digits."""
+    import torch
+
+    models = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{models[0] if models else platform.processor()}, torch {torch.__version__}"
+
+
+# -- writing and comparing by hand -------------------------------------------------
+
+
+def everything() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        found: dict[str, Any] = {
+            "simulations": {name: simulation(name, folder) for name in SIMULATIONS},
+            "logs": {log.stem.split(".")[0]: reports(log, folder) for log in LOGS},
+        }
+    with workplace() as folder:
+        found["curves"] = {name: curve(folder, name) for name in CURVES}
+    return found | {"machine": machine()}
+
+
+def record() -> None:
+    (HERE / "logs").mkdir(exist_ok=True)
+    with workplace() as folder:
+        for name, overrides in RUNS.items():
+            run = train(folder, name, overrides)
+            if name == "resumed":
+                train(folder, name, (), resume=True)
+            packed = gzip.compress((run / "events.jsonl").read_bytes(), mtime=0)
+            (HERE / "logs" / f"{name}.jsonl.gz").write_bytes(packed)
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from differences(one.get(key), other.get(key), f"{where}/{key}")
+    elif one != other:
+        yield f"{where}: {one} is now {other}"
+
+
+def main() -> int:
+    if "--record" in sys.argv:
+        record()
+        global LOGS
+        LOGS = sorted((HERE / "logs").glob("*.jsonl.gz"))
+    found = everything()
+    if "--write" in sys.argv or "--record" in sys.argv:
+        GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return 0
+    listed = sorted(differences(json.loads(GOLDEN.read_text()), found))
+    print(*listed or ["equal"], sep="\n")
+    return bool(listed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
