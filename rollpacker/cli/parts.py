@@ -15,7 +15,7 @@ from rollpacker.data.base import TRAIN
 if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
     from rollpacker.rewards.weighted import WeightedReward
-    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.rollout.base import Engine
     from rollpacker.trainer.base import Trainer
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
@@ -28,7 +28,7 @@ class Policy:
     """A model that generates and can be trained, and what it is asked and judged by."""
 
     loaded: LoadedModel
-    engine: TorchEngine
+    engine: Engine
     train_prompts: LoadedPrompts
     eval_prompts: LoadedPrompts | None
     reward: WeightedReward
@@ -56,9 +56,10 @@ def load_policy(
     import dataclasses
 
     from rollpacker.data.prompts import load_prompts
+    from rollpacker.imports import load_function
     from rollpacker.rewards.build import build_reward
     from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.rollout.table import ENGINES
     from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
 
     model_config = config.model
@@ -82,12 +83,12 @@ def load_policy(
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)
-    engine = TorchEngine(
-        model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
-    )
+    make_engine = load_function(ENGINES[config.rollout.engine.name])
     return Policy(
         loaded=loaded,
-        engine=engine,
+        engine=make_engine(
+            model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
+        ),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         reward=reward,

@@ -73,7 +73,7 @@ class TorchEngine:
         self._device = torch.device(device or next(model.parameters()).device)
         static = self._device.type != "cpu" if static_shapes is None else static_shapes
         was_training = model.training
-        model.eval()
+        model.train(False)
         self._decoder = Decoder(model, config, self._device, static=static)
         model.train(was_training)
         self._ends = self._end_tokens()
@@ -268,7 +268,7 @@ class TorchEngine:
             return []
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
-            self._model.eval()
+            self._model.train(False)
             self._decoder.read_model()
         first = self._decoder.rows.num_rows
         entries = [self._waiting.popleft() for _ in range(num_new)]

@@ -91,6 +91,7 @@ class CriticConfig:
             raise ValueError("warmup_steps must not be negative")
 
 
+# size: one field per key of `train.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Optimizer and micro-batches (`train.*`)."""
