@@ -73,7 +73,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, Phase
+from rollpacker.core.job import Job
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import Entry, Note, Observer, Record, Session
 from rollpacker.data.base import TRAIN, Cursor, PromptRow, PromptSet
 from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored

@@ -24,7 +24,6 @@ from rollpacker.core.commands import (
     SyncWeights,
     TrainOn,
 )
-from rollpacker.core.debias import Debias, effective_sample_size
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -35,7 +34,9 @@ from rollpacker.core.events import (
     Trained,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.length_model import FloatArray
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.weights import effective_sample_size
+from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.checks import CheckFold, KindChecks
 
@@ -467,7 +468,7 @@ class _Lengths:
 
     def _begin_with(self, cap: int | None) -> None:
         self._cap = cap
-        self._debias = Debias("none", cap=cap, window_steps=LENGTH_WINDOW)
+        self._window = LengthWindow(cap=cap, window_steps=LENGTH_WINDOW)
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
         """Lengths and weights of each step's trained samples."""
 
@@ -479,7 +480,7 @@ class _Lengths:
                 if sample.prompt in ends:
                     ends[sample.prompt][which].append(num_tokens)
         for prompt, (finished, stopped) in ends.items():
-            self._debias.observe(prompt, finished, stopped)
+            self._window.observe(prompt, finished, stopped)
         weights = [1.0] * len(samples)
         if step.weights is not None:
             weights = [weight for group in step.weights for weight in group]
@@ -488,10 +489,10 @@ class _Lengths:
             for sample, weight in zip(samples, weights, strict=False)
             if sample in step.lengths
         ]
-        self._debias.step([num_tokens for num_tokens, _ in trained])
+        self._window.close_step([num_tokens for num_tokens, _ in trained])
         both = np.array(trained, dtype=np.float64).reshape(-1, 2)
         self._trained.append((both[:, 0], both[:, 1]))
-        return self._debias.metrics() | self._weighted()
+        return self._window.metrics() | self._weighted()
 
     def _weighted(self) -> dict[str, float]:
         """What the weights do; nothing as long as all are 1."""

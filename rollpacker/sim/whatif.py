@@ -21,7 +21,9 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.length_model import LengthModel, PromptLengths, choose_length_model
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.fit import choose_length_model
+from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.records import LogError, Record
 from rollpacker.report.accounting import Accounting, StepSummary
 from rollpacker.report.fit import FittedRun, fit_run

@@ -229,7 +229,7 @@ def test_logs_of_the_real_core_add_up(race, **unkindness):
     world = World(config, num_rows=11, epochs=2, **unkindness).run()
     accounting, summaries = feed(world.log)
     assert accounting.last_step == world.job.step
-    assert accounting.long_queue == len(world.job.queue)
+    assert accounting.long_queue == len(world.job.queues.long)
     assert not accounting.live
     dropped = sum(sum(s.dropped.values()) for s in summaries)
     settled = sum(s.num_prompts_trained for s in summaries) + dropped
