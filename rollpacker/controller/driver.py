@@ -52,7 +52,8 @@ from rollpacker.controller.training import Training
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Defer, Drop, Finish
 from rollpacker.core.events import Committed, RunStarted, StopRequested
-from rollpacker.core.job import Job, Phase
+from rollpacker.core.job import Job
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import Observer, Session
 from rollpacker.data.base import Cursor, PromptSet
 from rollpacker.rewards.base import Reward

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from rollpacker.core.commands import Command, TrainOn
-from rollpacker.core.job import Job, Phase
+from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6

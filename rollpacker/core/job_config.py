@@ -54,6 +54,11 @@ class JobConfig:
                 "streaming trains on it before"
             )
 
+    def layout(self, tensor_parallel: int) -> DeviceLayout:
+        """How the devices are shared out at this degree; the first if none is made for it."""
+        found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
+        return next(found, self.layouts[0])
+
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return to_plain(self)

@@ -53,6 +53,8 @@ class RoundPlan:
     speculate: bool = False
     min_verdicts: int = 2
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
+    defers_to: int = 0
+    """Which queue its deferred prompts join; see `NextRound`."""
 
 
 class _Quota:
@@ -117,7 +119,7 @@ class Round:
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0
-        self.steps = 0
+        self.longest_tokens = 0
         """Tokens of the longest response that the engine let go of."""
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
@@ -315,7 +317,7 @@ class Round:
         if group.lengths[index] != _IN_ENGINE:
             raise StrayEventError(f"the engine let go of {event.sample} twice")
         group.lengths[index] = event.num_tokens
-        self.steps = max(self.steps, event.num_tokens)
+        self.longest_tokens = max(self.longest_tokens, event.num_tokens)
         self.preemptions += event.preemptions
         self.num_in_engine -= 1
         return self._after_engine()
@@ -461,8 +463,8 @@ class Round:
         if group.lengths[index] != _IN_ENGINE:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
-        if num_tokens > self.steps:
-            self.steps = num_tokens
+        if num_tokens > self.longest_tokens:
+            self.longest_tokens = num_tokens
         self.num_in_engine -= 1
         return group, index
 

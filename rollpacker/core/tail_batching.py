@@ -111,7 +111,7 @@ class TailBatchingConfig:
     @property
     def factors(self) -> Factors:
         """Factors of the short rounds; where the run chooses them, those that it begins with, and
-        `Job.factors` has those in force."""
+        `Learned.factors` has those in force."""
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":

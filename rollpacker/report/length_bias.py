@@ -6,9 +6,10 @@ from collections import deque
 
 import numpy as np
 
-from rollpacker.core.debias import Debias, effective_sample_size
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.length_model import FloatArray
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.weights import effective_sample_size
+from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.report.step_history import StepHistory
 
 LENGTH_WINDOW = 50
@@ -31,7 +32,7 @@ class LengthBias:
 
     def _begin_with(self, cap: int | None) -> None:
         self._cap = cap
-        self._debias = Debias("none", cap=cap, window_steps=LENGTH_WINDOW)
+        self._window = LengthWindow(cap=cap, window_steps=LENGTH_WINDOW)
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
         """Lengths and weights of each step's trained samples."""
 
@@ -44,16 +45,16 @@ class LengthBias:
             for end in round_.ends:
                 ends[end.sample.prompt][not end.is_finished].append(end.num_tokens)
         for prompt, (finished, stopped) in ends.items():
-            self._debias.observe(prompt, finished, stopped)
+            self._window.observe(prompt, finished, stopped)
         trained = [
             (step.samples[sample].num_tokens, weight)
             for sample, weight in _weights(step)
             if sample in step.samples and step.samples[sample].is_finished
         ]
-        self._debias.step([num_tokens for num_tokens, _ in trained])
+        self._window.close_step([num_tokens for num_tokens, _ in trained])
         both = np.array(trained, dtype=np.float64).reshape(-1, 2)
         self._trained.append((both[:, 0], both[:, 1]))
-        return self._debias.metrics() | self._weighted()
+        return self._window.metrics() | self._weighted()
 
     def _weighted(self) -> dict[str, float]:
         """What the weights do; nothing as long as all are 1."""

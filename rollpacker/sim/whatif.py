@@ -18,7 +18,9 @@ import numpy as np
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.length_model import LengthModel, PromptLengths, choose_length_model
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.fit import choose_length_model
+from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.records import LogError
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run

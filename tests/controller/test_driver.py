@@ -29,7 +29,8 @@ from rollpacker.core.commands import (
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import Committed, SampleScored, StopRequested, Trained
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, Phase
+from rollpacker.core.job import Job
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import LogError, Note, Record, decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import StreamConfig
@@ -543,6 +544,6 @@ def test_factors_chosen_for_measured_times_replay(tmp_path: Path) -> None:
     config = replace(run_config(steps=40), tail_batching=tail)
     controller, _ = make(tmp_path, config, engine=FakeEngine(step_s=0.0005), evaluates=False)
     drive(controller)
-    planner = controller.parts.job.planner
+    planner = controller.parts.job.lengths.planner
     assert planner is not None and planner.current is not None, "no factors were ever chosen"
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None

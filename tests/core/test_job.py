@@ -33,8 +33,9 @@ from rollpacker.core.events import (
     SampleScored,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, Phase, ProtocolError
+from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.phases import Phase, ProtocolError
 from rollpacker.core.records import decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.rounds import StrayEventError

@@ -74,10 +74,10 @@ def test_factors_that_the_run_chose_stay_what_they_were() -> None:
     world = world_of(**AUTO).run()
     state = json.loads(json.dumps(world.snapshots[4][0]))
     state["factors"] = [1.5, 1.0625]  # chosen, as by a planner that knew the lengths
-    assert Job.restore(world.config, state).factors == (1.5, 1.0625)
+    assert Job.restore(world.config, state).lengths.factors == (1.5, 1.0625)
     fixed = world_of(prompt_factor=2.0).run()
     now_auto = replace(fixed.config, tail_batching=world.config.tail_batching)
-    assert Job.restore(now_auto, fixed.snapshots[4][0]).factors == AUTO_START
+    assert Job.restore(now_auto, fixed.snapshots[4][0]).lengths.factors == AUTO_START
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_prompts_of_a_tier_that_is_gone_wait_for_a_long_round(after: dict[str, o
     state, _, _ = world.snapshots[step]
     tail = TailBatchingConfig(**after)  # type: ignore[arg-type]
     job = Job.restore(replace(world.config, tail_batching=tail), state)
-    kept = len(job.tier_queues)
+    kept = len(job.queues.tiers)
     assert kept == (len(tail.tiers) if tail.enabled else 0)
     gone = [tuple(waiting) for tier in state["tier_queues"][kept:] for waiting in tier]
     before = [tuple(waiting) for waiting in state["queue"]]
-    assert [(str(prompt), attempt) for prompt, attempt in job.queue] == before + gone
+    assert [(str(prompt), attempt) for prompt, attempt in job.queues.long] == before + gone
     changed = resumed(world, step, **after)
     assert not changed.job.ledger.open and changed.job.ledger.num_trained == 80
 

@@ -237,7 +237,7 @@ def test_logs_of_the_real_core_add_up(race, seed, **unkindness):
     world = World(config, num_rows=11, epochs=2, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
     assert accounting.history.last_step == world.job.step
-    assert len(accounting.history.queue) == len(world.job.queue)
+    assert len(accounting.history.queue) == len(world.job.queues.long)
     assert not accounting.history.live
     dropped = sum(sum(s.prompts.dropped.values()) for s in summaries)
     settled = sum(s.prompts.trained for s in summaries) + dropped

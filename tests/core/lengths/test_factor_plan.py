@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.factor_plan import (
+from rollpacker.core.lengths.bins import bin_starts
+from rollpacker.core.lengths.factor_plan import (
     Choice,
     FactorPlanner,
     StepTime,
     _binomial,
     _Law,
+    _mean_round,
     _Race,
-    _round,
     fastest,
     fit_round_time,
     predict,
 )
-from rollpacker.core.length_model import LengthModel, bin_starts
+from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.tail_batching import times
 
 CAP = 16_384
@@ -52,7 +53,7 @@ def of_densities(densities, weights=None, *, cap: int = CAP) -> LengthModel:
     shares = np.full(len(densities), 1 / len(densities)) if weights is None else np.array(weights)
     widths = np.diff(np.append(starts, cap + 1))
     return LengthModel(
-        starts=starts,
+        cap=cap,
         centres=starts + (widths - 1) / 2,
         class_weights=shares,
         class_densities=np.asarray(densities, dtype=np.float64),
@@ -82,7 +83,7 @@ def planner_for(model=None, *, time=LAUNCH_BOUND, prompts=16, samples=4, **chang
     planner = FactorPlanner(prompts, samples, **changes)
     for steps, tokens in ((1000, 90_000), (2000, 110_000), (16_000, 60_000)):
         seconds = time.per_step_s * steps + time.per_token_s * tokens
-        planner.observe_round(RoundKind.SHORT, steps=steps, tokens=tokens, seconds=seconds)
+        planner.observe_round(RoundKind.SHORT, longest_tokens=steps, tokens=tokens, seconds=seconds)
     planner.observe_fixed(time.fixed_s)
     return planner
 
@@ -169,7 +170,7 @@ def test_predictions_agree_with_a_race_run_sample_by_sample(model, pair):
 def test_the_parts_of_a_round_agree_with_many_races(model, counts):
     num_prompts, num_samples = counts
     law = _Law(model, 16, 4)
-    found = _round(law, _Race.of(law, num_samples), law.class_weights, num_prompts)
+    found = _mean_round(law, _Race.of(law, num_samples), law.class_weights, num_prompts)
     rng = np.random.default_rng(0)
     num_rounds = 4000
     starts = np.append(model.starts, model.cap + 1)
@@ -345,15 +346,15 @@ def test_the_planner_knows_when_it_is_ready():
     with pytest.raises(ValueError, match="no round"):
         planner.choose(HEAVY)
     for _ in range(2):
-        planner.observe_round(RoundKind.LONG, steps=100, tokens=1000, seconds=1.0)
+        planner.observe_round(RoundKind.LONG, longest_tokens=100, tokens=1000, seconds=1.0)
     assert planner.ready
 
 
 def test_rare_kinds_are_not_crowded_out():
     planner = FactorPlanner(16, 4)
-    planner.observe_round(RoundKind.LONG, steps=9000, tokens=90_000, seconds=90.0)
+    planner.observe_round(RoundKind.LONG, longest_tokens=9000, tokens=90_000, seconds=90.0)
     for _ in range(1000):
-        planner.observe_round(RoundKind.SHORT, steps=1000, tokens=90_000, seconds=10.0)
+        planner.observe_round(RoundKind.SHORT, longest_tokens=1000, tokens=90_000, seconds=10.0)
     time = planner.step_time()
     assert time.per_step_s == pytest.approx(0.01, rel=0.02)
     assert len(planner.state()["rounds"]["short"]) < 100

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rollpacker.core.debias import (
-    MAX_PROMPTS_PER_STEP,
+from rollpacker.core.ids import PromptId
+from rollpacker.core.lengths.bins import bin_starts
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.debias import Debias
+from rollpacker.core.lengths.fit import fit_length_model
+from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.lengths.weights import (
     MIN_EFFECTIVE,
-    WARM_ITERATIONS,
-    Debias,
     density_weights,
     effective_sample_size,
     moment_weights,
 )
-from rollpacker.core.ids import PromptId
-from rollpacker.core.length_model import LengthModel, PromptLengths, bin_starts, fit_length_model
+from rollpacker.core.lengths.window import MAX_PROMPTS_PER_STEP, WARM_ITERATIONS, LengthWindow
 
 CAP = 4096
 SIZE = 32
@@ -79,12 +81,17 @@ def own_mean(rho: float = 0.1) -> float:
     return float(np.mean([lengths(rng, rng.standard_normal(), rho, 2) for _ in range(40_000)]))
 
 
-def feed(debias: Debias, steps: Iterator[tuple[list[Launch], list[int]]]) -> list[int]:
+def feed(
+    debias: Debias | LengthWindow, steps: Iterator[tuple[list[Launch], list[int]]]
+) -> list[int]:
     trained: list[int] = []
     for launches, kept in steps:
         for launch in launches:
             debias.observe(launch.prompt, launch.finished, launch.stopped)
-        debias.step(kept)
+        if isinstance(debias, Debias):
+            debias.step(kept)
+        else:
+            debias.close_step(kept)
         trained += kept
     return trained
 
@@ -150,11 +157,10 @@ def test_nothing_is_said_before_the_first_long_round():
     assert "length/policy_mean" in debias.metrics()
 
 
-def test_with_the_method_none_it_only_estimates():
-    debias = Debias("none", cap=CAP)
-    trained = feed(debias, run(1, 20))
-    assert debias.step([5]) is None
-    assert debias.weigh(trained) is None
+def test_a_window_alone_only_estimates():
+    debias = LengthWindow(cap=CAP)
+    feed(debias, run(1, 20))
+    debias.close_step([5])
     metrics = debias.metrics()
     assert metrics["length/policy_mean"] > metrics["length/trained_mean"]
     assert not any(name.startswith("debias/") for name in metrics)
@@ -242,7 +248,7 @@ def test_effective_sample_size_by_hand():
 # -- restarts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["none", "density", "moments"])
+@pytest.mark.parametrize("method", ["density", "moments"])
 def test_a_restart_at_any_moment_changes_no_bit(method):
     steps = list(run(5, 22))
     whole = Debias(method, cap=CAP, window_steps=8)
@@ -261,7 +267,7 @@ def test_a_restart_at_any_moment_changes_no_bit(method):
 
 def restarted(debias: Debias, cap: int | None = CAP) -> Debias:
     state = json.loads(json.dumps(debias.state()))
-    again = Debias(debias.method, cap=cap, window_steps=debias.window_steps)
+    again = Debias(debias.method, cap=cap, window_steps=debias.window.window_steps)
     again.restore(state)
     return again
 
@@ -273,7 +279,7 @@ def test_a_checkpoint_with_another_cap_is_refused():
 
 
 def test_another_method_may_go_on_from_a_checkpoint():
-    first = Debias("none", cap=CAP)
+    first = LengthWindow(cap=CAP)
     feed(first, run(1, 12))
     second = Debias("density", cap=CAP)
     second.restore(first.state())
@@ -297,16 +303,16 @@ def test_memory_does_not_grow_with_the_steps():
 
 def test_only_the_window_counts():
     """A policy that was ten times as brief until the window began."""
-    debias = Debias("none", cap=CAP, window_steps=10)
+    debias = LengthWindow(cap=CAP, window_steps=10)
     for launches, kept in run(7, 10):
         for launch in launches:
             short = ([n // 10 for n in part] for part in (launch.finished, launch.stopped))
             debias.observe(launch.prompt._replace(epoch=9), *short)
-        debias.step([n // 10 for n in kept])
+        debias.close_step([n // 10 for n in kept])
     before = debias.metrics()
     feed(debias, run(8, 20))
     after = debias.metrics()
-    fresh = Debias("none", cap=CAP, window_steps=10)
+    fresh = LengthWindow(cap=CAP, window_steps=10)
     feed(fresh, run(8, 20))
     assert before["length/trained_mean"] < 0.2 * after["length/trained_mean"]
     assert after["length/trained_mean"] == fresh.metrics()["length/trained_mean"]
@@ -317,16 +323,16 @@ def test_only_the_window_counts():
 
 def test_launches_of_a_prompt_belong_together():
     """Once as two launches, in two steps, and once as one: the same data."""
-    apart, together = (Debias("none", cap=64, window_steps=3) for _ in range(2))
+    apart, together = (LengthWindow(cap=64, window_steps=3) for _ in range(2))
     for i in range(40):
         prompt = PromptId("train", 0, i)
         apart.observe(prompt, [3, 4], [5])
         together.observe(prompt, [3, 4, 9, 12], [5])
-    apart.step([1])
+    apart.close_step([1])
     for i in range(40):
         apart.observe(PromptId("train", 0, i), [9, 12], [])
-    apart.step([1])
-    together.step([1])
+    apart.close_step([1])
+    together.close_step([1])
     model_apart, model_together = apart.model, together.model
     assert model_apart is not None and model_together is not None
     assert model_apart.density == pytest.approx(model_together.density, abs=1e-3)
@@ -334,50 +340,50 @@ def test_launches_of_a_prompt_belong_together():
 
 def test_what_comes_late_of_a_forgotten_prompt_is_ignored():
     """Prompts come back because they are long: alone they would look like the policy's own."""
-    debias = Debias("none", cap=64, window_steps=2)
+    debias = LengthWindow(cap=64, window_steps=2)
     for i in range(40):
         debias.observe(PromptId("train", 0, i), [3, 4, 5], [])
-    debias.step([3])
+    debias.close_step([3])
     for step in range(2):
         for i in range(40):
             debias.observe(PromptId("train", 1 + step, i), [3, 4, 5], [])
-        debias.step([3])
+        debias.close_step([3])
     for i in range(40):
         debias.observe(PromptId("train", 0, i), [60, 61, 62], [])
-    debias.step([60])
+    debias.close_step([60])
     assert debias.model is not None
     assert debias.model.mean() == pytest.approx(4, abs=0.2)
 
 
 def test_ids_of_forgotten_prompts_are_forgotten_after_another_window():
-    debias = Debias("none", cap=64, window_steps=2)
+    debias = LengthWindow(cap=64, window_steps=2)
     for step in range(8):
         for i in range(40):
             debias.observe(PromptId("train", step, i), [3, 4, 5], [])
-        debias.step([3])
+        debias.close_step([3])
     for i in range(40):
         debias.observe(PromptId("train", 0, i), [60, 61, 62], [])
-    debias.step([60])
+    debias.close_step([60])
     assert debias.model is not None
     assert debias.model.mean() == pytest.approx((4 + 61) / 2, rel=0.05)
 
 
 def test_refits_go_on_from_the_last_fit():
-    debias = Debias("none", cap=CAP)
+    debias = LengthWindow(cap=CAP)
     feed(debias, run(1, 30))
     assert debias.model is not None
     assert 1 <= debias.model.num_iterations <= WARM_ITERATIONS
 
 
 def test_of_a_large_step_a_part_is_watched():
-    debias = Debias("none", cap=64)
+    debias = LengthWindow(cap=64)
     num = 3 * MAX_PROMPTS_PER_STEP
     for i in range(num):
         debias.observe(PromptId("train", 0, i), [3, 4, 5], [])
-    debias.step([3])
+    debias.close_step([3])
     for i in range(num):
         debias.observe(PromptId("train", 0, i), [6], [])
-    debias.step([6])
+    debias.close_step([6])
     model = debias.model
     assert model is not None
     assert model.num_prompts == MAX_PROMPTS_PER_STEP
@@ -413,7 +419,7 @@ def test_without_a_cap_longer_responses_may_come():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "debias must be one of none, density, moments"),
+        ({"method": "magic"}, "debias must be one of density, moments"),
         ({"window_steps": 0}, "window_steps must be at least 1"),
         ({"max_weight": 0.5}, "max_weight must be at least 1"),
         ({"max_weight": float("nan")}, "max_weight must be at least 1"),
@@ -421,15 +427,15 @@ def test_without_a_cap_longer_responses_may_come():
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Debias(**{"method": "none", "cap": CAP, **options})
+        Debias(**{"method": "moments", "cap": CAP, **options})
 
 
 @pytest.mark.parametrize(("finished", "stopped"), [([CAP + 1], []), ([-1], []), ([5], [CAP + 1])])
 def test_impossible_lengths_are_refused(finished, stopped):
-    debias = Debias("none", cap=CAP)
+    debias = LengthWindow(cap=CAP)
     with pytest.raises(ValueError, match="outside 0 to the cap of 4096"):
         debias.observe(PromptId("train", 0, 0), finished, stopped)
-    assert debias.step([]) is None
+    debias.close_step([])
     assert debias.metrics() == {}
 
 

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.length_model import FloatArray, LengthModel
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
@@ -111,16 +112,19 @@ class FactorPlanner:
         self.current: tuple[float, float] | None = None
         """The factors chosen last."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
-        """By kind: steps, tokens and seconds. Rare kinds are not crowded out."""
+        """By kind: tokens of the longest response, all tokens, seconds. Rare kinds are not crowded
+        out."""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
 
-    def observe_round(self, kind: RoundKind, *, steps: int, tokens: int, seconds: float) -> None:
+    def observe_round(
+        self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
+    ) -> None:
         """A round's rollout took `seconds`: its longest response (finished or stopped) came to
-        `steps` tokens, all of them together to `tokens`, thrown away ones too."""
-        assert steps >= 0 and tokens >= 0 and math.isfinite(seconds)
-        if steps and seconds > 0:
+        `longest_tokens`, all of them together to `tokens`, thrown away ones too."""
+        assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
+        if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
-            history.append((steps, tokens, seconds))
+            history.append((longest_tokens, tokens, seconds))
 
     def observe_fixed(self, seconds: float) -> None:
         """A step's rest, after the rollout, took so long."""
@@ -197,8 +201,8 @@ def _allowed(choice: Choice, max_length_shift: float | None) -> bool:
 
 
 def fit_round_time(rounds: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """(per_step_s, per_token_s), neither negative, from (steps, tokens, seconds) of rounds: least
-    squares of the relative errors. Raises `ValueError` without any round."""
+    """(per_step_s, per_token_s), neither negative, from (longest response, all tokens, seconds) of
+    rounds: least squares of the relative errors. Raises `ValueError` without any round."""
     if not rounds:
         raise ValueError("no round to fit the time of decoding to")
     data = np.array(rounds, dtype=np.float64)
@@ -242,15 +246,15 @@ def predict(
     law = _Law(model, prompts_per_step, samples_per_prompt)
     races = {num_samples: _Race.of(law, num_samples) for _, num_samples in launched}
     races.setdefault(samples_per_prompt, _Race.of(law, samples_per_prompt))
-    whole = _round(law, races[samples_per_prompt], law.class_weights, prompts_per_step)
+    whole = _mean_round(law, races[samples_per_prompt], law.class_weights, prompts_per_step)
     baseline_s = whole.seconds(time) + time.fixed_s
     choices = []
     for (num_prompts, num_samples), pair in launched.items():
-        short = _round(law, races[num_samples], law.class_weights, num_prompts)
+        short = _mean_round(law, races[num_samples], law.class_weights, num_prompts)
         long_share = (num_prompts - prompts_per_step) / num_prompts
         long = whole  # counts for nothing if nothing is deferred
         if long_share:
-            long = _round(law, races[samples_per_prompt], short.deferred, prompts_per_step)
+            long = _mean_round(law, races[samples_per_prompt], short.deferred, prompts_per_step)
         shares = np.array([1 - long_share, long_share])
         kept = shares @ [short.kept_mean, long.kept_mean]
         seconds = shares @ [short.seconds(time), long.seconds(time)]
@@ -322,7 +326,7 @@ class _Race:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
+class _MeanRound:
     """What a round comes to on average."""
 
     longest: float
@@ -338,7 +342,7 @@ class _Round:
         return time.per_step_s * self.longest + time.per_token_s * self.num_tokens
 
 
-def _round(law: _Law, race: _Race, class_weights: FloatArray, num_prompts: int) -> _Round:
+def _mean_round(law: _Law, race: _Race, class_weights: FloatArray, num_prompts: int) -> _MeanRound:
     """Prompts with classes drawn by `class_weights` (M,) race until P0 are done."""
     done = class_weights @ race.done
     over, winners, open_to_others = _binomial(num_prompts, law.prompts_needed, done)
@@ -352,7 +356,7 @@ def _round(law: _Law, race: _Race, class_weights: FloatArray, num_prompts: int) 
     won_in = class_weights[:, np.newaxis] * np.diff(race.done, axis=1) * wins
     deferred = np.maximum(class_weights - won_in.sum(axis=1), 0.0)
     is_deferring = num_prompts > law.prompts_needed
-    return _Round(
+    return _MeanRound(
         longest=longest + 0.5,
         longest_sd=math.sqrt(max(variance, 0.0)),
         num_tokens=num_prompts * (running + 0.5 * race.num_samples),

@@ -13,13 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.product_limit import kaplan_meier_mean
-from rollpacker.core.length_model import (
-    LengthModel,
-    PromptLengths,
-    bin_starts,
-    choose_length_model,
-    fit_length_model,
-)
+from rollpacker.core.lengths.bins import bin_starts
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.fit import choose_length_model, fit_length_model
+from rollpacker.core.lengths.model import LengthModel
 
 CAP = 4096
 
