@@ -375,7 +375,7 @@ async def _drive(controller: Controller) -> str:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. What it says goes past the display's buffers, which nobody would empty."""
+    """End the process now. What it says goes past the display's buffers, which stay as they are."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

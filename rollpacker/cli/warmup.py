@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tune, and return the exit code. Raises `ValueError` (config, data, model), whose message is for the user."""
+    """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
     from rich.console import Console
 
     from rollpacker.config.load import load_config

@@ -320,8 +320,8 @@ class WarmupConfig:
     model: ModelConfig | None = None
     """Start from the weights of this model. Either this or `architecture` is set."""
     architecture: dict[str, object] | None = None
-    """Start from random weights of this architecture: `model_type` and the fields of its transformers
-    config."""
+    """Start from random weights of this architecture: `model_type` and the fields of its
+    transformers config."""
     alphabet: str | None = None
     """The characters of the tokenizer that is built for `architecture`, a token each."""
     seed: int = 0
