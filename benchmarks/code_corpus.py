@@ -24,7 +24,7 @@ from machine import write_result
 
 from examples.code.tasks import KINDS, code_tasks
 from rollpacker.rewards.base import Failed
-from rollpacker.rewards.sandbox import SandboxUnavailable
+from rollpacker.sandbox import SandboxUnavailable
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.hacks import HACKS, SOLUTION, TESTS
 from tests.rewards.code_corpus.honest import HONEST, WRONG

@@ -29,9 +29,9 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.rewards.sandbox import Limits, Sandbox, Status, open_sandbox
-from rollpacker.rewards.sandbox.bwrap import interpreter
-from rollpacker.rewards.sandbox.cgroup import own_groups
+from rollpacker.sandbox import Limits, Sandbox, Status, open_sandbox
+from rollpacker.sandbox.bwrap import interpreter
+from rollpacker.sandbox.cgroup import own_groups
 
 HELLO = "print('hello')"
 PAUSE_S = 0.01

@@ -18,16 +18,8 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 _ORDER = (
-    "core",
-    "config",
-    "report",
-    "data",
-    "examples",
-    "rewards",
-    "cli",
-    "controller",
-    "trainer",
-    "rollout",
+    *("core", "config", "report", "data", "examples", "endpoints", "processes", "sandbox"),
+    *("rewards", "cli", "controller", "trainer", "rollout"),
 )
 
 

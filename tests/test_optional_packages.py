@@ -87,14 +87,15 @@ def run(*arguments):
     return [code, said.getvalue(), out.getvalue()]
 
 def math_check():
-    from rollpacker.rewards.base import RewardConfig, SandboxConfig
-    from rollpacker.rewards.math.part import MathReward
-    from rollpacker.rewards.sandbox.base import RunResult, Status
+    from rollpacker.rewards.base import RewardConfig
+    from rollpacker.rewards.math.reward import MathConfig, MathReward
     from rollpacker.rewards.shared import Shared
+    from rollpacker.sandbox import bwrap
+    from rollpacker.sandbox.base import SandboxConfig
 
     class Box:
-        async def run(self, *arguments, **settings):
-            return RunResult(status=Status.NONZERO, stderr=b"no module")
+        async def lacks(self, profile):
+            return bwrap.lacks(profile)
 
     class FakeShared(Shared):
         def check_sandbox(self):
@@ -103,7 +104,8 @@ def math_check():
         async def sandbox(self):
             return Box()
 
-    reward = MathReward(RewardConfig(function="math"), "math", FakeShared(SandboxConfig()))
+    shared, entry = FakeShared(SandboxConfig()), RewardConfig(function="math")
+    reward = MathReward(MathConfig(), entry=entry, name="math", shared=shared)
     try:
         reward.check([{"answer": "3"}])
     except ValueError as error:

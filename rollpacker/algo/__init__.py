@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.own import Algorithm
+from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "Algorithm",
     "AlgorithmConfig",
+    "Row",
     "StepAdvantages",
     "TokenLoss",
     "advantages",

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from rollpacker.algo.own import Algorithm, own_algorithm
 from rollpacker.algo.row import (
     Advantage,
     ImportanceRatio,
@@ -41,12 +42,16 @@ MismatchCorrection = Literal[
 ]
 
 
+# size: one field per key of `algorithm.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """The algorithm and its switches (`algorithm.*`)."""
 
     name: Name = "grpo"
     """Which row of switches. Every one below that is null takes the row's value."""
+    function: str | None = None
+    """Your own algorithm instead: `module:function` or `path/to/file.py:function`, without
+    arguments, which returns a `rollpacker.algo.Algorithm`. Its row takes the place of `name`'s."""
 
     # -- from rewards to advantages ----------------------------------------------------
     advantage: Advantage | None = None
@@ -126,7 +131,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.name not in ALGORITHMS:
             raise ValueError(f"name must be one of {', '.join(ALGORITHMS)}, not {self.name}")
-        row = ALGORITHMS[self.name]
+        row = ALGORITHMS[self.name] if self.own is None else self.own.row
         for switch in fields(Row):
             if getattr(self, switch.name) is None:
                 object.__setattr__(self, switch.name, getattr(row, switch.name))
@@ -134,6 +139,11 @@ class AlgorithmConfig:
         self._check_advantages()
         self._check_kl(row)
         self._check_loss()
+
+    @property
+    def own(self) -> Algorithm | None:
+        """What `function` returned. Raises `ValueError` if it cannot be had."""
+        return None if self.function is None else own_algorithm(self.function)
 
     @property
     def needs_critic(self) -> bool:

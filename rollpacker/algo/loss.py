@@ -59,7 +59,16 @@ def token_loss(
     _check_present(config, ref_log_probs, rollout_log_probs, entropy)
     old_log_probs = old_log_probs.detach()
     ratio = _importance_ratio(log_probs - old_log_probs, sample_ids, num_samples, config)
-    loss, flags = _surrogate(ratio, log_probs, advantages, config)
+    if config.own is not None and config.own.loss is not None:
+        loss = config.own.loss(log_probs, old_log_probs, advantages, sample_ids, config=config)
+        if loss.shape != log_probs.shape:
+            raise ValueError(
+                f"algorithm.function={config.function}: a loss of shape {tuple(loss.shape)} for "
+                f"{len(log_probs)} tokens; give one of each token"
+            )
+        flags = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), torch.zeros_like(ratio))
+    else:
+        loss, flags = _surrogate(ratio, log_probs, advantages, config)
     sums: dict[str, Tensor] = dict(flags)
     if config.mismatch_correction != "none":
         difference = old_log_probs - rollout_log_probs

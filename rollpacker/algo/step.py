@@ -105,7 +105,21 @@ def _from_rewards(
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         rewards = rewards.index_add(0, of_token, penalty)
-    found = relative_rewards(rewards, group_ids, config=config)
+    own = config.own
+    if own is not None and own.advantages is not None:
+        found = own.advantages(rewards, group_ids, lengths, config=config).double()
+        if found.shape == (sum(lengths),):
+            if penalty is not None and not config.needs_groups:
+                found = found + discounted_sums(penalty, lengths, config.gamma)
+            return StepAdvantages(advantages=found, per_token=True)
+        if found.shape != rewards.shape:
+            raise ValueError(
+                f"algorithm.function={config.function}: advantages of shape {tuple(found.shape)} "
+                f"for {len(lengths)} samples with {sum(lengths)} tokens; give one of each sample, "
+                "or one of each token"
+            )
+    else:
+        found = relative_rewards(rewards, group_ids, config=config)
     per_token = not config.needs_groups and (penalty is not None or config.gamma != 1)
     if per_token:
         found = discounted_sums(_token_rewards(found, penalty, lengths), lengths, config.gamma)

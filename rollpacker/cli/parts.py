@@ -15,7 +15,7 @@ from rollpacker.data.base import TRAIN
 if TYPE_CHECKING:
     from rollpacker.data.prompts import LoadedPrompts
     from rollpacker.rewards.weighted import WeightedReward
-    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.rollout.base import Engine
     from rollpacker.trainer.base import Trainer
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
@@ -28,7 +28,7 @@ class Policy:
     """A model that generates and can be trained, and what it is asked and judged by."""
 
     loaded: LoadedModel
-    engine: TorchEngine
+    engine: Engine
     train_prompts: LoadedPrompts
     eval_prompts: LoadedPrompts | None
     reward: WeightedReward
@@ -56,9 +56,10 @@ def load_policy(
     import dataclasses
 
     from rollpacker.data.prompts import load_prompts
+    from rollpacker.imports import load_function
     from rollpacker.rewards.build import build_reward
     from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.rollout.table import ENGINES
     from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
 
     model_config = config.model
@@ -82,12 +83,12 @@ def load_policy(
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)
-    engine = TorchEngine(
-        model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
-    )
+    make_engine = load_function(ENGINES[config.rollout.engine.name])
     return Policy(
         loaded=loaded,
-        engine=engine,
+        engine=make_engine(
+            model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
+        ),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         reward=reward,
@@ -167,8 +168,9 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 
 
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
-    """The trainer works in place, on the engine's own weights. With an adapter, which the engine
-    has merged, and in processes of its own it has weights apart from the engine's."""
+    """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
+    has a copy, and in processes of its own."""
+    from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
@@ -181,9 +183,18 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
         total_steps=config.train.steps,
         threads=max(policy.threads // (config.train.processes or 1), 1),
     )
+    if config.train.critic.path is not None and not config.algorithm.needs_critic:
+        logger.warning(
+            "train.critic.path is set and does nothing: algorithm.name=%s trains no critic; "
+            "algorithm.name=ppo does",
+            config.algorithm.name,
+        )
     loaded = policy.loaded
+    if config.model.lora is not None:
+        add_adapter(loaded.model, config.model.lora)
     if ranks is not None:
-        return ProcessTrainer(setup, ranks, loaded.model.named_parameters())
+        named = loaded.model.named_parameters()
+        return ProcessTrainer(setup, ranks, [(n, p) for n, p in named if p.requires_grad])
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)

@@ -106,7 +106,8 @@ INTERRUPTED = "interrupted"
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread of this process keeps Python's lock while another wants it. The engine's thread
 takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
-are being worked on: benchmarks/streaming.py shows what that costs."""
+are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while verdicts
+come in and gradients are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +189,9 @@ class _Session:
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.driver import Controller, Parts, hand_over_weights
+        from rollpacker.controller.driver import Controller, Parts
         from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
@@ -238,7 +240,6 @@ class _Session:
             parts,
             checkpoints=folder.checkpoints,
             time_s=time_s + seconds,
-            evaluated_step=checkpoint.state["evaluated_step"] if checkpoint else None,
         )
         marks = build.marks(policy)
         self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
@@ -293,7 +294,9 @@ class _Session:
         )
         if checkpoint is None:
             return Job(config)
-        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+        # Checkpoints of older versions have the evaluated step beside the job's state.
+        older = {"evaluated_step": checkpoint.state.get("evaluated_step")}
+        return Job.restore(config, older | checkpoint.state["job"], data_ended=cursor.ended)
 
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool

@@ -20,8 +20,7 @@ from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.rewards.base import SandboxConfig
-    from rollpacker.rewards.sandbox.base import Capabilities
+    from rollpacker.sandbox.base import Capabilities, SandboxConfig
 
 
 _READ = "See docs/sandbox.md."
@@ -39,7 +38,7 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
         found = _bubblewrap()
         if found[-1].level != "ok":
             return [*found[:-1], dataclasses.replace(found[-1], level=level)]
-    from rollpacker.rewards.sandbox.base import SandboxUnavailable
+    from rollpacker.sandbox.base import SandboxUnavailable
 
     try:
         seen = asyncio.run(_self_test(config, "http" if remote else "bwrap"))
@@ -66,8 +65,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
     """What the sandbox is seen to enforce now. Opening the embedded one may go by what is
     remembered of an earlier test."""
-    from rollpacker.rewards.sandbox import open_sandbox
-    from rollpacker.rewards.sandbox.selftest import self_test
+    from rollpacker.sandbox import open_sandbox
+    from rollpacker.sandbox.selftest import self_test
 
     async with open_sandbox(
         backend,
@@ -78,12 +77,18 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         disk_bytes=config.disk_mb << 20,
         output_bytes=config.output_kb << 10,
     ) as box:
+        from rollpacker.rewards.math.reward import PROFILE
+
+        usable = () if await box.lacks(PROFILE) else (PROFILE.name,)
+        profiles = (*box.capabilities.profiles, *usable)
         if backend == "http":
-            return box.capabilities
+            return dataclasses.replace(box.capabilities, profiles=profiles)
         began = time.perf_counter()
         passed, failed = await self_test(box, backend=backend)
         seconds = time.perf_counter() - began
-        return dataclasses.replace(box.capabilities, passed=passed, failed=failed, seconds=seconds)
+        return dataclasses.replace(
+            box.capabilities, passed=passed, failed=failed, profiles=profiles, seconds=seconds
+        )
 
 
 def _bubblewrap() -> list[Finding]:

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.base import DataConfig
-from rollpacker.rewards.base import RewardConfig, SandboxConfig
+from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
+from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
 SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
@@ -297,6 +299,11 @@ class RunConfig:
             stream=self.stream_trainer,
             trainer_apart=self.train.processes is not None,
             min_verdicts=2 if self.algorithm.needs_groups else 1,
+            cadence=Cadence(
+                checkpoint_every_steps=self.checkpoint.every_steps,
+                evaluates=self.data.eval is not None or self.data.eval_fraction > 0,
+                eval_every_steps=self.eval.every_steps,
+            ),
         )
 
 

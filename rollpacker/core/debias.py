@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from rollpacker.core.length_model import (
     bin_starts,
     choose_length_model,
 )
-
-DebiasMethod = Literal["none", "density", "moments"]
+from rollpacker.core.tail_batching import DebiasMethod
 
 MIN_EFFECTIVE = 0.71
 """Moment weights keep at least this effective sample size."""

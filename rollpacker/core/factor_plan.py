@@ -27,7 +27,7 @@ import numpy as np
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.length_model import FloatArray, LengthModel
-from rollpacker.core.rounds import times
+from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
 """Candidates for either factor."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -37,7 +36,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.debias import Debias
-from rollpacker.core.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig, StepGroups
+from rollpacker.core.dynamic_sampling import NO_SIGNAL, StepGroups
 from rollpacker.core.events import (
     Committed,
     Event,
@@ -53,17 +52,13 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.factor_plan import FactorPlanner
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.ledger import Ledger
-from rollpacker.core.parallelism import ParallelismConfig, ParallelismPlanner
-from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
-from rollpacker.core.rounds import (
-    Round,
-    RoundPlan,
-    StrayEventError,
-    TailBatchingConfig,
-    times,
-)
-from rollpacker.core.stream_plan import DeviceLayout, StreamConfig, StreamPlan
+from rollpacker.core.parallelism import ParallelismPlanner
+from rollpacker.core.reward_schedule import RewardSchedule
+from rollpacker.core.rounds import Round, RoundPlan, StrayEventError
+from rollpacker.core.stream_plan import DeviceLayout, StreamPlan
+from rollpacker.core.tail_batching import Factors
 
 
 class Phase(StrEnum):
@@ -88,68 +83,6 @@ class ProtocolError(AssertionError):
     """The driver sent an event that does not fit the phase: a bug in the driver."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobConfig:
-    """What the core needs to know of a run's configuration."""
-
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_steps: int | None
-    """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
-    max_response_tokens: int | None = None
-    prompt_tokens: int = 0
-    """Mean length of a prompt, for projections of the key-value cache."""
-    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    trainer_apart: bool = False
-    """The trainer has devices of its own and may work while others generate."""
-    layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How the devices are shared out, for each degree of tensor parallelism."""
-    max_retries: int = 2
-    """Replacements per prompt and round for samples that the engine failed on."""
-    min_verdicts: int = 2
-    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
-
-    def __post_init__(self) -> None:
-        if self.stream.enabled and self.tail_batching.debias != "none":
-            raise ValueError(
-                f"tail_batching.debias={self.tail_batching.debias} does not go with "
-                "stream_trainer.enabled: a sample's weight is known when its round is over, and "
-                "streaming trains on it before"
-            )
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
-        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
-        defaults."""
-        values = dict(plain)
-        for name, restore in _NESTED.items():
-            if name in values:
-                values[name] = restore(values[name])
-        return cls(**values)
-
-
-def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON knows no tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-
-
-_NESTED: dict[str, Callable[[Any], Any]] = {
-    "tail_batching": TailBatchingConfig.from_plain,
-    "dynamic_sampling": lambda plain: DynamicSamplingConfig(**plain),
-    "rewards": RewardScheduleConfig.from_plain,
-    "parallelism": lambda plain: ParallelismConfig(**_tuples(plain)),
-    "stream": lambda plain: StreamConfig(**_tuples(plain)),
-    "layouts": lambda plains: tuple(DeviceLayout(**plain) for plain in plains),
-}
-
-
 class Job:
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -167,7 +100,7 @@ class Job:
         )
         """Deferred prompts that wait for a further race, by tier."""
         self.factors = tail.factors
-        """(prompt_factor, sample_factor) of the short rounds, now."""
+        """Of the short rounds, now."""
         self.rewards = RewardSchedule(config.rewards)
         self.parallelism = ParallelismPlanner(config.parallelism)
         self.stream = StreamPlan(
@@ -215,6 +148,8 @@ class Job:
         """How long the engine was busy with the round; 0 while it is."""
         self._num_empty_steps = 0
         self._stop_reason: str | None = None
+        self._evaluated_step: int | None = None
+        """The step that was evaluated last."""
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             SampleGenerated: self._on_generated,
             SampleScored: self._on_scored,
@@ -292,7 +227,7 @@ class Job:
             return
         model = self.lengths.model
         if model is not None and (planner.current is None or self.step % CHOOSE_EVERY == 0):
-            self.factors = planner.choose(model).factors
+            self.factors = Factors(*planner.choose(model).factors)
 
     @property
     def num_queued(self) -> int:
@@ -301,7 +236,8 @@ class Job:
 
     def _num_racing(self, tier: int) -> int:
         """Prompts that a race of this tier launches."""
-        return self.config.tail_batching.tiers[tier].num_prompts(self.config.prompts_per_step)
+        factors = self.config.tail_batching.tiers[tier].factors
+        return factors.num_prompts(self.config.prompts_per_step)
 
     def _out_of_steps(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
@@ -315,7 +251,7 @@ class Job:
 
     def _num_fresh(self) -> int:
         """Prompts that a round of fresh ones launches."""
-        return times(self.factors[0], self._num_wanted)
+        return self.factors.num_prompts(self._num_wanted)
 
     @property
     def _num_wanted(self) -> int:
@@ -351,7 +287,7 @@ class Job:
         return self._start(
             kind,
             [(prompt, 0) for prompt in prompts],
-            num_samples=times(self.factors[1], config.samples_per_prompt),
+            num_samples=self.factors.num_samples(config.samples_per_prompt),
             prompts_needed=min(self._num_wanted, len(prompts)),
         )
 
@@ -361,7 +297,9 @@ class Job:
         return self._start(
             RoundKind.CASCADE,
             prompts,
-            num_samples=config.tail_batching.tiers[tier].num_samples(config.samples_per_prompt),
+            num_samples=config.tail_batching.tiers[tier].factors.num_samples(
+                config.samples_per_prompt
+            ),
             prompts_needed=config.prompts_per_step,
             tier=tier + 1,
         )
@@ -396,6 +334,7 @@ class Job:
             balance_sources=config.tail_batching.balance_sources,
             max_retries=config.max_retries,
             tensor_parallel=self.parallelism.degree(kind),
+            speculate=kind in config.speculate,
             min_verdicts=config.min_verdicts,
         )
         self._round = Round(plan, self.rewards, self.num_late)
@@ -543,7 +482,7 @@ class Job:
 
     def _may_refill(self, gathered: StepGroups) -> bool:
         config = self.config.dynamic_sampling
-        ends = self._draining or self._data_ended or self._stop_reason is not None
+        ends = self._draining or self._data_ended
         left = gathered.num_refills < config.max_refills
         return config.enabled and left and gathered.missing > 0 and not ends
 
@@ -617,8 +556,31 @@ class Job:
     def _commit(self) -> list[Command]:
         self.phase = Phase.COMMITTING
         self.step += 1
-        stopping = self._stop_reason is not None
-        return [Commit(step=self.step, last=self._nothing_left(), stopping=stopping)]
+        return [self._commit_step()]
+
+    def _commit_step(self) -> Commit:
+        last, stopping = self._nothing_left(), self._stop_reason is not None
+        evaluate = self.evaluation_is_due and not stopping
+        if evaluate:
+            self._evaluated_step = self.step
+        cadence = self.config.cadence
+        return Commit(
+            step=self.step,
+            last=last,
+            stopping=stopping,
+            checkpoint=cadence is not None
+            and cadence.checkpoint_is_due(self.step, ending=last or stopping),
+            evaluate=evaluate,
+        )
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Before the run goes on: it is about to begin, or its step is committed. A driver that
+        starts or resumes a run asks; later `Commit` says it."""
+        cadence = self.config.cadence
+        return cadence is not None and cadence.evaluation_is_due(
+            self.step, evaluated_step=self._evaluated_step, last=self._nothing_left()
+        )
 
     def _on_committed(self, event: Committed) -> list[Command]:
         self._expect(Phase.COMMITTING, event)
@@ -627,7 +589,7 @@ class Job:
         if self._stop_reason is None:
             return self._next_step()
         if not event.checkpointed:  # the wish to stop came while the commit was under way
-            return [Commit(step=self.step, last=self._nothing_left(), stopping=True)]
+            return [self._commit_step()]
         return self._finish(self._stop_reason)
 
     def _on_stop(self, event: StopRequested) -> list[Command]:
@@ -668,6 +630,7 @@ class Job:
             "draining": self._draining,
             "data_ended": self._data_ended,
             "num_empty_steps": self._num_empty_steps,
+            "evaluated_step": self._evaluated_step,
             "num_late": dict(sorted(self.num_late.items())),
             "ledger": self.ledger.state(),
         }
@@ -687,20 +650,26 @@ class Job:
         job.version = state["version"]
         job._num_rounds = state["num_rounds"]
         job.queue.extend(_queue_from_plain(state["queue"]))
-        for waiting, plain in zip(job.tier_queues, state["tier_queues"], strict=True):
-            waiting.extend(_queue_from_plain(plain))
-        job.factors = tuple(state["factors"])
+        for tier, plain in enumerate(state["tier_queues"]):
+            # A tier that the configuration no longer has leaves its prompts to the long rounds.
+            known = tier < len(job.tier_queues)
+            (job.tier_queues[tier] if known else job.queue).extend(_queue_from_plain(plain))
+        if job.planner is not None and state["planner"] is not None:
+            job.planner.restore(state["planner"])
+            job.factors = Factors(*state["factors"])
         job.rewards.restore(state["rewards"])
         job.parallelism.restore(state["parallelism"])
         job.stream.restore(state["stream"])
         if job.lengths is not None and state["lengths"] is not None:
             job.lengths.restore(state["lengths"])
-        if job.planner is not None and state["planner"] is not None:
-            job.planner.restore(state["planner"])
-        job._draining = state["draining"]
+        # Without races nothing is deferred any more: what is queued goes first, not at the end of
+        # its epoch.
+        waits_in_vain = not config.tail_batching.enabled and job.num_queued > 0
+        job._draining = state["draining"] or waits_in_vain
         job._data_ended = state["data_ended"] if data_ended is None else data_ended
         # A run that ended for it gets another chance: its user may have mended the cause.
         job._num_empty_steps = state["num_empty_steps"] % MAX_EMPTY_STEPS
+        job._evaluated_step = state.get("evaluated_step")
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job

@@ -9,135 +9,25 @@ machine with other numbers.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch, RoundKind
-from rollpacker.core.debias import DebiasMethod
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
-
-Race = Literal["generated", "scored"]
-Factor = float | Literal["auto"]
+from rollpacker.core.tail_batching import Race
 
 TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
 TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
 """Why a prompt is dropped, by the number that a group needs."""
-AUTO_START = (1.25, 1.125)
-"""Factors of the first rounds with "auto", until the run's own lengths are known."""
 
 
 class StrayEventError(AssertionError):
     """An event about a sample that was never launched, or made by weights that it must not be made
     by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """A further race for deferred prompts (`tail_batching.tiers`)."""
-
-    prompt_factor: float = 1.25
-    sample_factor: float = 1.25
-
-    def __post_init__(self) -> None:
-        _check_factor("prompt_factor", self.prompt_factor)
-        _check_factor("sample_factor", self.sample_factor)
-
-    def num_prompts(self, prompts_per_step: int) -> int:
-        """Prompts that this race launches."""
-        return times(self.prompt_factor, prompts_per_step)
-
-    def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples per prompt that it launches."""
-        return times(self.sample_factor, samples_per_prompt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TailBatchingConfig:
-    """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
-
-    enabled: bool = True
-    prompt_factor: Factor = 1.25
-    """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; then sample_factor is "auto" too. The choice goes by
-    measured seconds, so such a run does not repeat bit by bit."""
-    sample_factor: Factor = 1.25
-    """eta_r: ... with ceil(sample_factor * R0) samples each."""
-    tiers: tuple[Tier, ...] = ()
-    """Further races: what the short round defers races again at these factors, and only what fails
-    in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
-    race: Race = "generated"
-    """What counts as finishing first. "scored" is what the published code does: a slow reward can
-    then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
-    balance_sources: bool = False
-    """Each source of prompts (`PromptId.source`) keeps its share of what a race trains on, so that
-    a source with slow rewards or long answers is not raced out of the batch."""
-    debias: DebiasMethod = "none"
-    """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
-    won a race. "density": ratio of the two densities; "moments": the smallest weights that match
-    the distribution's shape."""
-    max_length_shift: float = 0.35
-    """With "auto": trained responses may be at most this much shorter, on average, than the
-    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift."""
-    flush_each_epoch: bool = True
-    """Empty the long queue at the end of every epoch, not only at the end of the run."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_factor", "sample_factor"):
-            value = getattr(self, name)
-            if value != "auto":
-                _check_factor(name, value)
-        if "auto" in (self.prompt_factor, self.sample_factor):
-            if self.prompt_factor != self.sample_factor:
-                raise ValueError("prompt_factor and sample_factor must both be auto, or neither")
-            if self.tiers or self.race == "scored":
-                raise ValueError('prompt_factor=auto goes with race="generated" and no tiers')
-        if not 0 < self.max_length_shift <= 1:
-            raise ValueError(
-                f"max_length_shift must lie between 0 and 1, not {self.max_length_shift}"
-            )
-
-    @property
-    def chooses(self) -> bool:
-        """The factors are chosen while the run goes on."""
-        return self.enabled and self.prompt_factor == "auto"
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """(prompt_factor, sample_factor) that a run begins with."""
-        if not self.enabled:
-            return (1.0, 1.0)
-        if self.prompt_factor == "auto" or self.sample_factor == "auto":
-            return AUTO_START
-        return (self.prompt_factor, self.sample_factor)
-
-    def num_prompts(self, prompts_per_step: int) -> int:
-        """Prompts that a short round launches, at the factors that the run begins with."""
-        return times(self.factors[0], prompts_per_step)
-
-    def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples per prompt that a short round launches, likewise."""
-        return times(self.factors[1], samples_per_prompt)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> TailBatchingConfig:
-        tiers = tuple(Tier(**tier) for tier in plain.get("tiers", ()))
-        return cls(**{**plain, "tiers": tiers})
-
-
-def _check_factor(name: str, value: float) -> None:
-    if not (math.isfinite(value) and 1 <= value <= 16):
-        raise ValueError(f"{name} must lie between 1 and 16, not {value}")
-
-
-def times(factor: float, count: int) -> int:
-    """factor * count rounded up, but 1.1 * 10 is 11 and not 12."""
-    return math.ceil(factor * count - 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +50,7 @@ class RoundPlan:
     max_retries: int = 2
     """Replacements launched per prompt for samples that the engine failed on."""
     tensor_parallel: int = 1
+    speculate: bool = False
     min_verdicts: int = 2
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
 
@@ -558,6 +449,7 @@ class Round:
             samples=tuple(samples),
             version=plan.version,
             tensor_parallel=plan.tensor_parallel,
+            speculate=plan.speculate,
         )
 
     def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[_Group, int]:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.lengths import IntArray
+from rollpacker.core.length_model import IntArray
 
 Group = TypeVar("Group", bound=Sized)
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from rollpacker.core.records import Entry
 from rollpacker.imports import missing
+from rollpacker.report.history import History
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.spans import Excerpt, SpanFold, StepSpans
+from rollpacker.report.spans import Excerpt
+from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import SUMMARY_FILE, summarize_entries, with_paths, write_summary
 from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
 from rollpacker.report.trace import write_steps_trace
@@ -62,11 +64,11 @@ class _Keep:
     """The steps that the pictures need, picked up while the log passes by."""
 
     def __init__(self, num_last: int) -> None:
-        self.last: deque[StepSpans] = deque(maxlen=num_last)
+        self.last: deque[StepHistory] = deque(maxlen=num_last)
         self.excerpt = Excerpt(NUM_STEPS)
 
     def passing(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        fold = SpanFold()
+        fold = History()
         for entry in entries:
             step = fold.feed(entry)
             if step is not None:

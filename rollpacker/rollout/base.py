@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
+from rollpacker.rollout.table import ENGINES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +111,9 @@ class Engine(Protocol):
         runs."""
         ...
 
-    def status(self) -> EngineStatus: ...
+    def status(self) -> EngineStatus:
+        """How much it has to do, and has done. Raises `EngineError` if it is closed or dead."""
+        ...
 
     async def close(self) -> None:
         """End the worker thread; later calls of anything raise `EngineError`. Idempotent."""
@@ -129,8 +132,11 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The embedded engine (`rollout.engine.*`)."""
+    """The engine (`rollout.engine.*`)."""
 
+    name: str = "torch"
+    """Which one: torch is the embedded engine, over transformers' own modules. The keys below are
+    its."""
     max_slots: int | None = None
     """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
     up to 1024."""
@@ -147,6 +153,8 @@ class EngineConfig:
     own modules."""
 
     def __post_init__(self) -> None:
+        if self.name not in ENGINES:
+            raise ValueError(f"name must be one of {', '.join(ENGINES)}, not {self.name}")
         if self.max_slots is not None and self.max_slots < 1:
             raise ValueError("max_slots must be at least 1")
         if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:

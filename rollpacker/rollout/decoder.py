@@ -56,6 +56,30 @@ class KeptPrompt:
     cache: PromptCache
 
 
+@dataclass(slots=True)
+class WidthPlan:
+    """Buckets of the live rows, which all grow by one token a step."""
+
+    buckets: list[Bucket]
+    age: int = 0
+    """Steps since it was made."""
+
+    def next_step(self) -> list[Bucket]:
+        """The buckets as wide as the step at hand needs them."""
+        wide = [bucket._replace(width=bucket.width + self.age) for bucket in self.buckets]
+        self.age += 1
+        return wide
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBuffers:
+    """Fixed tensors [slots] of a captured step: what it draws with and what it gives."""
+
+    noise: torch.Tensor
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
 class Decoder:
     """Rows of one model, decoded together. Used from one thread, under `torch.inference_mode`."""
 
@@ -75,14 +99,12 @@ class Decoder:
         self.rows = RowTable(device, vocabulary_size, mirrored=static)
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
-        self._plan: list[Bucket] | None = None
-        self._plan_age = 0
+        self._plan: WidthPlan | None = None
         self._kept: KeptPrompt | None = None
         self._graphs = StepGraphs(device) if static and config.cuda_graphs else None
         self._may_be_plain = config.plain_forward and plain_agrees(model, device)
         self._plain: PlainForward | None = None
-        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._static_noise = torch.zeros(0)
+        self._buffers: StaticBuffers | None = None
         self.read_model()
 
     def read_model(self) -> None:
@@ -159,10 +181,11 @@ class Decoder:
 
     def _make_static_buffers(self) -> None:
         num_slots = self.slots.num_slots
-        tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
-        log_probs = torch.zeros(num_slots, dtype=torch.float64, device=self._device)
-        self._outputs = (tokens, log_probs)
-        self._static_noise = torch.zeros(num_slots, dtype=torch.float64, device=self._device)
+        self._buffers = StaticBuffers(
+            noise=torch.zeros(num_slots, dtype=torch.float64, device=self._device),
+            tokens=torch.zeros(num_slots, dtype=torch.int64, device=self._device),
+            log_probs=torch.zeros(num_slots, dtype=torch.float64, device=self._device),
+        )
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -196,8 +219,8 @@ class Decoder:
         first = self.rows.num_rows
         noise = self.rows.add([entry for group in groups for entry in group])
         padded = np.zeros((len(prompts), max(lengths)), np.int64)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        for place, prompt in enumerate(prompts):
+            padded[place, : len(prompt)] = prompt
         prompt_of_row = torch.from_numpy(
             np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         ).to(self._device)
@@ -219,7 +242,7 @@ class Decoder:
         if self._plain is not None:
             return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
         kept, kept_of_prompt = np.unique(ends, return_inverse=True)
-        logits = self.model(
+        logits: torch.Tensor = self.model(
             input_ids=tokens,
             use_cache=False,
             logits_to_keep=torch.from_numpy(kept).to(self._device),
@@ -230,10 +253,15 @@ class Decoder:
 
     def _draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
         rows = slice(first, self.rows.num_rows)
-        columns = (
-            self.rows.device_column(name)[rows] for name in ("temperature", "top_k", "top_p")
+        column = self.rows.device_column
+        tokens, log_probs = draw(
+            logits,
+            noise,
+            column("temperature")[rows],
+            column("top_k")[rows],
+            column("top_p")[rows],
+            self.rows.mode,
         )
-        tokens, log_probs = draw(logits, noise, *columns, self.rows.mode)
         self.rows.begin(first, tokens.cpu().numpy(), log_probs.cpu().numpy())
 
     # -- decoding ----------------------------------------------------------------------------------
@@ -250,28 +278,25 @@ class Decoder:
     def _dynamic_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = self.rows.num_rows
         if self._plan is None:
-            self._plan, self._plan_age = self._mark_even(self._make_plan()), 0
-        age = self._plan_age
-        buckets = [bucket._replace(width=bucket.width + age) for bucket in self._plan]
-        self._plan_age += 1
-        return self._forward(num_rows, buckets, self.rows.next_noise())
+            self._plan = WidthPlan(self._mark_even(self._make_plan()))
+        return self._forward(num_rows, self._plan.next_step(), self.rows.next_noise())
 
     def _static_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = self.rows.num_rows
         width = int(self.rows.host_column("position").max()) + 1
         rows_bucket = _round_rows(num_rows, self.slots.num_slots)
         width_bucket = min(-(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK, self.slots.width)
-        self._static_noise.copy_(self.rows.next_noise())
-        outputs = self._outputs
-        assert outputs is not None
+        buffers = self._buffers
+        assert buffers is not None
+        buffers.noise.copy_(self.rows.next_noise())
         tokens = self.rows.device_column("token")
         positions = self.rows.device_column("position")
 
         def forward() -> None:
             buckets = [Bucket(0, rows_bucket, width_bucket)]
-            new_tokens, log_probs = self._forward(rows_bucket, buckets, self._static_noise)
-            outputs[0][:rows_bucket].copy_(new_tokens)
-            outputs[1][:rows_bucket].copy_(log_probs)
+            new_tokens, log_probs = self._forward(rows_bucket, buckets, buffers.noise)
+            buffers.tokens[:rows_bucket].copy_(new_tokens)
+            buffers.log_probs[:rows_bucket].copy_(log_probs)
             tokens[:rows_bucket].copy_(new_tokens)
             # Rows beyond the live ones run along; the clamp keeps them inside their slots.
             positions[:rows_bucket].add_(1).clamp_(max=self.slots.width - 1)
@@ -281,7 +306,7 @@ class Decoder:
         else:
             key = (rows_bucket, width_bucket, self.rows.mode)
             self._graphs.run(key, forward, (tokens, positions))
-        return outputs[0][:num_rows], outputs[1][:num_rows]
+        return buffers.tokens[:num_rows], buffers.log_probs[:num_rows]
 
     def _forward(
         self, num_rows: int, buckets: list[Bucket], noise: torch.Tensor

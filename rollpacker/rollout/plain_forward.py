@@ -2,13 +2,15 @@
 
 On a small model, or at a few rows, most of a decode step is the dispatch of modules, not their
 arithmetic. `plain_forward` recognises Llama, Mistral, Qwen2 and Qwen3 as transformers builds them,
-down to the class of every module, and nothing else: whatever it does not know (an adapter, a hook,
-a quantised layer, another architecture) runs through the model itself.
+down to the class of every module, with or without peft's low-rank adapters on their matrices, and
+nothing else: whatever it does not know (another kind of adapter, a hook, a quantised layer, another
+architecture) runs through the model itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,18 @@ class _Linear:
     weight: torch.Tensor
     """[in, out], a view of the parameter."""
     bias: torch.Tensor | None
+    adapter: _Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A low-rank addition to a matrix, which may have more digits than the matrix."""
+
+    down: torch.Tensor
+    """[in, rank], a view of the parameter."""
+    up: torch.Tensor
+    """[rank, out], a view of the parameter."""
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,8 @@ def plain_forward(model: PreTrainedModel) -> PlainForward | None:
     attention = model.model.layers[0].self_attn
     if 2 * rope.inv_freq.numel() != attention.head_dim:
         return None
-    if len({(weight.dtype, weight.device) for weight in model.parameters()}) != 1:
+    weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
+    if len({(weight.dtype, weight.device) for weight in weights}) != 1:
         return None
     return PlainForward(model)
 
@@ -96,13 +111,31 @@ def _is_as_built(model: PreTrainedModel, family: object) -> bool:
     """Whether every module is exactly transformers' own, and no hook listens in or interferes."""
     name = type(model).__name__.removesuffix("ForCausalLM")
     known = {getattr(family, name + part) for part in _PARTS} | _TORCH_PARTS
+    modules = list(model.modules())
+    adapted = [module for module in modules if _is_adapted(module)]
+    inside = {id(part) for module in adapted for part in module.modules()}
     return all(
-        type(module) in known
+        (type(module) in known or id(module) in inside)
         and "forward" not in vars(module)
         and not module._forward_hooks
         and not module._forward_pre_hooks
-        for module in model.modules()
+        for module in modules
     ) and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in model.model.layers)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether it is peft's plain low-rank adapter around a plain matrix. Told by name, since peft
+    takes a second to import and need not be there."""
+    kind = type(module)
+    return (
+        (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
+        and type(module.base_layer) is nn.Linear
+        and module.active_adapters == list(module.lora_A) == list(module.lora_B)
+        and len(module.active_adapters) == 1
+        and all(type(dropout) is nn.Identity for dropout in module.lora_dropout.values())
+        and not (module.lora_variant or module.disable_adapters or module.merged)
+        and not any(module.lora_bias.values())
+    )
 
 
 class PlainForward:
@@ -231,13 +264,19 @@ def _scale_to_unit(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
 
 def _project(hidden: torch.Tensor, linear: _Linear) -> torch.Tensor:
     if linear.bias is None:
-        return torch.mm(hidden, linear.weight)
-    return torch.addmm(linear.bias, hidden, linear.weight)
+        output = torch.mm(hidden, linear.weight)
+    else:
+        output = torch.addmm(linear.bias, hidden, linear.weight)
+    if linear.adapter is None:
+        return output
+    # The roundings of peft, so that the engine computes what the trainer does.
+    inner = hidden.to(linear.adapter.down.dtype) @ linear.adapter.down @ linear.adapter.up
+    return (output + inner * linear.adapter.scaling).to(output.dtype)
 
 
 def _add_projected(hidden: torch.Tensor, inner: torch.Tensor, linear: _Linear) -> None:
     """The residual connection, in place. In half precision with two roundings, as in training."""
-    if linear.bias is None and hidden.dtype == torch.float32:
+    if linear.bias is None and linear.adapter is None and hidden.dtype == torch.float32:
         hidden.addmm_(inner, linear.weight)
     else:
         hidden.add_(_project(inner, linear))
@@ -271,9 +310,18 @@ def _layer(layer: nn.Module) -> _Layer:
     )
 
 
-def _linear(module: nn.Linear) -> _Linear:
+def _linear(module: Any) -> _Linear:
+    adapter = None
+    if hasattr(module, "base_layer"):
+        (name,) = module.active_adapters
+        adapter = _Adapter(
+            module.lora_A[name].weight.detach().t(),
+            module.lora_B[name].weight.detach().t(),
+            float(module.scaling[name]),
+        )
+        module = module.base_layer
     bias = module.bias
-    return _Linear(module.weight.detach().t(), None if bias is None else bias.detach())
+    return _Linear(module.weight.detach().t(), None if bias is None else bias.detach(), adapter)
 
 
 def _norm(module: nn.Module) -> _Norm:

@@ -33,6 +33,7 @@ from rollpacker.rollout.base import (
     Listener,
 )
 from rollpacker.rollout.decoder import Decoder
+from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
 from rollpacker.weight_probe import weight_probe
 
@@ -72,7 +73,7 @@ class TorchEngine:
         self._device = torch.device(device or next(model.parameters()).device)
         static = self._device.type != "cpu" if static_shapes is None else static_shapes
         was_training = model.training
-        model.eval()
+        model.train(False)
         self._decoder = Decoder(model, config, self._device, static=static)
         model.train(was_training)
         self._ends = self._end_tokens()
@@ -80,19 +81,9 @@ class TorchEngine:
             model.config.get_text_config(), "max_position_embeddings", None
         )
 
-        # Shared with callers, under the condition's lock.
-        self._condition = threading.Condition()
-        self._submitted: list[Pending] = []
-        self._aborted: list[SampleId] = []
-        self._in_flight: set[SampleId] = set()
-        self._closed = False
-        self._error: BaseException | None = None
+        self._inbox = Inbox()
         self._thread: threading.Thread | None = None
-        self._listener: Listener | None = None
-        self._on_error: Callable[[BaseException], None] | None = None
-        self._num_launched = 0
         self._version = 0
-
         # The worker's own.
         self._waiting: deque[Pending] = deque()
         self._num_generated = 0
@@ -103,58 +94,46 @@ class TorchEngine:
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         """Begin to work. Called again while nothing runs, it replaces the listener."""
-        with self._condition:
-            self._check_open()
-            if self._in_flight:
-                raise EngineError("the engine cannot change its listener while samples run")
-            self._listener, self._on_error = listener, on_error
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="rollpacker-engine", daemon=True
-                )
-                self._thread.start()
+        self._inbox.tell(listener, on_error)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="rollpacker-engine", daemon=True
+            )
+            self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        with self._condition:
-            self._check_open()
-            samples = [request.sample for request in requests]
-            twice = self._in_flight.intersection(samples)
-            if twice or len(set(samples)) < len(samples):
-                name = min(twice, default="in this call")
-                raise EngineError(f"a sample was submitted twice: {name}")
-            self._in_flight.update(samples)
-            for request in requests:
-                self._submitted.append(Pending(request, self._num_launched))
-                self._num_launched += 1
-            self._condition.notify()
+        """See `Engine`."""
+        self._inbox.submit(requests)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        with self._condition:
-            self._check_open()
-            self._aborted.extend(sample for sample in samples if sample in self._in_flight)
-            self._condition.notify()
+        """See `Engine`."""
+        self._inbox.abort(samples)
 
     async def update_weights(
         self, version: int, weights: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        with self._condition:
-            self._check_open()
-            if self._in_flight:
-                raise EngineError(
-                    f"the weights cannot change to version {version} while "
-                    f"{len(self._in_flight)} samples run"
-                )
-            if weights is not None:
-                self._copy_weights(weights)
-            self._version = version
+        """See `Engine`. A copy runs in a thread, so that the caller's deadline can end the wait."""
+        self._inbox.begin_weights(version)
+        if weights is not None:
+            try:
+                await asyncio.to_thread(self._copy_weights, weights)
+            except Exception:  # a caller who waits no longer leaves the copy under way
+                self._inbox.end_weights()
+                raise
+        self._inbox.end_weights()
+        self._version = version
 
     def weight_probe(self) -> str:
-        with self._condition:
-            return weight_probe(self._model.named_parameters())
+        """See `Engine`."""
+        return weight_probe(self._own_weights().items())
+
+    def _own_weights(self) -> dict[str, torch.nn.Parameter]:
+        """What training changes: of a model with adapters, those alone."""
+        return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        own = dict(self._model.named_parameters())
+        own = self._own_weights()
         if strange := sorted(own.keys() ^ weights.keys()):
             raise EngineError(f"these are the weights of another model: {strange[0]} differs")
         for name, value in weights.items():
@@ -166,16 +145,17 @@ class TorchEngine:
             own[name].copy_(value)
 
     def status(self) -> EngineStatus:
-        with self._condition:
-            self._check_open()
-            num_running = min(self._decoder.rows.num_rows, len(self._in_flight))
-            return EngineStatus(
-                num_running=num_running,
-                num_waiting=len(self._in_flight) - num_running,
-                version=self._version,
-                generated_tokens=self._num_generated,
-                decode_steps=self._decoder.num_steps,
-            )
+        """See `Engine`."""
+        self._inbox.check_open()
+        num_in_flight = self._inbox.num_in_flight
+        num_running = min(self._decoder.rows.num_rows, num_in_flight)
+        return EngineStatus(
+            num_running=num_running,
+            num_waiting=num_in_flight - num_running,
+            version=self._version,
+            generated_tokens=self._num_generated,
+            decode_steps=self._decoder.num_steps,
+        )
 
     @property
     def num_prefilled_tokens(self) -> int:
@@ -183,20 +163,13 @@ class TorchEngine:
         return self._decoder.num_prefilled_tokens
 
     async def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        """See `Engine`."""
+        self._inbox.close()
         if self._thread is not None:
             # The worker may be inside the listener, which may need this event loop to go on.
             await asyncio.to_thread(self._thread.join, CLOSE_S)
             if self._thread.is_alive():
                 logger.error("the engine's worker hangs; it is left behind")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the engine is closed")
-        if self._error is not None:
-            raise EngineError(f"the engine died: {self._error}") from self._error
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -205,22 +178,13 @@ class TorchEngine:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             with torch.inference_mode():
-                while self._wait_for_work():
+                while self._inbox.wait_for_work():
                     self._turn()
         except Exception as error:
             logger.exception("the engine's worker died")
-            with self._condition:
-                self._error = error
-                on_error = self._on_error
+            on_error = self._inbox.die(error)
             self._rest()
-            assert on_error is not None
             on_error(error)
-
-    def _wait_for_work(self) -> bool:
-        with self._condition:
-            while not (self._closed or self._in_flight):
-                self._condition.wait()
-            return not self._closed
 
     def _turn(self) -> None:
         outputs = self._take_inbox()
@@ -235,13 +199,9 @@ class TorchEngine:
 
     def _deliver(self, outputs: list[tuple[int, EngineOutput]]) -> None:
         outputs.sort(key=lambda numbered: numbered[0])
-        with self._condition:
-            self._in_flight.difference_update(output.event.sample for _, output in outputs)
-            idle = not self._in_flight
-            listener = self._listener
+        idle, listener = self._inbox.end(output.event.sample for _, output in outputs)
         if idle:
             self._rest()
-        assert listener is not None
         listener([output for _, output in outputs])
 
     def _rest(self) -> None:
@@ -255,9 +215,7 @@ class TorchEngine:
 
     def _take_inbox(self) -> list[tuple[int, EngineOutput]]:
         """New requests join the queue; aborted ones leave it, or their rows."""
-        with self._condition:
-            submitted, self._submitted = self._submitted, []
-            aborted, self._aborted = set(self._aborted), []
+        submitted, aborted = self._inbox.take()
         outputs = []
         for entry in submitted:
             reason = self._why_impossible(entry)
@@ -310,7 +268,7 @@ class TorchEngine:
             return []
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
-            self._model.eval()
+            self._model.train(False)
             self._decoder.read_model()
         first = self._decoder.rows.num_rows
         entries = [self._waiting.popleft() for _ in range(num_new)]

@@ -44,8 +44,8 @@ class ModelConfig:
     chat_template_kwargs: Mapping[str, object] | None = None
     """Passed on to the tokenizer's `apply_chat_template`."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters (peft) instead of the weights. The engine generates from the merged
-    weights; checkpoints hold the merged model and, beside it, the adapter."""
+    """Train low-rank adapters (peft) instead of the weights. The engine generates with the same
+    adapters; checkpoints hold the merged model and, beside it, the adapter."""
     teacher: str | None = None
     """A model folder or hub name with the same vocabulary, for algorithm.advantage=teacher."""
 
@@ -91,6 +91,7 @@ class CriticConfig:
             raise ValueError("warmup_steps must not be negative")
 
 
+# size: one field per key of `train.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Optimizer and micro-batches (`train.*`)."""
@@ -269,7 +270,8 @@ class HandOver:
     """Weights on their way to an engine."""
 
     weights: Mapping[str, Tensor] | None
-    """By the names of the model's state. None: the engine reads the trainer's own tensors. Valid
-    until the next call to the trainer."""
-    probe: str
-    """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype."""
+    """What training changes, by the names of the model's parameters. None: the engine reads the
+    trainer's own tensors. Valid until the next call to the trainer."""
+    probe: str | None
+    """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype. None:
+    the engine's tensors are the trainer's, so there is nothing to compare."""

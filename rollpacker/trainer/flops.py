@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollpacker.trainer.model_shape import decoder_shape
+
 PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500,
     ("B200",): 2250,
@@ -90,7 +92,7 @@ class FlopModel:
         return cls(
             body=body,
             output=0.0 if head is None else float(_per_parameter(head) * head.numel()),
-            attention=12.0 * config.num_attention_heads * _head_size(config),
+            attention=12.0 * decoder_shape(config.to_dict()).query,
             windows=_windows(config),
         )
 
@@ -136,11 +138,6 @@ def _measured_flops(num_threads: int) -> float:
 
 def _per_parameter(parameter: nn.Parameter) -> int:
     return 6 if parameter.requires_grad else 4
-
-
-def _head_size(config: Any) -> int:
-    size = getattr(config, "head_dim", None)
-    return size if size else config.hidden_size // config.num_attention_heads
 
 
 def _active_experts(config: Any) -> float:

@@ -134,6 +134,23 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{module_name}.{rest}" if rest else name, value.detach()
 
 
+@torch.no_grad()
+def merge_loss(model: nn.Module) -> float:
+    """What a merge would lose of the adapters' change by rounding to the weights' own precision:
+    the norm of what is lost over the norm of the change. 0 before the first update. Of a sharded
+    model all processes have to take part."""
+    lost, changed = [torch.zeros(())], [torch.zeros(())]
+    for module in _adapted_modules(model).values():
+        weight = module.get_base_layer().weight
+        change = module.get_delta_weight(_ADAPTER).to(_wide(weight))
+        exact = weight + change
+        rounded = exact.to(weight.dtype).to(exact.dtype)
+        lost.append(_whole(torch.linalg.vector_norm(rounded - exact)).cpu())
+        changed.append(_whole(torch.linalg.vector_norm(change)).cpu())
+    loss, change = (torch.stack(parts).double().square().sum() for parts in (lost, changed))
+    return (loss / change).sqrt().item() if change else 0.0
+
+
 def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
     `PeftModel.from_pretrained`. Of a sharded model all processes have to take part, and one to

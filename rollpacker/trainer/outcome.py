@@ -20,6 +20,8 @@ class StepOutcome:
     critic_grad_norm: float | None
     peak_memory_bytes: int
     """Of this rank's process or device since the step before."""
+    lora_merge_loss: float | None = None
+    """`lora.merge_loss` after the update, where a merge rounds."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:
@@ -33,4 +35,7 @@ def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> d
         peak_flops=peak_flops,
     )
     peak = max(outcome.peak_memory_bytes for outcome in outcomes)
-    return {**metrics, "perf/train_peak_memory_gib": peak / GIB}
+    metrics["perf/train_peak_memory_gib"] = peak / GIB
+    if first.lora_merge_loss is not None:
+        metrics["train/lora_merge_loss"] = first.lora_merge_loss
+    return metrics

@@ -136,6 +136,19 @@ class ShardedGradients:
                 if hasattr(parameter, "_unsharded_param"):  # there is one since the first forward
                     parameter._unsharded_param.grad = None
 
+    def non_finite(self) -> list[str]:
+        """Parameters whose gradient so far, as far as it is in this process, is not finite: what it
+        has not summed yet, and its shard of what was."""
+        found = []
+        for group in _parameter_groups(self._root):
+            for parameter in group.fsdp_params:
+                gradients = [parameter.unsharded_accumulated_grad, parameter.sharded_param.grad]
+                if hasattr(parameter, "_unsharded_param"):
+                    gradients.append(parameter._unsharded_param.grad)
+                if any(g is not None and not _is_finite(g) for g in gradients):
+                    found.append(str(parameter._param_fqn).removeprefix("model."))
+        return found
+
 
 def shard(
     root: nn.Module,
@@ -204,6 +217,11 @@ def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float
     if shards is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(torch.linalg.vector_norm(local).isfinite())
 
 
 def _layers(root: nn.Module) -> list[nn.Module]:

@@ -66,10 +66,12 @@ class TorchTrainer:
     async def hand_over(self) -> HandOver:
         """See `Trainer`."""
 
+        if self._in_place:
+            return HandOver(weights=None, probe=None)
+
         def weights() -> HandOver:
             named = dict(self.learner.weights())
-            probe = weight_probe(named.items())
-            return HandOver(weights=None if self._in_place else named, probe=probe)
+            return HandOver(weights=named, probe=weight_probe(named.items()))
 
         return await self._in_thread(weights)
 

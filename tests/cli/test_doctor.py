@@ -18,8 +18,7 @@ from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
 from rollpacker.imports import require
-from rollpacker.rewards.base import I_ACCEPT, SandboxConfig
-from rollpacker.rewards.sandbox.base import Capabilities, SandboxUnavailable
+from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 
 SEEN = Capabilities(

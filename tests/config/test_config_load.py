@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollpacker.config.document import MAX_FILE_BYTES
 from rollpacker.config.load import ConfigError, differences, load_config, save_config, to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.rounds import Tier
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import Tier
 
 GOOD = """\
 name: small

@@ -25,7 +25,7 @@ from rollpacker.core.factor_plan import (
     predict,
 )
 from rollpacker.core.length_model import LengthModel, bin_starts
-from rollpacker.core.rounds import times
+from rollpacker.core.tail_batching import times
 
 CAP = 16_384
 LAUNCH_BOUND = StepTime(per_step_s=0.014, per_token_s=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.product_limit import kaplan_meier_mean
 from rollpacker.core.length_model import (
     LengthModel,
     PromptLengths,
@@ -19,7 +20,6 @@ from rollpacker.core.length_model import (
     choose_length_model,
     fit_length_model,
 )
-from rollpacker.core.lengths import kaplan_meier_mean
 
 CAP = 4096
 

@@ -261,6 +261,38 @@ def test_the_weights_are_read_in_place_and_the_version_is_noted() -> None:
     assert [r.tokens for r in after] == [r.tokens for r in wanted] != [r.tokens for r in before]
 
 
+class SlowWeights(dict[str, torch.Tensor]):
+    """They come when `arrive` is called."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.named_parameters())
+        self._arrived = threading.Event()
+        self.arrive = self._arrived.set
+
+    def items(self):
+        assert self._arrived.wait(30)
+        return super().items()
+
+
+def test_a_copy_of_weights_leaves_the_callers_loop_free() -> None:
+    """So that `deadlines.sync_s` can end the wait for one that hangs."""
+    engine = make_engine(tiny_model(seed=0))
+    weights = SlowWeights(tiny_model(seed=1))
+
+    async def run() -> None:
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.update_weights(1, weights), 0.05)
+            with pytest.raises(EngineError, match="while the weights change"):
+                engine.submit([request(0)])
+        finally:
+            weights.arrive()
+            await engine.close()
+
+    threading.Timer(5.0, weights.arrive).start()
+    asyncio.run(run())
+
+
 def test_weights_and_listener_cannot_change_while_samples_run() -> None:
     engine = make_engine(tiny_model())
     refusals: list[str] = []

@@ -15,6 +15,8 @@ from rollpacker.rollout.collect import collect
 from rollpacker.rollout.kv_slots import LayerProbe
 from rollpacker.rollout.plain_forward import FAMILIES, plain_forward
 from rollpacker.rollout.probe import plain_agrees
+from rollpacker.trainer.base import LoraConfig
+from rollpacker.trainer.lora import adapter_parameters, add_adapter
 from tests.rollout.tiny import MODELS, generate, group, make_engine, request, tiny_model
 
 PLAIN_MODELS = [name.lower() for name in FAMILIES]
@@ -75,6 +77,35 @@ def test_plain_and_generic_engines_sample_the_same(
     assert [response.tokens for response in plain] == [response.tokens for response in generic]
     for one, other in zip(plain, generic, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+def test_low_rank_adapters_run_as_plain_calls_too(
+    dtype: torch.dtype, targets: tuple[str, ...]
+) -> None:
+    pytest.importorskip("peft")
+    model = add_adapter(tiny_model().to(dtype), LoraConfig(rank=2, target_modules=targets))
+    before = _logits_both_ways(model)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(0.3)
+    wanted, given = _logits_both_ways(model)
+    assert (wanted - before[0]).abs().max() > 0.1
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2 * float(wanted.abs().max())
+    torch.testing.assert_close(given, wanted, atol=tolerance, rtol=0)
+
+
+def _logits_both_ways(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    install_attention(model)
+    plain = plain_forward(model)
+    assert plain is not None
+    plain.reserve(13)
+    ids = torch.randint(1, 48, (3, 13), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([12, 12, 12])
+    with torch.inference_mode():
+        wanted = model(input_ids=ids, use_cache=False).logits[:, -1]
+        return wanted, plain.prefill(ids, ends, LayerProbe())
 
 
 class Adapter(nn.Module):

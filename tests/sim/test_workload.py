@@ -18,17 +18,12 @@ import pytest
 
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.length_laws import CHUNK
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
-from rollpacker.sim.scenario import (
-    Cluster,
-    LengthLaw,
-    OracleSpec,
-    RewardStage,
-    RolloutSpec,
-    Scenario,
-)
-from rollpacker.sim.workload import BLOCK_ROWS, CHUNK, MAX_BLOCKS, Workload
+from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario
+from rollpacker.sim.workload import BLOCK_ROWS, MAX_BLOCKS, Workload
+from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 NORMAL = NormalDist()
 SHARES = {"math": 0.34, "code": 0.33, "judge": 0.33}
@@ -369,6 +364,18 @@ def test_bad_traces(tmp_path: Path, lines: list[str], expected: list[str]) -> No
         Workload(scenario(trace=path))
     for part in (path, *expected):
         assert part in str(caught.value)
+
+
+def test_only_a_line_feed_ends_a_line_of_a_trace(tmp_path: Path) -> None:
+    """JSON allows a carriage return between two values, and U+2028 inside a text."""
+    path = tmp_path / "separators.jsonl"
+    path.write_bytes(
+        b'{"prompt": "a",\r"lengths": [11]}\r\n'
+        + '{"prompt": "b\u2028c", "lengths": [22]}\n'.encode()
+    )
+    workload = Workload(scenario(trace=str(path), cap=100, samples=2))
+    prompts, _, _ = workload.take(2)
+    assert [workload.lengths(prompt, 0)[0] for prompt in prompts] == [11, 22]
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:

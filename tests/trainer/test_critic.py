@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.base import ModelConfig, TrainerError
 from rollpacker.trainer.batches import collate
-from rollpacker.trainer.checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.critic import (
     Critic,
     from_policy_model,

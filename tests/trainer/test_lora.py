@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rollpacker.trainer.base import LoraConfig, TrainerError
+from benchmarks.resume import write_model
+from rollpacker.cli.parts import build_trainer, start_trainer_processes
+from rollpacker.config.schema import RolloutConfig, RunConfig
+from rollpacker.controller.driver import hand_over_weights
+from rollpacker.data.base import DataConfig, DatasetConfig
+from rollpacker.rewards.base import RewardConfig
+from rollpacker.rollout.attention import install_attention
+from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.trainer.base import LoraConfig, ModelConfig, TrainConfig, TrainerError
 from rollpacker.trainer.lora import (
     adapter_off,
     adapter_parameters,
@@ -31,7 +41,9 @@ from rollpacker.trainer.lora import (
     merged_weights,
     save_adapter,
 )
+from rollpacker.trainer.model import load_model
 from rollpacker.trainer.optimizer import MasterOptimizer
+from tests.trainer.tiny import samples
 
 peft = pytest.importorskip("peft")
 
@@ -232,6 +244,44 @@ def test_adapters_that_cannot_be_are_refused(monkeypatch):
 def test_two_processes_with_sharded_adapters(tmp_path):
     """The worker's assertions fail here."""
     mp.spawn(_sharded_worker, args=(tmp_path,), nprocs=2)
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_the_engine_computes_what_the_trainer_does(tmp_path, processes):
+    """In bfloat16, with updates so small that merged weights would hardly change."""
+    write_model(tmp_path)
+    config = RunConfig(
+        name="lora",
+        model=ModelConfig(
+            path=str(tmp_path), dtype="bfloat16", device="cpu", lora=LoraConfig(rank=2)
+        ),
+        data=DataConfig(train=DatasetConfig(kind="jsonl", path="none")),
+        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_response_tokens=40),
+        train=TrainConfig(steps=2, learning_rate=1e-4, processes=processes),
+        rewards=(RewardConfig(function="none:none"),),
+    )
+    loaded = load_model(config.model)
+    install_attention(loaded.model)
+    engine = TorchEngine(model=loaded.model, tokenizer=None, config=config.rollout.engine)
+    policy = SimpleNamespace(loaded=loaded, engine=engine, threads=1)
+    trainer = build_trainer(config, policy, start_trainer_processes(config))
+    untrained = logits(loaded.model)
+
+    async def step() -> None:
+        await trainer.accumulate(samples(0))
+        await trainer.apply()
+        await hand_over_weights(trainer, engine, 1)
+
+    try:
+        asyncio.run(step())
+        trainer.save(tmp_path / "saved")
+    finally:
+        trainer.close()
+    own = add_adapter(load_model(config.model).model, config.model.lora)
+    load_adapter(own, tmp_path / "saved" / "adapter")
+    install_attention(own)
+    assert torch.equal(logits(loaded.model), logits(own))
+    assert not torch.equal(logits(own), untrained)
 
 
 def _sharded_worker(rank: int, folder: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollpacker.algo import ALGORITHMS, AlgorithmConfig, policy_loss, value_loss
-from rollpacker.controller.driver import _common_factor
+from rollpacker.controller.training import common_factor
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.base import Response
 from rollpacker.trainer.base import (
@@ -218,7 +218,7 @@ def calls_of(
         yield samples
     samples, _ = built(groups, case, scores)
     if streamed:
-        yield _common_factor(samples, streamed)
+        yield common_factor(samples, streamed)
     yield from split([s for s in samples if s.sample not in streamed], draw)
 
 
@@ -258,7 +258,7 @@ def gradients(
             learner.accumulate(dealt(call, size, draw)[rank])
     outcome = learner.apply()
     found = {}
-    for name, trained in learner._trained().items():
+    for name, trained in learner.trained.items():
         moments = {
             n.removeprefix("exp_avg."): value
             for n, value in trained.optimizer.state().items()
@@ -366,7 +366,7 @@ def directly(case: Case) -> dict[str, dict[str, Tensor]]:
     )
     found = {"actor": autograd(loss, model)}
     if config.needs_critic:
-        critic = learner._critic
+        critic = learner.critic
         values = direct_values(critic, flat)
         old = padded([s.values for s in samples])
         returns = padded([s.returns for s in samples])
@@ -421,7 +421,7 @@ def direct_scores(case: Case, flat: Sequence[Response]) -> dict[SampleId, TokenS
     if config.needs_teacher:
         columns["teacher_log_probs"] = direct_log_probs(exact_model(5), flat)[0]
     if config.needs_critic:
-        columns["values"] = direct_values(learner._critic, flat)
+        columns["values"] = direct_values(learner.critic, flat)
     return {
         r.sample: TokenScores(
             **{name: tuple(v[row, : len(r.tokens)].tolist()) for name, v in columns.items()}

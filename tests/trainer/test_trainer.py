@@ -306,7 +306,7 @@ def test_bfloat16_keeps_updates_that_are_smaller_than_its_steps():
         step(t, samples(0))
     masters = {
         n.removeprefix("master."): m
-        for n, m in t.learner._actor.optimizer.state().items()
+        for n, m in t.learner.trained["actor"].optimizer.state().items()
         if "master" in n
     }
     for name, weight in model.named_parameters():

@@ -1,0 +1,111 @@
+"""What a step launches and trains on, from the config alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArithmetic:
+    """Of one step; token numbers are upper bounds, for responses that all reach the limit."""
+
+    short_prompts: int
+    short_samples_per_prompt: int
+    short_samples: int
+    cascade_rounds: tuple[tuple[int, int], ...]
+    """Prompts, and samples of each, that every further race of deferred prompts launches."""
+    long_samples: int
+    """Of a long round, and of a plain one."""
+    trained_prompts: int
+    trained_samples: int
+    max_trained_tokens: int
+    min_micro_batches: int
+    max_micro_batches: int
+    optimizer_steps: int | None
+    """None: until the data's epochs are done."""
+
+    @property
+    def most_samples(self) -> int:
+        """Launched in the largest round."""
+        cascades = (prompts * samples for prompts, samples in self.cascade_rounds)
+        return max(self.short_samples, self.long_samples, *cascades)
+
+
+def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
+    """Of a step of this run."""
+    prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    tail = config.tail_batching
+    short_prompts = tail.factors.num_prompts(prompts)
+    short_samples = tail.factors.num_samples(samples)
+    trained = prompts * samples
+    longest = longest_sample(config)
+    rows = max(config.train.micro_batch_tokens // longest, 1)
+    # At least two tokens a row, one of which is predicted.
+    fewest = math.ceil(trained / max(config.train.micro_batch_tokens, 1))
+    return BatchArithmetic(
+        short_prompts=short_prompts,
+        short_samples_per_prompt=short_samples,
+        short_samples=short_prompts * short_samples,
+        cascade_rounds=tuple(
+            (tier.factors.num_prompts(prompts), tier.factors.num_samples(samples))
+            for tier in tail.tiers
+            if tail.enabled
+        ),
+        long_samples=trained,
+        trained_prompts=prompts,
+        trained_samples=trained,
+        max_trained_tokens=trained * longest,
+        min_micro_batches=fewest,
+        max_micro_batches=max(math.ceil(trained / rows), fewest),
+        optimizer_steps=config.train.steps,
+    )
+
+
+def tail_notes(config: RunConfig) -> list[str]:
+    """What the arithmetic of a step does not tell of tail batching and streaming."""
+    tail, stream = config.tail_batching, config.stream_trainer
+    notes = []
+    if tail.chooses:
+        bound = (
+            f"; what is trained on is at most {100 * tail.max_length_shift:g} % shorter than those"
+        )
+        notes.append(
+            "the short round's factors are those that it begins with; they are chosen anew for the "
+            f"run's own lengths{bound if tail.debias == 'none' else ''}"
+        )
+    if tail.enabled and tail.balance_sources and not config.routed:
+        notes.append("balance_sources changes nothing: all prompts of a run are of one source")
+    if tail.enabled and tail.debias != "none":
+        notes.append(
+            f"losses are weighted by length (debias={tail.debias}) once the policy's own lengths "
+            "are known, which takes a long round"
+        )
+    if stream.enabled and stream.reward_wait:
+        trained = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        notes.append(
+            f"gradients of up to {int(stream.max_share * trained)} of a step's samples begin while "
+            "verdicts are awaited (stream_trainer)"
+        )
+    return notes
+
+
+def micro_batch_notes(config: RunConfig) -> list[str]:
+    """Whether a sample may be longer than a micro-batch. Its last token does not go through the
+    model."""
+    row = longest_sample(config) - 1
+    if config.train.micro_batch_tokens >= row:
+        return []
+    return [
+        f"a sample of more than train.micro_batch_tokens={config.train.micro_batch_tokens} tokens "
+        f"has a micro-batch of its own: the memory is for the longest, {row} tokens"
+    ]
+
+
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of a prompt and a response that are as long as they may be."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens

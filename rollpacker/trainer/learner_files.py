@@ -1,0 +1,139 @@
+"""What a learner writes for others: weights for an engine, and the files of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollpacker.trainer import checkpoint
+from rollpacker.trainer.critic import Critic, load_critic_weights, save_critic
+from rollpacker.trainer.lora import (
+    has_adapter,
+    load_adapter,
+    merge_loss,
+    merged_weights,
+    save_adapter,
+)
+from rollpacker.trainer.sharding import Shards, full_tensors
+from rollpacker.trainer.trained import Trained
+from rollpacker.weight_probe import weight_probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerFiles:
+    """With several ranks everything here is a joint call; rank 0 has the whole and writes it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    critic: Critic | None
+    trained: Mapping[str, Trained]
+    """By the prefix of its tensors in a checkpoint."""
+    shards: Shards | None
+    run_dtype: torch.dtype
+
+    @property
+    def _adapted(self) -> bool:
+        return has_adapter(self.model)
+
+    @property
+    def _writes(self) -> bool:
+        return self.shards is None or self.shards.rank == 0
+
+    # -- weights for an engine -------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What training changes, whole and by the model's names, on rank 0: weights in the run's
+        dtype, of a model with adapters those alone, as they are. All ranks must iterate to the end.
+
+        The engine has the same adapters. Merging them into weights of half precision would round
+        small updates away, and the engine would not compute what the trainer does.
+        """
+        named = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        if self.shards is None:
+            return named
+        return full_tensors(named, self.shards, None if self._adapted else self.run_dtype)
+
+    @torch.no_grad()
+    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
+        """Copy the weights into tensors of the same names, if there are any here. Returns the probe
+        of what was written, on rank 0."""
+        for name, value in self.weights():
+            if buffer is not None:
+                buffer[name].copy_(value)
+        return None if buffer is None else weight_probe(buffer.items())
+
+    def state_hashes(self) -> dict[str, str]:
+        """SHA-256 of the weights and of the optimizer's state, by `weights` and `optimizer`. With
+        several ranks: of whole tensors, on rank 0."""
+        named = (item for item in self.model.named_parameters() if item[1].requires_grad)
+        optimizer = self.trained["actor"].optimizer.state()
+        tensors = {
+            "weights": dict(full_tensors(named, self.shards)),
+            "optimizer": dict(full_tensors(optimizer.items(), self.shards)),
+        }
+        return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
+
+    def lora_merge_loss(self) -> float | None:
+        """What the merged weights of a checkpoint lack, if there are adapters and a merge rounds
+        by more than their own arithmetic does (`lora.merge_loss`)."""
+        rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
+        return merge_loss(self.model) if rounds else None
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def save(self, folder: Path, *, version: int, total_steps: int | None) -> None:
+        """`model/`, `trainer/` and, where there are such, `adapter/` and `critic/`."""
+        checkpoint.save_model(
+            self.model,
+            self.tokenizer,
+            folder / "model",
+            shards=self.shards,
+            dtype=self.run_dtype,
+            weights=merged_weights(self.model) if self._adapted else None,
+        )
+        if self._adapted:
+            save_adapter(self.model, folder / "adapter", write=self._writes)
+        if self.critic is not None:
+            state = dict(full_tensors(self.critic.state_dict().items(), self.shards))
+            if self._writes:
+                save_critic(self.critic, folder / "critic", state)
+        tensors = {
+            f"{prefix}/{name}": value
+            for prefix, trained in self.trained.items()
+            for name, value in trained.state().items()
+        }
+        numbers = {"version": version, "total_steps": total_steps}
+        checkpoint.save_trainer(tensors, numbers, folder / "trainer", self.shards)
+
+    def load(self, folder: Path) -> int:
+        """What `save` wrote. Returns the version. Raises `TrainerError` if what lies there is not
+        this model's."""
+        state = checkpoint.load_trainer_state(folder / "trainer")
+        if self._adapted:
+            load_adapter(self.model, folder / "adapter")
+        else:
+            checkpoint.load_model_weights(self.model, folder / "model", self.shards)
+        if self.critic is not None:
+            load_critic_weights(self.critic, folder / "critic")
+        saved = checkpoint.saved_names(folder / "trainer")
+        likes = {
+            f"{prefix}/{name}": value
+            for prefix, trained in self.trained.items()
+            for name, value in trained.state_like().items()
+            if f"{prefix}/{name}" in saved  # there is no state before the first update
+        }
+        tensors = checkpoint.load_trainer_tensors(folder / "trainer", likes, self.shards)
+        for name, trained in self.trained.items():
+            prefix = f"{name}/"
+            trained.load_state(
+                {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+            )
+        return int(state["version"])

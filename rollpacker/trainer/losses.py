@@ -1,0 +1,155 @@
+"""The losses of some whole samples, from what the models said of their tokens.
+
+Knows no model and no micro-batch: whoever runs the models, on one device or in stages, hands over
+what came out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollpacker import algo
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.ids import SampleId
+from rollpacker.trainer.base import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the models say of the N response tokens of some samples, sample after sample; [N] each.
+
+    Gradients flow through `log_probs`, `entropy` and `values`.
+    """
+
+    log_probs: Tensor
+    """The policy's, at the sampling temperature."""
+    entropy: Tensor
+    ref_log_probs: Tensor | None = None
+    """The reference model's, where the loss has a penalty on them."""
+    values: Tensor | None = None
+    """The critic's, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Of one micro-batch; the tensors but for the losses are [N]."""
+
+    losses: Sequence[Tensor]
+    """The policy's, and the critic's if there is one; weighted sums, to be differentiated."""
+    per_token: Tensor
+    entropy: Tensor
+    log_ratio: Tensor
+    """The trainer's log-probs minus the engine's."""
+    update_log_ratio: Tensor | None
+    """Log-probs minus old ones. None: they cannot differ."""
+    sums: Mapping[str, Tensor]
+    value_sums: Mapping[str, Tensor]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the losses are, and the two log-probs, whose ratio the loss may have cut."""
+        whole = torch.stack([loss.detach().double() for loss in self.losses])
+        return bool(whole.isfinite().all() & self.log_ratio.isfinite().all())
+
+
+def losses_of(
+    outputs: Outputs, samples: Sequence[TrainSample], *, config: AlgorithmConfig
+) -> Losses:
+    """The samples' share of the step's losses."""
+    log_probs, num_targets = outputs.log_probs, [len(s.response_tokens) for s in samples]
+    rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
+    places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))
+    is_own = config.old_logprobs == "recomputed"
+    reference = outputs.ref_log_probs
+    token = algo.token_loss(
+        log_probs,
+        log_probs.detach() if is_own else rollout,
+        _flat([s.advantage for s in samples], log_probs, num_targets),
+        places.to(log_probs.device),
+        num_samples=len(samples),
+        config=config,
+        ref_log_probs=_known_reference(samples, log_probs) if reference is None else reference,
+        rollout_log_probs=rollout,
+        entropy=outputs.entropy if config.entropy_coef else None,
+    )
+    weights = _flat([s.token_weight for s in samples], log_probs, num_targets)
+    losses = [(token.per_token * weights).sum()]
+    value_sums: Mapping[str, Tensor] = {}
+    if outputs.values is not None:
+        value = algo.value_loss(
+            outputs.values,
+            _flat([_needed(s.values, "values") for s in samples], log_probs),
+            _flat([_needed(s.returns, "returns") for s in samples], log_probs),
+            config=config,
+        )
+        losses.append((value.per_token * weights).sum())
+        value_sums = value.sums
+    return Losses(
+        losses=losses,
+        per_token=token.per_token.detach(),
+        entropy=outputs.entropy.detach(),
+        log_ratio=log_probs.detach() - rollout,
+        update_log_ratio=None if is_own else log_probs.detach() - rollout,
+        sums=token.sums,
+        value_sums=value_sums,
+    )
+
+
+def no_losses(outputs: Outputs) -> Losses:
+    """Losses of weight zero: the backward pass of a filler reaches every parameter with them."""
+    losses = [(outputs.log_probs.sum() + outputs.entropy.sum()) * 0.0]
+    if outputs.values is not None:
+        losses.append(outputs.values.sum() * 0.0)
+    return Losses(
+        losses=losses,
+        per_token=outputs.log_probs.detach(),
+        entropy=outputs.entropy.detach(),
+        log_ratio=outputs.log_probs.detach(),
+        update_log_ratio=None,
+        sums={},
+        value_sums={},
+    )
+
+
+def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
+    """Which samples made the loss or a log-prob non-finite."""
+    finite = losses.per_token.isfinite() & losses.log_ratio.isfinite()
+    lengths = [len(s.response_tokens) for s in samples]
+    rows = torch.split(finite, lengths)
+    bad = [s.sample for s, row in zip(samples, rows, strict=True) if not row.all()]
+    values = ", ".join(f"{loss.item()}" for loss in losses.losses)
+    which = named(bad) if bad else f"only the sum of {named([s.sample for s in samples])}"
+    return f"the loss is {values} (samples: {which}); no update was applied"
+
+
+def named(samples: Sequence[SampleId], limit: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(samples) - limit} more" if len(samples) > limit else ""
+    return ", ".join(map(str, samples[:limit])) + more
+
+
+def _flat(
+    values: Sequence[float | tuple[float, ...]], like: Tensor, counts: Sequence[int] = ()
+) -> Tensor:
+    """[N], sample after sample. Single numbers hold for all of a sample's `counts` tokens."""
+    flat: list[float] = []
+    for index, value in enumerate(values):
+        flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
+    assert len(flat) == len(like), "there must be one number per response token"
+    return torch.tensor(flat, dtype=like.dtype, device=like.device)
+
+
+def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:
+    """The reference's log-probs that came with the samples. They serve a metric alone, since the
+    penalty is in the advantages already."""
+    known = [s.ref_log_probs for s in samples if s.ref_log_probs is not None]
+    return _flat(known, like) if len(known) == len(samples) else None
+
+
+def _needed(values: tuple[float, ...] | None, name: str) -> tuple[float, ...]:
+    assert values is not None, f"training the critic needs {name}"
+    return values

@@ -1,0 +1,117 @@
+"""The models that a step asks, as whole modules on this device (or this rank's shards of them)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
+from rollpacker.trainer.compiling import compile_layers
+from rollpacker.trainer.critic import Critic
+from rollpacker.trainer.frozen import FrozenPolicy, frozen_copy
+from rollpacker.trainer.lora import adapter_off, has_adapter
+from rollpacker.trainer.losses import Outputs
+from rollpacker.trainer.micro_batch import MicroBatch
+from rollpacker.trainer.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSet:
+    """Policy, critic, reference and teacher, and what of them the algorithm asks for."""
+
+    policy: Policy
+    critic: Critic | None
+    reference: FrozenPolicy | None
+    """None, though the algorithm needs one: the policy with its adapter switched off."""
+    teacher: FrozenPolicy | None
+    algorithm: AlgorithmConfig
+    temperature: float
+    """Of sampling. Log-probs are taken at it."""
+    checkpointed: tuple[nn.Module, ...]
+    """Layers that keep no activations for the backward pass."""
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        *,
+        critic: Critic | None,
+        teacher: FrozenPolicy | None,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        gradient_checkpointing: bool,
+        compiled: bool,
+    ) -> ModelSet:
+        """Around `model`, which is trained in place. A reference is a copy of it as it is now."""
+        reference = None
+        if algorithm.needs_reference and not has_adapter(model):
+            reference = frozen_copy(model)
+        checkpointed: list[nn.Module] = []
+        if gradient_checkpointing:
+            checkpointed += enable_checkpointing(model)
+        policy = Policy(model)
+        if compiled:
+            compile_layers(model)
+        if gradient_checkpointing and critic is not None:
+            checkpointed += enable_checkpointing(critic.model)
+        return cls(
+            policy=policy,
+            critic=critic,
+            reference=reference,
+            teacher=teacher,
+            algorithm=algorithm,
+            temperature=temperature,
+            checkpointed=tuple(checkpointed),
+        )
+
+    @property
+    def frozen(self) -> list[Policy]:
+        """Those that only score."""
+        return [one.policy for one in (self.reference, self.teacher) if one is not None]
+
+    def besides_the_policy(self) -> Iterator[nn.Module]:
+        """The models of transformers that take the same micro-batches as the policy's."""
+        yield from (one.model for one in self.frozen)
+        if self.critic is not None:
+            yield self.critic.model
+
+    def for_backward(self) -> AbstractContextManager[None]:
+        """Inside it, layers are checkpointed."""
+        return layers_in_training(self.checkpointed)
+
+    def outputs(self, batch: MicroBatch) -> Outputs:
+        """What the losses are made of."""
+        reference = None
+        if self.algorithm.needs_reference and self.algorithm.kl_in == "loss":
+            reference = self._reference_log_probs(batch)
+        log_probs, entropy = self.policy(batch, self.temperature)
+        values = None if self.critic is None else self.critic(batch)
+        return Outputs(log_probs=log_probs, entropy=entropy, ref_log_probs=reference, values=values)
+
+    @torch.no_grad()
+    def scores(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """What the advantages need to know of the batch's N targets, by the fields of
+        `TokenScores`; [N] each."""
+        columns: dict[str, Tensor] = {}
+        if self.algorithm.reference_in_scores:
+            columns["ref_log_probs"] = self._reference_log_probs(batch)
+        if self.teacher is not None:
+            columns["teacher_log_probs"] = self.teacher.log_probs(batch, self.temperature)
+        if columns:
+            columns["log_probs"] = self.policy(batch, self.temperature)[0]
+        if self.critic is not None:
+            columns["values"] = self.critic(batch)
+        return columns
+
+    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
+        if self.reference is not None:
+            return self.reference.log_probs(batch, self.temperature)
+        with torch.no_grad(), adapter_off(self.policy.model):
+            log_probs: Tensor = self.policy(batch, self.temperature)[0]
+        return log_probs

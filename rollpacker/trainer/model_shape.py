@@ -1,0 +1,138 @@
+"""A decoder's shape, and how many parameters it has, from its files. Light: no torch.
+
+Read from `config.json` and safetensors headers of a local model, or of the hub's local copy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Widths of a decoder, as a model's config tells them."""
+
+    layers: int
+    hidden: int
+    feed_forward: int
+    query: int
+    """Query heads x head size."""
+    key_value: int
+    vocabulary: int
+    tied: bool
+    """The output layer is the embeddings."""
+    max_positions: int | None
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = 2 * self.query + 2 * self.key_value
+        return self.hidden * (attention + 3 * self.feed_forward)
+
+    @property
+    def saved_per_layer(self) -> int:
+        """Elements per token that backward keeps of a decoder layer with fused attention and a
+        gated MLP."""
+        ends = 6 * self.hidden + 2 * self.query + 2 * self.key_value
+        return ends + 4 * self.feed_forward
+
+
+def model_folder(path: str) -> Path | None:
+    """Where a model's files are on this machine: the path itself, or the hub's local copy."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.count("/") > 1 or path.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
+    """From `config.json`. None if it does not tell; `notes` then say why."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        return decoder_shape(text)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        notes.append(f"{folder / 'config.json'} does not tell the model's shape ({error!r})")
+        return None
+
+
+def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """From the entries of a text model's config, by the names that families give them. Raises
+    `KeyError` for one that is missing."""
+
+    def first(*names: str) -> int:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        raise KeyError(names[0])
+
+    hidden = first("hidden_size", "n_embd", "d_model")
+    heads = first("num_attention_heads", "n_head")
+    head_size = config.get("head_dim") or hidden // heads
+    key_value_heads = config.get("num_key_value_heads") or heads
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    return DecoderShape(
+        layers=first("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        feed_forward=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        query=heads * head_size,
+        key_value=key_value_heads * head_size,
+        vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", True)),
+        max_positions=positions,
+    )
+
+
+def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
+    """From the headers of its files, or from its name; `notes` say if it is the name or nothing."""
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    if files:
+        return sum(_parameters_in(file) for file in files)
+    match = _SIZE_IN_NAME.search(path.rsplit("/", 1)[-1])
+    if match is None:
+        notes.append(
+            f"the model {path} is not on this machine: its size, and so the memory, cannot be known"
+        )
+        return None
+    count = float(match.group(1)) * (1e9 if match.group(2) in "bB" else 1e6)
+    what = "weights are" if folder else "model is"
+    notes.append(
+        f"the {what} not on this machine: {match.group(0)} parameters is from its name {path}"
+    )
+    if folder is None:
+        notes.append(
+            "logits, activations and keys and values cannot be known without its config.json"
+        )
+    return int(count)
+
+
+def _parameters_in(file: Path) -> int:
+    """From the header: eight bytes of length, then JSON of every tensor's shape."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(
+        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+    )

@@ -1,0 +1,169 @@
+"""Sweeps of the models over micro-batches: rows and losses in, sums and gradients out.
+
+A learner says which samples and which losses; how they are cut into micro-batches, and in which
+order these run through which device, is known here alone. `LocalPasses` runs whole models, or with
+FSDP2 a rank's shards of them: then every pass is a joint one, and a rank with fewer micro-batches
+runs fillers along. A model in pipeline stages would be another implementation of `Passes`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollpacker.trainer.base import ScoreRequest, TokenScores, TrainSample
+from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.flops import FlopModel
+from rollpacker.trainer.losses import Losses, Outputs, no_losses
+from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
+from rollpacker.trainer.model_set import ModelSet
+from rollpacker.trainer.sharding import Shards, same_number
+from rollpacker.trainer.step_sums import StepSums
+
+LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
+Look = Callable[[Losses, Sequence[TrainSample]], None]
+"""Called after each backward pass with its samples, none of a filler. It may raise, in all ranks
+alike."""
+
+
+class Passes(Protocol):
+    """With several ranks every method is a joint call."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """Forward without gradients over all of them. The answers are in their order."""
+        ...
+
+    def differentiate(
+        self,
+        samples: Sequence[TrainSample],
+        losses: LossFunction,
+        *,
+        factor: float,
+        gradient_factor: float,
+        sums: StepSums,
+        look: Look | None = None,
+    ) -> bool:
+        """Forward and backward over all of them: every parameter's gradient grows by that of their
+        losses times `gradient_factor`, and `sums` by what the losses say, times `factor`.
+
+        Returns whether every loss was finite here. One that was not has spoilt the gradient: its
+        backward pass ran all the same, since other ranks or stages wait in it.
+        """
+        ...
+
+    def differentiate_nothing(self) -> None:
+        """Forward and backward of the least work possible, with losses of weight zero."""
+        ...
+
+
+class LocalPasses:
+    """Meets `Passes` with whole models on this device, or this rank's shards of them."""
+
+    def __init__(
+        self, models: ModelSet, batcher: Batcher, *, device: torch.device, shards: Shards | None
+    ) -> None:
+        self._models = models
+        self._batcher = batcher
+        self._flops = FlopModel.of(models.policy.model)
+        self._device = device
+        self._shards = shards
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """See `Passes`."""
+        rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
+        scores: dict[int, TokenScores] = {}
+        with self._batcher.attention():
+            for places, batch in self._micro_batches(rows):
+                columns = self._models.scores(batch)
+                split = {
+                    name: torch.split(values.double().cpu(), list(batch.num_targets))
+                    for name, values in columns.items()
+                }
+                for row, place in enumerate(places):
+                    scores[place] = TokenScores(
+                        **{name: tuple(parts[row].tolist()) for name, parts in split.items()}
+                    )
+        return [scores[place] for place in range(len(requests))]
+
+    def differentiate(
+        self,
+        samples: Sequence[TrainSample],
+        losses: LossFunction,
+        *,
+        factor: float,
+        gradient_factor: float,
+        sums: StepSums,
+        look: Look | None = None,
+    ) -> bool:
+        """See `Passes`."""
+        rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        finite = True
+        with self._batcher.attention(), self._models.for_backward():
+            for places, batch in self._micro_batches(rows):
+                started = time.perf_counter()
+                part = [samples[place] for place in places]
+                outputs = self._models.outputs(batch)
+                found = losses(outputs, part) if part else no_losses(outputs)
+                finite = finite and found.finite
+                for loss in found.losses:
+                    _backward(loss * gradient_factor)
+                if part:
+                    self._synchronize()
+                    self._note(batch, part, found, factor, time.perf_counter() - started, sums)
+                if look is not None:
+                    look(found, part)
+        return finite
+
+    def differentiate_nothing(self) -> None:
+        """See `Passes`."""
+        batch = self._batcher.filler()
+        with self._batcher.attention(), self._models.for_backward():
+            for loss in no_losses(self._models.outputs(batch)).losses:
+                _backward(loss)
+
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Places in `rows` and their tensors; at the end as many fillers, without places, as other
+        ranks have more micro-batches."""
+        plan = self._batcher.plan([row_length(row) for row in rows])
+        num_fillers = same_number(len(plan), self._shards) - len(plan)
+        for places in plan:
+            yield places, self._batcher.batch([rows[place] for place in places])
+        for _ in range(num_fillers):
+            yield [], self._batcher.filler()
+
+    def _note(
+        self,
+        batch: MicroBatch,
+        samples: Sequence[TrainSample],
+        found: Losses,
+        factor: float,
+        seconds: float,
+        sums: StepSums,
+    ) -> None:
+        lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
+        sums.add_micro_batch(
+            batch=batch,
+            loss=found.losses[0].item() * factor,
+            entropy=found.entropy,
+            log_ratio=found.log_ratio,
+            token_sums=found.sums,
+            update_log_ratio=found.update_log_ratio,
+            sample_weights=[sample.loss_weight for sample in samples],
+            seconds=seconds,
+            flops=self._flops.training(lengths, len(batch.targets)),
+            value_loss=found.losses[1].item() * factor if len(found.losses) > 1 else None,
+            value_token_sums=found.value_sums,
+        )
+
+    def _synchronize(self) -> None:
+        """A GPU works behind Python's back, and the passes are timed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it

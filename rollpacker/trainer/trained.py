@@ -1,0 +1,131 @@
+"""A module with an optimizer: what of a model set is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rollpacker.trainer.base import TrainConfig, TrainerError
+from rollpacker.trainer.optimizer import build_optimizer
+from rollpacker.trainer.sharding import ShardedGradients, Shards, shard
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Trained:
+    """Its gradients, its optimizer and what a checkpoint keeps of it; sharded or not."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named_by: nn.Module,
+        config: TrainConfig,
+        shards: Shards | None,
+        run_dtype: torch.dtype,
+    ) -> None:
+        """`named_by`: the part of `module` whose parameter names are to be used."""
+        self.module = module
+        self._named_by = named_by
+        self._offloads = config.offload
+        self._sharded: ShardedGradients | None = None
+        self._widened: frozenset[str] = frozenset()
+        """Parameters that sharding makes float32; of one process the optimizer has masters."""
+        if shards is not None:
+            named = named_by.named_parameters()
+            self._widened = frozenset(
+                n for n, p in named if p.requires_grad and p.dtype in _LOW_PRECISION
+            )
+            self._sharded = shard(
+                module,
+                shards,
+                param_dtype=run_dtype if run_dtype in _LOW_PRECISION else None,
+                gradient_sync=config.gradient_sync,
+            )
+        self.optimizer = build_optimizer(named_by.named_parameters(), config)
+
+    # -- gradients -------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """Also those that wait to be summed over the ranks."""
+        if self._sharded is not None:
+            self._sharded.forget()
+        self.optimizer.forget_gradients()
+
+    def norm(self) -> float:
+        """Of the whole gradient so far."""
+        norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    def non_finite(self) -> list[str]:
+        """Parameters whose gradient so far, as far as it is in this process, is not finite."""
+        if self._sharded is not None:
+            return self._sharded.non_finite()
+        gradients = self.optimizer.gradients().items()
+        return [n for n, g in gradients if not bool(torch.linalg.vector_norm(g).isfinite())]
+
+    def multiply_gradients(self, factor: float) -> bool:
+        """Whether that is possible now: whole gradients that wait to be summed over the ranks are
+        FSDP's."""
+        if self._sharded is not None:
+            return False
+        for gradient in self.optimizer.gradients().values():
+            gradient.mul_(factor)
+        return True
+
+    # -- host memory -----------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Optimizer state and gradients wait in host memory, if the config says so. Whoever asks
+        for gradients or steps brings back what it needs."""
+        if self._offloads:
+            self.optimizer.offload()
+
+    def reload_gradients(self) -> None:
+        """Before a backward pass adds to them."""
+        if self._offloads:
+            self.optimizer.reload(state=False)
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's; with the weights themselves where a checkpoint's model has fewer
+        digits."""
+        masters = {f"master.{n}": p.detach() for n, p in self._masters()}
+        return self.optimizer.state() | masters
+
+    def state_like(self) -> dict[str, Tensor]:
+        """Tensors of the names, shapes and places that `state` may have."""
+        masters = {f"master.{n}": torch.empty_like(p) for n, p in self._masters()}
+        return self.optimizer.state_like() | masters
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `state` gave. Raises `TrainerError` if masters are missing."""
+        rest = dict(tensors)
+        for name, parameter in self._masters():
+            if f"master.{name}" not in rest:
+                raise TrainerError(f"the optimizer's state lacks the master weights of {name}")
+            parameter.copy_(rest.pop(f"master.{name}"))
+        self.optimizer.load_state(rest)
+
+    def _masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
+
+    def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
+        """`run_filler` in a setting in which its backward pass sums this module's gradients over
+        the ranks."""
+        return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
+
+
+def sum_gradients(all_trained: Iterable[Trained], run_filler: Callable[[], object]) -> None:
+    """Sum all their gradients over the ranks, by one forward and backward of the least work
+    possible."""
+    finish = run_filler
+    for trained in all_trained:
+        finish = trained.summing(finish)
+    if finish is not run_filler:
+        finish()

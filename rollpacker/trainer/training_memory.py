@@ -1,0 +1,232 @@
+"""What a process that trains holds in memory, part by part.
+
+Exact are weights, gradients, optimizer state and adapters. Activations are counted from what
+autograd saves of a decoder layer with fused attention and a gated MLP, which
+`tests/trainer/test_estimate.py` holds against a real forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollpacker.trainer.batch_arithmetic import batch_arithmetic, longest_sample
+from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+
+GIB = 1 << 30
+LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+"""`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """One line of the estimate."""
+
+    name: str
+    size_bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """What a process that trains holds, at the peak of a step."""
+
+    config: RunConfig
+    shape: DecoderShape | None
+    parameters: int | None
+    element: int
+    """Bytes of a number in the dtype that is computed in."""
+    block_elements: int
+    """Logits that are computed at a time."""
+
+    @property
+    def ranks(self) -> int:
+        return self.config.train.processes or 1
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a parameter at rest: shards are float32, which makes them their own masters."""
+        return 4 if self.ranks > 1 else self.element
+
+    @property
+    def shared(self) -> str:
+        return f" / {self.ranks} processes" if self.ranks > 1 else ""
+
+    def parts(self, notes: list[str]) -> list[MemoryPart]:
+        """All of them, as far as the model is known; `notes` say what is not."""
+        parts: list[MemoryPart] = []
+        if self.parameters is not None:
+            parts += self._policy(self.parameters, notes)
+            parts += self._other_models(self.parameters, notes)
+        if self.shape is not None:
+            parts += self._working_memory(self.shape)
+        return parts
+
+    def _policy(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        parts = [self._at_rest("weights", parameters)]
+        if self.config.model.lora is None:
+            return parts + self._trained(parameters, "parameters", self.kept)
+        adapters = self.num_adapter_parameters(notes)
+        if adapters is None:
+            return parts
+        formula = f"rank x (in + out) of the targeted matrices x 4 bytes{self.shared}"
+        parts.append(memory_part("adapters", adapters * 4 // self.ranks, formula))
+        return parts + self._trained(adapters, "adapters", 4)
+
+    def _at_rest(self, name: str, count: int, what: str = "parameters") -> MemoryPart:
+        formula = f"{what} x {self.kept} bytes{self.shared}"
+        return memory_part(name, count * self.kept // self.ranks, formula)
+
+    def _trained(self, count: int, what: str, kept: int, *, prefix: str = "") -> list[MemoryPart]:
+        whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
+        gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self.shared)
+        parts = [memory_part(f"{prefix}gradients", gradients, f"{what} x 4 bytes{shared}")]
+        parts.append(self._optimizer(count, what, prefix))
+        if kept < 4:
+            parts.append(memory_part(f"{prefix}master", count * 4, f"{what} x 4 bytes"))
+        return parts
+
+    def _optimizer(self, count: int, what: str, prefix: str) -> MemoryPart:
+        matrices = 0
+        if self.config.train.optimizer == "muon" and self.shape is not None:
+            in_layers = self.shape.layers * self.shape.layer_matrices
+            matrices = count if what == "adapters" else min(in_layers, count)
+        formula = f"{what} x 2 moments x 4 bytes{self.shared}"
+        if matrices:
+            formula += ", one moment for the matrices in layers (muon)"
+        return memory_part(f"{prefix}optimizer", (8 * count - 4 * matrices) // self.ranks, formula)
+
+    def num_adapter_parameters(self, notes: list[str]) -> int | None:
+        """None if the model's shape is unknown. Not counted are modules whose names say nothing of
+        their size; `notes` name them."""
+        lora, shape = self.config.model.lora, self.shape
+        assert lora is not None
+        if shape is None:
+            return None
+        sizes = {
+            "q_proj": shape.hidden + shape.query,
+            "k_proj": shape.hidden + shape.key_value,
+            "v_proj": shape.hidden + shape.key_value,
+            "o_proj": shape.query + shape.hidden,
+            "gate_proj": shape.hidden + shape.feed_forward,
+            "up_proj": shape.hidden + shape.feed_forward,
+            "down_proj": shape.feed_forward + shape.hidden,
+        }
+        names = set(sizes) if lora.target_modules == ("all-linear",) else set(lora.target_modules)
+        if unknown := sorted(names - sizes.keys()):
+            notes.append(f"adapters of {', '.join(unknown)} are not counted: their size is unknown")
+        return lora.rank * shape.layers * sum(sizes[name] for name in names & sizes.keys())
+
+    def _other_models(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        algorithm, model = self.config.algorithm, self.config.model
+        parts: list[MemoryPart] = []
+        if algorithm.needs_reference and model.lora is None:
+            parts.append(self._at_rest("reference", parameters))
+        if algorithm.needs_teacher and model.teacher is not None:
+            teacher = num_parameters(model_folder(model.teacher), model.teacher, notes)
+            if teacher is not None:
+                parts.append(self._at_rest("teacher", teacher, "its parameters"))
+        if algorithm.needs_critic:
+            parts += self._critic(parameters, notes)
+        return parts
+
+    def _critic(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
+        path, shape = self.config.train.critic.path, self.shape
+        count: int | None = parameters
+        if path is not None:
+            folder = model_folder(path)
+            count = num_parameters(folder, path, notes)
+            shape = read_shape(folder, notes) if folder else None
+        if count is None:
+            return []
+        if shape is not None and not shape.tied:
+            count -= shape.embedding
+        parts = [self._at_rest("critic", count, "parameters without output layer")]
+        return parts + self._trained(count, "its parameters", self.kept, prefix="critic ")
+
+    def _working_memory(self, shape: DecoderShape) -> list[MemoryPart]:
+        """What a micro-batch takes while its backward pass begins."""
+        tokens = min(
+            max(self.config.train.micro_batch_tokens, longest_sample(self.config) - 1),
+            batch_arithmetic(self.config).max_trained_tokens,
+        )
+        size, formula = self._activations(shape)
+        if self.config.algorithm.needs_critic:
+            size, formula = 2 * size, f"{formula}, twice (critic)"
+        parts = [memory_part("activations", tokens * size, f"{tokens} tokens x {formula}")]
+        if self.ranks > 1:
+            root = shape.embedding * (1 if shape.tied else 2)
+            parts.append(
+                memory_part(
+                    "gathered",
+                    (root + 2 * shape.layer_matrices) * self.element,
+                    f"whole embeddings, output layer and two layers x {self.element} bytes",
+                )
+            )
+        logits, layer = self._logits(shape, tokens), tokens * self._one_layer(shape)
+        formula = (
+            f"a block of logits (at most {self.block_elements:,}), hidden states and the output "
+            "layer's gradient"
+            if logits >= layer
+            else "one layer's activations and gradients"
+        )
+        return [*parts, memory_part("backward", max(logits, layer), formula)]
+
+    def _activations(self, shape: DecoderShape) -> tuple[int, str]:
+        """Bytes per token that stay until backward comes to them."""
+        last = 3 * shape.hidden * self.element + self._norm_bytes(shape)
+        if self.config.model.gradient_checkpointing:
+            size = shape.layers * shape.hidden * self.element
+            return size + last, f"(layers + 3) x hidden x {self.element} bytes"
+        formula = f"layers x (6 hidden + 2 query + 2 kv + 4 ffn) x {self.element} bytes"
+        return shape.layers * self._saved_bytes(shape) + last, formula
+
+    def _saved_bytes(self, shape: DecoderShape) -> int:
+        """Of one layer, per token."""
+        size = shape.saved_per_layer * self.element + self._norm_bytes(shape)
+        if self.config.model.lora is not None:
+            size -= 2 * shape.hidden * self.element  # for the weights of norms, which are frozen
+            if self.element < 4:  # adapters save their inputs in float32, each its own
+                size += 4 * (5 * shape.hidden + shape.query + shape.feed_forward)
+                size -= 2 * (2 * shape.hidden + shape.feed_forward)
+        return size
+
+    def _norm_bytes(self, shape: DecoderShape) -> int:
+        """Per token, what a layer's norms save in float32 besides."""
+        return 4 * shape.hidden if self.element < 4 else 0
+
+    def _one_layer(self, shape: DecoderShape) -> int:
+        """Bytes per token while backward is in a layer: its gradients, and with checkpointing what
+        it computes again."""
+        gradients = (3 * shape.feed_forward + 2 * shape.hidden) * self.element
+        again = self._saved_bytes(shape) if self.config.model.gradient_checkpointing else 0
+        return gradients + again
+
+    def _logits(self, shape: DecoderShape, tokens: int) -> int:
+        """Two float32 copies of a block, a third for the entropy's gradient or where the whole is
+        one block; hidden states and the gradients of both ends."""
+        elements = tokens * shape.vocabulary
+        copies = 2
+        if self.config.algorithm.entropy_coef or elements <= self.block_elements:
+            copies = 3
+        block = min(elements, self.block_elements) * 4 * copies
+        hidden = tokens * shape.hidden * (4 + self.element)
+        output_layer = 0 if self.config.model.lora is not None else shape.embedding * self.element
+        return block + hidden + output_layer
+
+
+def memory_part(name: str, size_bytes: int, formula: str) -> MemoryPart:
+    """With the size in whole bytes."""
+    return MemoryPart(name=name, size_bytes=int(size_bytes), formula=formula)
+
+
+def text_of_bytes(size_bytes: int) -> str:
+    """In the unit that people would choose."""
+    if size_bytes >= GIB:
+        return f"{size_bytes / GIB:.1f} GiB"
+    if size_bytes >= 1 << 20:
+        return f"{size_bytes / (1 << 20):.1f} MiB"
+    return f"{size_bytes / 1024:.1f} KiB"
