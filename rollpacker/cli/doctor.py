@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 if training can start, else 1."""
+    """Look at everything, and return the exit code: 0 if training can start, else 1."""
     began = time.perf_counter()
     logging.disable(logging.WARNING)  # what matters of it is in the findings
     try:

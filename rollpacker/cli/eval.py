@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises `ValueError` for what the user can mend."""
+    """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
     import asyncio
 
     if args.k is not None and args.k < 1:

@@ -156,7 +156,7 @@ def memory() -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Where runs are written."""
+    """Whether the disk on which runs are written has room for them."""
     there = folder.expanduser().absolute()
     while not there.exists():
         there = there.parent
@@ -303,7 +303,7 @@ def _cgroup_files(controller: str, name: str) -> Iterator[str]:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Total and available."""
+    """Bytes of memory that the machine has, and that are free for programs."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     found = re.search(r"MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")))

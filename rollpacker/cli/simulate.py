@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises `ValueError` for what the user got wrong."""
+    """Simulate, and return the exit code. Raises `ValueError` for what the user got wrong."""
     if args.presets:
         if args.json:
             raise ValueError("--presets and --json exclude each other: the list is for people")
@@ -304,7 +304,7 @@ def _print_json(scenario: object, results: Mapping[str, SystemResult]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

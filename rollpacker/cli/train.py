@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises what `train` raises."""
+    """Train, and return the exit code. Raises what `train` raises."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.trainer.launch import Torchrun
@@ -378,7 +378,7 @@ async def _drive(controller: Controller) -> str:
 
 
 def _exit_at_once() -> NoReturn:
-    """End without a look back. Past the display's buffers, which nobody would empty any more."""
+    """End the process now. What it says goes past the display's buffers, which stay as they are."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

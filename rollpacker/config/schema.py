@@ -325,12 +325,12 @@ class WarmupConfig:
     """The Hugging Face folder that it writes."""
     stages: tuple[WarmupStage, ...]
     model: ModelConfig | None = None
-    """Start from this model ..."""
+    """Start from the weights of this model. Either this or `architecture` is set."""
     architecture: dict[str, object] | None = None
-    """... or from random weights of this one: `model_type` and the fields of its transformers
-    config."""
+    """Start from random weights of this architecture: `model_type` and the fields of its
+    transformers config."""
     alphabet: str | None = None
-    """With `architecture`: build a tokenizer of single characters from these."""
+    """The characters of the tokenizer that is built for `architecture`, a token each."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 

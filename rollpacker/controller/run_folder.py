@@ -77,7 +77,7 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """False if the lock's file was removed meanwhile: another run that could not start."""
+        """False if another run, which could not start, removed the lock's file meanwhile."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")
