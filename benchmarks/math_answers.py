@@ -36,7 +36,7 @@ from tests.rewards.math_formats import LATER, pairs
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 LIMIT_S = 5.0
-NUM_FUZZED = 400
+NUM_FUZZED = 200
 
 MATH_VERIFY = r"""
 import json, sys

@@ -246,6 +246,22 @@ FORMATS = (
         ),
     ),
     Format(
+        "identities",
+        BOXED,
+        (
+            (r"\ln(x^2)", (r"2\ln x", r"\ln x^2"), (r"(\ln x)^2", r"\ln(2x)")),
+            (r"\sqrt{xy}", (r"\sqrt{x}\sqrt{y}",), (r"\sqrt{x}+\sqrt{y}", "xy")),
+            (r"\frac{\sin x}{1+\cos x}", (r"\tan\frac{x}{2}",), (r"\tan x", r"\frac{\sin x}{2}")),
+            (r"\sqrt[3]{x^2}", ("x^{2/3}",), ("x^{3/2}", "x")),
+            (r"\cos 2x", (r"\cos^4 x-\sin^4 x", r"1-2\sin^2 x"), (r"2\cos x", r"\sin 2x")),
+            ("n(n-1)", (r"2\binom{n}{2}", "n^2-n"), ("n^2-1", r"\frac{n(n-1)}{2}")),
+            (r"\frac{1}{x(x+1)}", (r"\frac1x-\frac{1}{x+1}",), (r"\frac1x+1", r"\frac{1}{x^2}")),
+            (r"\sqrt{x+1}+\sqrt{x}", (r"\frac{1}{\sqrt{x+1}-\sqrt{x}}",), (r"\sqrt{2x+1}",)),
+            ("2^{n+1}", (r"2\cdot 2^n",), ("2^n+1", "4^n", "n^2")),
+            ("x", (r"e^{\ln x}", r"\frac{x^2}{x}"), (r"|x|", r"\sqrt{x^2}", r"x+10^{-9}x")),
+        ),
+    ),
+    Format(
         "times and ratios",
         BOXED,
         (
