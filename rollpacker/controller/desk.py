@@ -35,7 +35,7 @@ class Desk:
     def __init__(self) -> None:
         self._known: dict[SampleId, Known] = {}
         self.round_kind = ""
-        """Of the step's first round."""
+        """The kind of the step's first round; empty before there is one."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = Known(response)

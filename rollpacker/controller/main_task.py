@@ -34,7 +34,7 @@ class MainTask:
         self._loop.set_exception_handler(self._on_loop_error)
 
     def routes(self) -> Routes:
-        return {Finish: lambda command: self._put(command)}
+        return {Finish: self._put}
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call it on the event loop, soon. Thread-safe."""

@@ -1,4 +1,8 @@
-"""Feed an event log back to the core: the same commands, or the first difference."""
+"""Feed an event log back to the core: the same commands, or the first difference.
+
+This is no bus: nothing is obeyed, stamped or logged, and a bus whose ports and clock only repeat
+what the log says would be longer than the loop below.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SampleRows:
         self._reward_names = reward_names
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Those trained on, and the slowest to check."""
+        """Give the writer a row for each sample trained on, and for the slowest to check."""
         trained = {sample.sample: sample for sample in samples}
         weights = {} if command.weights is None else _by_sample(command.groups, command.weights)
         for sample in [sample for group in command.groups for sample in group]:

@@ -60,12 +60,12 @@ class Unkind:
         self._ports = ports
         self._seed = seed
         self._version = 0
-        """Of the weights that the samples at work come from."""
+        """The version of the weights that the samples at work come from."""
         self._retries: dict[SampleId, int] = {}
         """Checks that were asked for again, and how often."""
 
     def routes(self) -> Routes:
-        """Those of the ports inside; launches and checks are overheard on their way."""
+        """The routes of the ports inside; launches and checks are overheard on their way."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         for kind, overhear in ((Launch, self._on_launch), (Score, self._on_score)):
             if kind in routes:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.desk import Desk
-from rollpacker.core.commands import Score
+from rollpacker.controller.main_task import MainTask
+from rollpacker.core.commands import Finish, Score
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rewards.base import Failed, Scored
 from rollpacker.rollout.base import Response
@@ -102,6 +104,55 @@ def test_reasons_are_counted_under_the_lock_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the judge is down"):
         drive(controller)
     assert counts["the judge is down"] > 10 and counts.num_changes > 10
+
+
+# -- the main task ---------------------------------------------------------------------
+
+
+def test_deeds_come_in_the_order_in_which_threads_asked_for_them() -> None:
+    main, done = MainTask(), []
+
+    async def deed(name: str) -> None:
+        done.append(name)
+
+    def ask() -> None:
+        for name in "ab":
+            main.later(partial(deed, name))
+        main.routes()[Finish](Finish(reason="enough"))
+
+    async def go() -> None:
+        main.open()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for name in "ab":
+            todo = await main.next(5.0)
+            assert callable(todo) and name not in done
+            await todo()
+        assert await main.next(5.0) == Finish(reason="enough")
+        assert await main.next(0.01) is None
+        thread.join()
+
+    asyncio.run(go())
+    assert done == ["a", "b"]
+
+
+def test_a_failure_goes_to_what_the_main_task_waits_for() -> None:
+    main = MainTask()
+
+    async def go() -> None:
+        main.open()
+        main.awaited = asyncio.get_running_loop().create_future()
+        main.fail(MemoryError("first"))
+        with pytest.raises(MemoryError, match="first"):
+            await main.awaited
+        main.fail(MemoryError("second"))  # nobody waits for that future any more
+        with pytest.raises(MemoryError, match="second"):
+            await main.next(5.0)
+        main.post(lambda: 1 // 0)  # a callback of ours ends the run, too
+        with pytest.raises(ZeroDivisionError):
+            await main.next(5.0)
+
+    asyncio.run(go())
 
 
 # -- the hand-over ---------------------------------------------------------------------
