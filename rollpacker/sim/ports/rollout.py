@@ -142,7 +142,9 @@ class Rollout:
         key, length, preemptions = lane.engine.pop()
         lane.last_busy_s = self._clock.time_s
         self._tally.left_engine(length, preemptions)
-        self._left(1)
+        self._num_generating -= 1
+        if not self._num_generating:
+            self._rollout_ends()
         assert self._launch is not None
         return SampleGenerated(
             time_s=0.0,
@@ -167,7 +169,9 @@ class Rollout:
                 self._tally.left_engine(tokens, preemptions)
             lane.last_busy_s = now
             self._clock.expect(lane.engine, lane.finish)
-        self._left(len(command.samples))
+        self._num_generating -= len(command.samples)
+        if not self._num_generating:
+            self._rollout_ends()
         for sample in command.samples:
             tokens, preemptions = reached[keys[sample]]
             self._clock.after(
@@ -177,12 +181,8 @@ class Rollout:
                 ),
             )
 
-    def _left(self, num_samples: int) -> None:
-        """So many samples are in the engines no more."""
-        self._num_generating -= num_samples
-        if self._num_generating:
-            return
-        # The last engine is empty: from here on every device waits for verdicts.
+    def _rollout_ends(self) -> None:
+        """The last engine is empty: from here on every device waits for verdicts."""
         now, machine, launch = self._clock.time_s, self._machine, self._launch
         assert launch is not None
         self._tally.rollout_ends(now)
