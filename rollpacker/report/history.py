@@ -3,8 +3,8 @@
     events, commands, notes, sessions  ->  History.feed  ->  a StepHistory at every commit
 
 Whatever tells of a run (seconds, metrics, summary, trace, timeline, fit, what-if, a simulation's
-result) is a function of these records. An event or command that changes them has its `case` here and
-nowhere else in `report`; what has none tells nothing of a step.
+result) is a function of these records. An event or command that changes them has its `case` here
+and nowhere else in `report`; what has none tells nothing of a step.
 """
 
 from __future__ import annotations
