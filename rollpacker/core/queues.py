@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.core.groups import RoundPlan
 from rollpacker.core.ids import PromptId
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.rounds import RoundPlan
 
 Waiting = tuple[PromptId, int]
 """A prompt and the attempt that its next launch is."""
