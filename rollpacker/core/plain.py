@@ -10,7 +10,8 @@
     enum                              its value
     tuple, list, Sequence, deque      list
     dict, Mapping with text keys      dict
-    ... with other keys               list of [key, value]: JSON knows keys of text alone
+    ... with whole numbers as keys    dict, keys as text: JSON has no others
+    ... with other keys               list of [key, value]
     ... with values None              list of the keys: an ordered set
     numpy array                       nested lists
     numbers, texts, None, Any         as they are
@@ -25,7 +26,7 @@ from __future__ import annotations
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -74,11 +75,21 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
+def part_of(cls: type[T], plain: Mapping[str, Any]) -> T:
+    """`from_plain` of the entries that are fields of `cls`, in a mapping that has others too."""
+    return from_plain(cls, {f.name: plain[f.name] for f in _fields(cls) if f.name in plain})
+
+
+def _fields(cls: type) -> tuple[Field[Any], ...]:
+    assert is_dataclass(cls), f"{cls} has no plain form"
+    return fields(cls)
+
+
 def _add_writers(cls: type) -> _Writers:
     hints = get_type_hints(cls)
     _WRITERS[cls] = found = tuple(
         (f.name, _writer(hints[f.name]), f.default if f.metadata.get("omit_default") else MISSING)
-        for f in fields(cls)
+        for f in _fields(cls)
     )
     return found
 
@@ -173,23 +184,25 @@ def _elements(
 
 
 def _mapping_writer(key_hint: Any, value_hint: Any) -> Convert:
-    key, value = _writer(key_hint) or _same, _writer(value_hint)
-    if key_hint is not str:
-        value = value or _same
-        return lambda items: [[key(k), value(v)] for k, v in items.items()]
-    if value is None:
+    value = _writer(value_hint)
+    if key_hint is str and value is None:
         return dict
-    return lambda items: {k: value(v) for k, v in items.items()}
+    value = value or _same
+    if key_hint is str or key_hint is int:
+        return lambda items: {str(k): value(v) for k, v in items.items()}
+    key = _writer(key_hint) or _same
+    return lambda items: [[key(k), value(v)] for k, v in items.items()]
 
 
 def _mapping_reader(key_hint: Any, value_hint: Any) -> Convert:
-    key, value = _reader(key_hint) or _same, _reader(value_hint)
-    if key_hint is not str:
-        value = value or _same
-        return lambda pairs: {key(k): value(v) for k, v in pairs}
-    if value is None:
+    value = _reader(value_hint)
+    if key_hint is str and value is None:
         return dict
-    return lambda items: {k: value(v) for k, v in items.items()}
+    value = value or _same
+    if key_hint is str or key_hint is int:
+        return lambda items: {key_hint(k): value(v) for k, v in items.items()}
+    key = _reader(key_hint) or _same
+    return lambda pairs: {key(k): value(v) for k, v in pairs}
 
 
 def _same(value: Any) -> Any:

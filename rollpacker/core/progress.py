@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.commands import Commit
-from rollpacker.core.plain import from_plain
+from rollpacker.core.plain import part_of
 
 MAX_EMPTY_STEPS = 3
 """So many steps in a row without anything to train on end the run."""
@@ -52,8 +52,7 @@ class Progress:
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Progress:
         """From a job's state, which has other entries too."""
-        known = {field.name for field in fields(cls)} & set(state)
-        progress = from_plain(cls, {name: state[name] for name in known})
+        progress = part_of(cls, state)
         # A run that ended for it gets another chance: its user may have mended the cause.
         progress.num_empty_steps %= MAX_EMPTY_STEPS
         return progress

@@ -13,14 +13,15 @@ fresh prompts     otherwise
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.core.groups import RoundPlan
 from rollpacker.core.ids import PromptId
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.rounds import RoundPlan
+from rollpacker.core.plain import part_of, to_plain
 
 Waiting = tuple[PromptId, int]
 """A prompt and the attempt that its next launch is."""
@@ -130,29 +131,29 @@ class Queues:
 
     def state(self) -> dict[str, Any]:
         """Three entries of the job's state."""
-        return {
-            "queue": _to_plain(self.long),
-            "tier_queues": [_to_plain(waiting) for waiting in self.tiers],
-            "draining": self.draining,
-        }
+        return to_plain(
+            _Saved(queue=self.long, tier_queues=list(self.tiers), draining=self.draining)
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """From the job's state. Prompts of a tier that the configuration no longer has wait for a
         long round; where no races are any more, whatever is queued is emptied first, rather than
         at the end of its epoch."""
-        self.long.extend(_from_plain(state["queue"]))
-        for tier, waiting in enumerate(state["tier_queues"]):
-            self.defer(_from_plain(waiting), tier)
-        self.draining = state["draining"] or (self.without_races and len(self) > 0)
+        saved = part_of(_Saved, state)
+        self.long.extend(saved.queue)
+        for tier, waiting in enumerate(saved.tier_queues):
+            self.defer(waiting, tier)
+        self.draining = saved.draining or (self.without_races and len(self) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """The queues in a checkpoint."""
+
+    queue: deque[Waiting]
+    tier_queues: list[deque[Waiting]]
+    draining: bool
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:
     return tuple([queue.popleft() for _ in range(count)])
-
-
-def _to_plain(queue: Iterable[Waiting]) -> list[list[Any]]:
-    return [[str(prompt), attempt] for prompt, attempt in queue]
-
-
-def _from_plain(plain: Iterable[Sequence[Any]]) -> list[Waiting]:
-    return [(PromptId.parse(text), attempt) for text, attempt in plain]

@@ -26,6 +26,7 @@ import numpy as np
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import SampleId
 from rollpacker.core.lengths.bins import IntArray
+from rollpacker.core.plain import from_plain, to_plain
 
 Group = TypeVar("Group", bound=Sized)
 
@@ -372,25 +373,38 @@ class StreamPlan:
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
             histories[name] = [*histories.get(name, []), *self._left][-MAX_HISTORY:]
-        return {
-            "num_tries": self.num_tries,
-            "num_releases": self.num_releases,
-            "num_refused_kv": self.num_refused_kv,
-            "num_refused_layout": self.num_refused_layout,
-            "histories": histories,
-        }
+        return to_plain(
+            _Saved(
+                num_tries=self.num_tries,
+                num_releases=self.num_releases,
+                num_refused_kv=self.num_refused_kv,
+                num_refused_layout=self.num_refused_layout,
+                histories=histories,
+            )
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken, between rounds."""
-        self.num_tries = state["num_tries"]
-        self.num_releases = state["num_releases"]
-        self.num_refused_kv = state["num_refused_kv"]
-        self.num_refused_layout = state["num_refused_layout"]
+        saved = from_plain(_Saved, state)
+        self.num_tries, self.num_releases = saved.num_tries, saved.num_releases
+        self.num_refused_kv = saved.num_refused_kv
+        self.num_refused_layout = saved.num_refused_layout
         self._histories = {
-            kind: deque(lengths, maxlen=MAX_HISTORY) for kind, lengths in state["histories"].items()
+            kind: deque(lengths, maxlen=MAX_HISTORY) for kind, lengths in saved.histories.items()
         }
         self._left = []
         self._round = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """A plan in a checkpoint."""
+
+    num_tries: int
+    num_releases: int
+    num_refused_kv: int
+    num_refused_layout: int
+    histories: dict[str, list[int]]
 
 
 def _history_of(kind: RoundKind) -> str:

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
+from rollpacker.core.plain import OMIT_DEFAULT, from_plain, part_of, to_plain
 
 
 class Colour(StrEnum):
@@ -44,6 +44,7 @@ class Outer:
     pairs: Sequence[Pair]
     waiting: deque[tuple[PromptId, int]]
     by_degree: Mapping[int, float]
+    by_share: Mapping[float, int]
     by_prompt: dict[PromptId, tuple[int, ...]]
     in_order: dict[PromptId, None]
     counts: Counter[str]
@@ -69,6 +70,7 @@ OUTER = Outer(
     pairs=[Pair(ONE, (3, 4))],
     waiting=deque([(TWO, 1)]),
     by_degree={4: 0.5, 2: 0.25},
+    by_share={0.5: 7},
     by_prompt={TWO: (1, 2)},
     in_order={TWO: None, ONE: None},
     counts=Counter({"b": 1, "a": 2}),
@@ -80,7 +82,8 @@ def test_every_kind_of_hint_survives_json() -> None:
     plain = to_plain(OUTER)
     assert list(plain) == [name for name in Outer.__dataclass_fields__ if name != "later"]
     assert plain["groups"] == [["a/b/0/1#1.0", "a/b/0/1#1.2"], []]
-    assert plain["by_degree"] == [[4, 0.5], [2, 0.25]]  # JSON has no numbers as keys
+    assert plain["by_degree"] == {"4": 0.5, "2": 0.25}  # JSON has no numbers as keys
+    assert plain["by_share"] == [[0.5, 7]]
     assert plain["in_order"] == ["a/b/0/2", "a/b/0/1"]
     assert plain["pairs"] == [["a/b/0/1", [3, 4]]]
     again = from_plain(Outer, json.loads(json.dumps(plain)))
@@ -100,6 +103,10 @@ def test_arrays_survive_json() -> None:
     again = from_plain(Arrays, json.loads(json.dumps(to_plain(arrays))))
     assert again.row is None and (again.matrix == arrays.matrix).all()
     assert again.matrix.dtype == np.float64 and again.matrix.shape == (1, 2)
+
+
+def test_a_part_of_a_mapping_may_be_read() -> None:
+    assert part_of(Inner, {"degree": 3, "unknown": 2}) == Inner(degree=3)
 
 
 def test_an_unknown_field_is_an_error() -> None:

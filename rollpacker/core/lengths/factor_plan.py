@@ -28,6 +28,7 @@ import numpy as np
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.plain import from_plain, to_plain
 from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
@@ -166,23 +167,23 @@ class FactorPlanner:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {
-            "current": None if self.current is None else list(self.current),
-            "rounds": {
-                kind: [list(one) for one in rounds] for kind, rounds in sorted(self._rounds.items())
-            },
-            "fixed": list(self._fixed),
-        }
+        return to_plain(_Saved(current=self.current, rounds=self._rounds, fixed=self._fixed))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken."""
-        current = state["current"]
-        self.current = None if current is None else (current[0], current[1])
-        self._rounds = {
-            kind: deque(((one[0], one[1], one[2]) for one in rounds), maxlen=MAX_ROUNDS)
-            for kind, rounds in state["rounds"].items()
-        }
-        self._fixed = deque(state["fixed"], maxlen=MAX_ROUNDS)
+        saved = from_plain(_Saved, state)
+        self.current = saved.current
+        self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
+        self._fixed = deque(saved.fixed, maxlen=MAX_ROUNDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """A planner in a checkpoint."""
+
+    current: tuple[float, float] | None
+    rounds: dict[str, deque[tuple[int, int, float]]]
+    fixed: deque[float]
 
 
 def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:
