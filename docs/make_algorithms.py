@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.base import AlgorithmConfig, Name
 from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS
 from rollpacker.algo.trl import EQUAL_SETTINGS
@@ -33,7 +33,7 @@ def switches_table() -> str:
 def needs_table() -> str:
     """What each algorithm asks for beyond a policy and rewards."""
     rows = []
-    for name in ALGORITHMS:
+    for name in get_args(Name):
         config = AlgorithmConfig(name=name)
         models = "a critic" * config.needs_critic + "a teacher" * config.needs_teacher
         groups = "2 or more" if config.needs_groups else "1 or more"

@@ -69,7 +69,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer (Steele et al. 2014), uint64 to uint64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def _sample(

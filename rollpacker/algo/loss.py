@@ -71,6 +71,7 @@ def token_loss(
         loss, flags = _surrogate(ratio, log_probs, advantages, config)
     sums: dict[str, Tensor] = dict(flags)
     if config.mismatch_correction != "none":
+        assert rollout_log_probs is not None  # _check_present
         difference = old_log_probs - rollout_log_probs
         weight, outside = _mismatch_weight(difference, sample_ids, num_samples, config)
         loss = loss * weight
@@ -78,12 +79,14 @@ def token_loss(
         sums["mismatch_weight_squared"] = weight.square()
         sums["mismatch_outside"] = outside
     if ref_log_probs is not None:
+        assert config.kl_estimator is not None, "its row has one"
         kl = kl_estimate(log_probs, ref_log_probs.detach(), config.kl_estimator)
         if config.kl_in == "loss":
             penalty = kl * ratio if config.kl_bias_correction else kl
             loss = loss + config.kl_coef * penalty
         sums["kl"] = kl.detach()
     if config.entropy_coef > 0:
+        assert entropy is not None  # _check_present
         loss = loss - config.entropy_coef * entropy
     dtype = loss.dtype
     return TokenLoss(
@@ -118,8 +121,11 @@ def policy_loss(
     counted = real.any(dim=1)
     real = real[counted]
 
-    def flat(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[counted][real]
+    def flat(values: Tensor) -> Tensor:
+        return values[counted][real]
+
+    def if_given(values: Tensor | None) -> Tensor | None:
+        return None if values is None else flat(values)
 
     lengths = real.sum(dim=1)
     sample_ids = torch.arange(len(lengths), device=real.device).repeat_interleave(lengths)
@@ -130,9 +136,9 @@ def policy_loss(
         sample_ids,
         num_samples=len(lengths),
         config=config,
-        ref_log_probs=flat(ref_logprobs),
-        rollout_log_probs=flat(rollout_logprobs),
-        entropy=flat(entropy),
+        ref_log_probs=if_given(ref_logprobs),
+        rollout_log_probs=if_given(rollout_logprobs),
+        entropy=if_given(entropy),
     )
     weights = token_weights(lengths.tolist(), config=config, max_response_tokens=mask.shape[1])
     of_token = torch.tensor(weights, dtype=logprobs.dtype, device=real.device)[sample_ids]
@@ -177,6 +183,7 @@ def _importance_ratio(
 def _surrogate(
     ratio: Tensor, log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    assert config.clip_low is not None and config.clip_high is not None, "its row has them"
     low, high = 1 - config.clip_low, 1 + config.clip_high
     clipped = ratio.clamp(low, high)
     if config.objective == "cispo":

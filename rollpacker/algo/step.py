@@ -142,6 +142,7 @@ def _penalty(
         return None, {}
     own = _present(log_probs, "the policy's log-probs")
     reference = _present(ref_log_probs, "the reference model's log-probs")
+    assert config.kl_estimator is not None, "its row has one"
     kl = kl_estimate(own, reference, config.kl_estimator)
     return -config.kl_coef * kl, {"critic/kl_reward/mean": kl.mean().item()}
 

@@ -98,6 +98,7 @@ def rollpacker_attention(
     step: RolloutStep | None = kwargs.get(STEP_KEYWORD)
     if step is not None:
         layer = module.layer_idx
+        assert isinstance(layer, int)
         return step.attend(layer, query, key, value, scaling, sliding_window, softcap), None
     if query.shape[2] != key.shape[2]:
         raise UnsupportedModelError(
@@ -143,7 +144,8 @@ def causal_attention(
 ) -> torch.Tensor:
     """Causal attention from the first token on: [rows, heads, tokens, head_dim], as the query."""
     num_tokens = query.shape[2]
-    windowed = sliding_window is not None and num_tokens > sliding_window
+    window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
+    windowed = window < num_tokens
     groups = query.shape[1] // key.shape[1]
     if not windowed and softcap is None:
         return F.scaled_dot_product_attention(
@@ -159,7 +161,7 @@ def causal_attention(
     distance = distance[:, None] - distance[None, :]
     visible = distance >= 0
     if windowed:
-        visible &= distance < sliding_window
+        visible &= distance < window
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
     bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)

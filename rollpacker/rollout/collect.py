@@ -43,7 +43,10 @@ async def collect(engine: Engine, requests: Sequence[GenerationRequest]) -> list
         if len(outputs) == len(requests):
             loop.call_soon_threadsafe(settle)
 
-    engine.start(listen, lambda error: loop.call_soon_threadsafe(settle, error))
+    def die(error: BaseException) -> None:
+        loop.call_soon_threadsafe(settle, error)
+
+    engine.start(listen, die)
     engine.submit(requests)
     await done
     return [_response(outputs[request.sample]) for request in requests]

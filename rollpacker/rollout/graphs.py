@@ -39,7 +39,7 @@ class StepGraphs:
         self, key: Hashable, step: Callable[[], None], state: Sequence[torch.Tensor]
     ) -> torch.cuda.CUDAGraph | None:
         before = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             step()

@@ -83,8 +83,8 @@ class KVSlots:
                 grown = self._zeros((num_slots, shape.num_kv_heads, width, dim))
                 old = store.get(shape.layer)
                 if old is not None:
-                    rows, columns = min(num_slots, old.shape[0]), min(width, old.shape[2])
-                    grown[:rows, :, :columns] = old[:rows, :, :columns]
+                    kept, columns = min(num_slots, old.shape[0]), min(width, old.shape[2])
+                    grown[:kept, :, :columns] = old[:kept, :, :columns]
                 store[shape.layer] = grown
         self.num_slots, self.width = num_slots, width
         self._bias_lines = {}

@@ -123,7 +123,7 @@ def _is_as_built(model: PreTrainedModel, family: object) -> bool:
     ) and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in model.model.layers)
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def _is_adapted(module: Any) -> bool:
     """Whether it is peft's plain low-rank adapter around a plain matrix. Told by name, since peft
     takes a second to import and need not be there."""
     kind = type(module)
@@ -142,7 +142,7 @@ class PlainForward:
     """Prefill and decode steps of one model. Used under `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder = model.model
+        decoder: Any = model.model
         self._rotary = decoder.rotary_emb
         self._embedding = decoder.embed_tokens.weight.detach()
         self._head_dim = decoder.layers[0].self_attn.head_dim
@@ -192,7 +192,7 @@ class PlainForward:
         self, tokens: torch.Tensor, positions: torch.Tensor, num_rows: int, step: RolloutStep
     ) -> torch.Tensor:
         """Hidden states [tokens, width] of so many rows' tokens, one row after the other."""
-        hidden = self._embedding.index_select(0, tokens)
+        hidden: torch.Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
         for layer in self._layers:
@@ -243,7 +243,8 @@ def _by_row(heads: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[rows x tokens, heads, head_dim] as [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
-    return heads.unflatten(0, (num_rows, -1)).transpose(1, 2)
+    rows = torch.unflatten(heads, 0, (num_rows, -1))
+    return rows.transpose(1, 2)
 
 
 def _normalize(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
@@ -282,7 +283,7 @@ def _add_projected(hidden: torch.Tensor, inner: torch.Tensor, linear: _Linear) -
         hidden.add_(_project(inner, linear))
 
 
-def _layer(layer: nn.Module) -> _Layer:
+def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_dim = attention.head_dim
     if isinstance(attention, mistral.MistralAttention):
@@ -324,7 +325,7 @@ def _linear(module: Any) -> _Linear:
     return _Linear(module.weight.detach().t(), None if bias is None else bias.detach(), adapter)
 
 
-def _norm(module: nn.Module) -> _Norm:
+def _norm(module: Any) -> _Norm:
     weight = module.weight.detach()
     eps = torch.full((1,), module.variance_epsilon, dtype=torch.float32, device=weight.device)
     return _Norm(weight, eps, 1 / len(weight))

@@ -90,4 +90,5 @@ def _last_logits(
 ) -> torch.Tensor:
     with torch.inference_mode():
         output = model(input_ids=ids, use_cache=False, **{STEP_KEYWORD: step}, **kwargs)
-    return output.logits[0, -1].float()
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits

@@ -70,7 +70,7 @@ class RowTable:
         self.pending: list[Pending] = []
         self.mode = DrawMode()
         self._num_slots = 0
-        self._columns = {
+        self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
         }
         self._device_columns: dict[str, torch.Tensor] = {}
@@ -210,7 +210,8 @@ class RowTable:
         """The newest tokens of a row, at most so many."""
         count = int(self._columns["count"][row])
         store = self._columns["store"][row]
-        return self._tokens[store, max(0, count - num_tokens) : count].tolist()
+        newest: list[int] = self._tokens[store, max(0, count - num_tokens) : count].tolist()
+        return newest
 
     def response(self, row: int, *, stopped: bool, version: int) -> Response:
         request = self.pending[row].request

@@ -41,7 +41,8 @@ def uniforms(keys: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
 def _mix(bits: np.ndarray) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
+    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
+    return mixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def enable_checkpointing(model: PreTrainedModel) -> list[nn.Module]:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(settings)
     else:  # transformers before it renamed the method
-        model.gradient_checkpointing_enable(settings)
+        model.gradient_checkpointing_enable(settings)  # type: ignore[no-untyped-call]  # theirs
     return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
 
 

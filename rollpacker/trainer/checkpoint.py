@@ -16,14 +16,19 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.trainer.base import TrainerError, TrainerStateError
@@ -92,7 +97,7 @@ def save_trainer(
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         detached = {name: value.detach() for name, value in tensors.items()}
         try:
-            dcp.save(detached, storage_writer=writer, no_dist=shards is None)
+            dcp_save(detached, storage_writer=writer, no_dist=shards is None)
         except CheckpointException as failure:
             raise OSError(f"{folder}: cannot write: {_cause(failure)}") from None
     header = {"format": FORMAT, "processes": 1 if shards is None else shards.size}
@@ -107,7 +112,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         saved_format, files = state["format"], state.get("files", {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainerStateError(f"{folder}: cannot read the trainer's state: {error!r}") from error
@@ -153,7 +158,7 @@ def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -205,6 +210,7 @@ def _saved_layout(folder: Path) -> dict[str, Tensor]:
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -241,7 +247,7 @@ def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> No
         return
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=shards is None)
+        dcp_load(dict(tensors), storage_reader=reader, no_dist=shards is None)
     except CheckpointException as failure:
         raise TrainerStateError(f"{folder}: cannot read its tensors: {_cause(failure)}") from None
 
@@ -278,7 +284,7 @@ def _on_all_ranks(
 ) -> Result:
     """Do it in all processes, or in one, and raise in all if one fails: nobody waits for it."""
     error: Exception | None = None
-    result: Any = None
+    result: Result | None = None  # stays so in a process that has nothing to do
     if shards is None or only in (None, shards.rank):
         try:
             result = work()
@@ -286,4 +292,4 @@ def _on_all_ranks(
             error = caught
     if any_rank(error is not None, shards):
         raise error or TrainerError("another process could not read or write: see its message")
-    return result
+    return cast("Result", result)

@@ -93,7 +93,7 @@ class _CompiledForward:
             if self._compiled is None:
                 self._compile(eager, args, kwargs)
             if _FORWARD_CHECKPOINTS and self._layer.gradient_checkpointing and self._layer.training:
-                checkpoint = self._layer._gradient_checkpointing_func
+                checkpoint: Any = self._layer._gradient_checkpointing_func
                 return checkpoint(partial(self._run, **kwargs), *args)
             return self._run(*args, **kwargs)
         except (_CompilingFailed, TorchDynamoException) as error:

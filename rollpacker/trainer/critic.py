@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +48,8 @@ class Critic(nn.Module):
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         weight, bias = self.value_head.weight.to(dtype), self.value_head.bias.to(dtype)
-        return hidden.to(dtype) @ weight[0] + bias
+        values: Tensor = hidden.to(dtype) @ weight[0] + bias
+        return values
 
 
 def from_policy_model(model: PreTrainedModel) -> Critic:
@@ -85,7 +87,7 @@ def load_critic_weights(critic: Critic, folder: Path) -> None:
 
 
 def _body(model: PreTrainedModel) -> PreTrainedModel:
-    body = model.get_decoder()
+    body = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers'
     if body is model or not isinstance(body, PreTrainedModel):
         raise ModelError(
             f"a critic cannot be made from {type(model).__name__}: its body cannot be told from its"
@@ -102,7 +104,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
     """The whole tensors in the folder, by the critic's names: all of them, in its shapes."""
     try:
         with no_progress_bars(), no_load_report():
-            body, info = _plain_class(critic.model).from_pretrained(
+            read: Any = _plain_class(critic.model).from_pretrained(
                 folder,
                 # Without one in the folder, transformers would build its default: some 7B.
                 config=critic.model.config,
@@ -113,6 +115,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
                 ignore_mismatched_sizes=True,  # they are among `wrong`, by name
             )
         head = load_file(folder / HEAD_FILE)
+        body, info = read
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainerStateError(f"{folder}: cannot read the critic: {error}") from error
     mismatched = {name for name, *_ in info["mismatched_keys"]}
@@ -132,7 +135,9 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
 
 def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Without what sharding puts in front of it."""
-    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    assert issubclass(plain, PreTrainedModel)
+    return plain
 
 
 def _placed_like(target: Tensor, whole: Tensor) -> Tensor:

@@ -78,8 +78,9 @@ class FlopModel:
     def of(cls, model: nn.Module) -> FlopModel:
         """Of a transformers causal LM or its body, with or without adapters. Which parameters are
         trained is read off now."""
-        config = model.config.get_text_config()
-        head = getattr(model.get_output_embeddings(), "weight", None)
+        known: Any = model
+        config = known.config.get_text_config()
+        head = getattr(known.get_output_embeddings(), "weight", None)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         active = _active_experts(config)
         body = 0.0

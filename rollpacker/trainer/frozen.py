@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.trainer.base import ModelConfig
 from rollpacker.trainer.batches import MicroBatch
-from rollpacker.trainer.model import ModelError, load_model
+from rollpacker.trainer.model import ModelError, load_model, num_embeddings
 from rollpacker.trainer.policy import Policy
 
 
@@ -25,7 +26,8 @@ class FrozenPolicy:
     def log_probs(self, batch: MicroBatch, temperature: float) -> Tensor:
         """Log-probabilities [N] of the batch's targets at `temperature`, in float32 (float64 for
         such a model)."""
-        return self.policy(batch, temperature)[0]
+        log_probs: Tensor = self.policy(batch, temperature)[0]
+        return log_probs
 
 
 def frozen_copy(model: PreTrainedModel) -> FrozenPolicy:
@@ -48,17 +50,17 @@ def load_teacher(
     padding: models of one family often differ in that.
     """
     dtype = model.dtype if dtype is None else dtype
-    name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    name: Literal["bfloat16", "float32"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
     loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
     check_same_vocabulary(loaded.tokenizer, tokenizer, f"model.teacher {path}")
-    rows = loaded.model.get_input_embeddings().num_embeddings
-    needed = model.get_input_embeddings().num_embeddings
+    rows, needed = num_embeddings(loaded.model), num_embeddings(model)
     if rows < needed:
         raise ModelError(
             f"model.teacher {path} has {rows} rows of embeddings, the policy has {needed}: it could"
             " not score every token that the policy may sample; choose a teacher with as many"
         )
-    return FrozenPolicy(loaded.model.to(device=model.device, dtype=dtype))
+    nn.Module.to(loaded.model, device=model.device, dtype=dtype)
+    return FrozenPolicy(loaded.model)
 
 
 def check_same_vocabulary(

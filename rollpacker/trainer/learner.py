@@ -302,6 +302,7 @@ def _local_passes(
     shards: Shards | None,
 ) -> Passes:
     model = models.policy.model
+    assert isinstance(model.dtype, torch.dtype)
     batcher = Batcher(
         model,
         layout=config.micro_batches,

@@ -64,7 +64,10 @@ def chunked_log_probs(
     if block_elements is None:
         block_elements = BLOCK_ELEMENTS[hidden.device.type]
     settings = (temperature, transform or LogitTransform(), block_elements)
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, *settings)
+    found: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden, weight, bias, targets, *settings
+    )
+    return found
 
 
 class _ChunkedLogProbs(Function):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,6 @@ from rollpacker.imports import require
 from rollpacker.trainer.base import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
-    from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
 _ADAPTER = "default"
@@ -47,7 +46,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
     targets = list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         lora_dropout=0.0,
         bias="none",
@@ -163,7 +162,8 @@ def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = copy(model.peft_config[_ADAPTER])
+    peft_config: Any = model.peft_config
+    config = copy(peft_config[_ADAPTER])
     config.inference_mode = True
     config.save_pretrained(str(folder))
 
@@ -193,7 +193,9 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         _copy_into(parameter, tensors[name])
 
 
-def _adapted_modules(model: nn.Module) -> dict[str, LoraLayer]:
+def _adapted_modules(model: nn.Module) -> dict[str, Any]:
+    """peft's layers, by name. Which methods they have depends on what they adapt, so that peft's
+    own types do not say it."""
     from peft.tuners.lora import LoraLayer
 
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -28,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from rollpacker.trainer.base import ModelConfig
 
@@ -82,7 +83,7 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
     tokenizer = load_tokenizer(path)
     with no_progress_bars(), no_load_report():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            read: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 trust_remote_code=False,
@@ -92,6 +93,7 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
             )
         except _LOAD_ERRORS as error:
             raise ModelError(f"cannot load the model {config.path}: {_short(error)}") from error
+    model, info = read
     _check_loaded(info, config.path)
     check_vocabulary(model, tokenizer, config.path)
     return LoadedModel(
@@ -104,7 +106,9 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedToken
     `setting` is what the user calls it."""
     path = _checked_path(path, setting)
     try:
-        tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path).from_pretrained(
+            path, trust_remote_code=False
+        )
     except _LOAD_ERRORS as error:
         hint = (
             "" if Path(path).is_dir() else f" (there is no folder {Path(path).absolute()} either)"
@@ -170,16 +174,23 @@ def _check_loaded(info: Mapping[str, Any], path: str) -> None:
 def no_load_report() -> Iterator[None]:
     """transformers logs a table of missing weights; `_check_loaded` says it in one line."""
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Rows of its input embeddings: tokens that it knows, and padding."""
+    rows = model.get_input_embeddings().num_embeddings
+    assert isinstance(rows, int)
+    return rows
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raise `ModelError` if the tokenizer can produce a token that the model has no row for."""
-    rows = model.get_input_embeddings().num_embeddings
+    rows = num_embeddings(model)
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= rows:
         raise ModelError(
@@ -201,6 +212,7 @@ def fingerprint(path: str | Path) -> str:
             config_file = cached_file(str(path), "config.json", local_files_only=True)
         except OSError as error:
             raise ModelError(f"there is no model at {path}") from error
+        assert config_file is not None, "it raises for a missing one"
         folder = Path(config_file).parent
     names = sorted(
         entry.name
@@ -229,7 +241,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers'
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -251,7 +263,7 @@ def new_model(
 ) -> PreTrainedModel:
     """A float32 model with random weights. `architecture` is `model_type` and fields of its config;
     vocabulary and special tokens follow the tokenizer. Raises `ModelError`."""
-    settings = dict(architecture)
+    settings: dict[str, Any] = dict(architecture)
     model_type = settings.pop("model_type", None)
     try:
         config_class = type(AutoConfig.for_model(model_type))
@@ -265,9 +277,10 @@ def new_model(
         settings.setdefault(name, getattr(tokenizer, name))
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(
+        built: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
             config_class(**settings), dtype=torch.float32, trust_remote_code=False
-        ).eval()
+        )
+        model: PreTrainedModel = built.eval()
         with torch.inference_mode():  # sizes that do not go together show here
             model(torch.zeros((1, 2), dtype=torch.int64))
     except (*_LOAD_ERRORS, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -280,12 +293,12 @@ def new_model(
 def no_progress_bars() -> Iterator[None]:
     """transformers draws none inside; the run has a display of its own."""
     enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
         yield
     finally:
         if enabled:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
 
 
 def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, object]) -> None:

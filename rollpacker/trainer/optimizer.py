@@ -67,7 +67,7 @@ class MasterOptimizer:
         self._masters = {name: _master_of(weight) for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
-                weight.register_post_accumulate_grad_hook(_GradientSum(self._masters[name]))
+                _after_gradient(weight, _GradientSum(self._masters[name]))
         orthogonal = self._orthogonalized_names() if optimizer == "muon" else set()
         elementwise = {n: m for n, m in self._masters.items() if n not in orthogonal}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -170,7 +170,9 @@ class MasterOptimizer:
                 raise TrainerStateError(f"the optimizer's state lacks the master weights of {name}")
         for name, master in self._masters.items():
             if master is not self._weights[name]:
-                master.copy_(masters[name])
+                saved = masters[name]
+                assert saved is not None, name
+                master.copy_(saved)
         for optimizer in self._optimizers:
             self._load_into(optimizer, {n: state for n, state in per_name.items() if state})
         self.forget_gradients()
@@ -221,7 +223,8 @@ class MasterOptimizer:
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         for optimizer in self._optimizers:
             if master in optimizer.state:
-                return optimizer.state[master]
+                state: dict[str, Tensor] = optimizer.state[master]
+                return state
         return {}
 
     def _check_state(self, key: str, name: str, value: Tensor) -> None:
@@ -273,6 +276,10 @@ class _GradientSum:
         weight.grad = None
 
 
+def _after_gradient(weight: nn.Parameter, hook: _GradientSum) -> None:
+    weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+
+
 def _master_of(weight: nn.Parameter) -> Tensor:
     if weight.dtype in _FULL_PRECISION:
         return weight
@@ -317,18 +324,21 @@ class _ShardedMuon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody gives one
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is not None:
                     self._update(matrix, group)
 
     def _update(self, matrix: DTensor, group: Mapping[str, float]) -> None:
+        gradient = matrix.grad
+        assert isinstance(gradient, DTensor)
         state = self.state[matrix]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-        buffer = state["momentum_buffer"].lerp_(matrix.grad, 1.0 - group["momentum"])
-        nesterov = matrix.grad.lerp(buffer, group["momentum"])
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1.0 - group["momentum"])
+        nesterov = gradient.lerp(buffer, group["momentum"])
+        assert isinstance(nesterov, DTensor)
         update = _orthogonal_update(nesterov.full_tensor(), group["lr"])
         shard = distribute_tensor(update, matrix.device_mesh, matrix.placements, src_data_rank=None)
         matrix.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(shard)
@@ -345,7 +355,7 @@ def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
         momentum=0.0,
         nesterov=False,
         adjust_lr_fn="match_rms_adamw",
-    ).step()
+    ).step()  # type: ignore[no-untyped-call]  # torch's
     return change.detach()
 
 

@@ -132,7 +132,9 @@ def _why_not_flex(config: Any, dtype: torch.dtype) -> str | None:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 @contextmanager

@@ -97,8 +97,9 @@ class Policy(nn.Module):
             outputs = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
         finally:
             hook.remove()
-        assert outputs.logits.shape[:2] == (1, len(batch.positions)), outputs.logits.shape
-        return outputs.logits[0]
+        logits: Tensor = outputs.logits
+        assert logits.shape[:2] == (1, len(batch.positions)), logits.shape
+        return logits[0]
 
     @torch.no_grad()
     def _blocks_give_the_logits(self) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -78,7 +79,7 @@ def check_schedule(config: TrainConfig) -> None:
 
 def _check_options(config: TrainConfig) -> None:
     """Warm-up options would have no effect, since the warm-up is ours."""
-    make = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
+    make: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
     arguments = [name for name in inspect.signature(make).parameters if name not in _GIVEN]
     options = [name for name in arguments if not name.startswith("warmup")]
     for name, value in config.schedule_options.items():

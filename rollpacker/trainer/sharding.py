@@ -104,8 +104,10 @@ def leave() -> None:
 class ShardedGradients:
     """When a sharded model's gradients are summed over the processes."""
 
-    def __init__(self, root: FSDPModule, gradient_sync: Literal["step", "micro-batch"]) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, gradient_sync: Literal["step", "micro-batch"]) -> None:
+        assert isinstance(root, FSDPModule)
+        self._root: nn.Module = root
+        self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
         root.set_requires_gradient_sync(self._at_every_backward)
 
@@ -117,16 +119,16 @@ class ShardedGradients:
         """
         if self._at_every_backward:
             return
-        self._root.set_requires_gradient_sync(True)
+        self._fsdp.set_requires_gradient_sync(True)
         try:
             run_filler()
         finally:
-            self._root.set_requires_gradient_sync(False)
+            self._fsdp.set_requires_gradient_sync(False)
 
     def forget(self) -> None:
         """Drop what this process has not summed yet, and every parameter's `grad`. Also the end of
         a forward pass with gradients that no backward pass follows."""
-        if self._root._get_fsdp_state()._is_root is not None:  # there was a forward
+        if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for parameter in self._root.parameters():
             parameter.grad = None
@@ -175,11 +177,10 @@ def shard(
         fully_shard(
             module, mesh=shards.mesh, mp_policy=policy, reshard_after_forward=module is not root
         )
-    for module in _sharded_modules(root):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    for sharded in _sharded_modules(root):
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     root.register_forward_hook(_after_forward)
-    assert isinstance(root, FSDPModule)
     return ShardedGradients(root, gradient_sync)
 
 
@@ -260,13 +261,13 @@ def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
     the next forward would use the root's old whole parameters, even after an update."""
     if torch.is_grad_enabled():
         return
-    assert isinstance(root, FSDPModule)
     _free_after_forward(root)
 
 
-def _free_after_forward(root: FSDPModule) -> None:
+def _free_after_forward(root: nn.Module) -> None:
     """The root's whole parameters, which stay for a backward pass, and what was noted for it. While
     they stay, `named_parameters` gives them instead of the shards."""
+    assert isinstance(root, FSDPModule)
     root.reshard()
     # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only
     # scores would let it grow without end, and any other would prefetch what it does not need.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +44,8 @@ class StepSums:
     """Of forward and backward passes; of several ranks, the slowest one's."""
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
-    totals: Counter[str] = field(default_factory=Counter)
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums by name; what was never added is 0."""
 
     def add_micro_batch(
         self,
@@ -112,7 +113,8 @@ class StepSums:
             merged.seconds = max(merged.seconds, part.seconds)
             merged.min_log_ratio = min(merged.min_log_ratio, part.min_log_ratio)
             merged.max_log_ratio = max(merged.max_log_ratio, part.max_log_ratio)
-            merged.totals.update(part.totals)
+            for name, value in part.totals.items():
+                merged.totals[name] += value
         return merged
 
     def metrics(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,8 +36,7 @@ class TorchTrainer:
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="trainer",
-            initializer=torch.set_num_threads if threads is not None else None,
-            initargs=(threads,) if threads is not None else (),
+            initializer=None if threads is None else partial(torch.set_num_threads, threads),
         )
 
     @property

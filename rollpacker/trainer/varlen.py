@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,27 @@ class RowGroup:
     width: int
     from_pack: Tensor
     """[rows * width]; padding points at the pack's first token, whose values nobody reads."""
+
+
+class PackedAttention(Protocol):
+    """One of the implementations."""
+
+    def __call__(
+        self,
+        rows: PackedRows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
+
+        `scaling` None is the square root of D, inverted. `window`: how many tokens back a token
+        sees, itself included; None is all. `softcap` bends the scores as in Gemma 2.
+        """
+        ...
 
 
 class PackedRows:
@@ -72,7 +93,9 @@ class PackedRows:
         lengths = np.asarray(self.lengths)[order]
         to_pack = np.empty(self._starts[-1], dtype=np.int64)
         groups, offset = [], 0
-        for run in plan_micro_batches(lengths, int(self._starts[-1]), GROUP_OVERHEAD_TOKENS):
+        for run in plan_micro_batches(
+            lengths.tolist(), int(self._starts[-1]), GROUP_OVERHEAD_TOKENS
+        ):
             width = int(lengths[run.stop - 1])
             real = np.arange(width) < lengths[run][:, None]
             source = np.where(real, self._starts[order[run]][:, None] + np.arange(width), 0)
@@ -163,12 +186,12 @@ def flex(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. On a CPU the whole score
-    matrix is made, and there is no backward: for tests."""
-    run = _compiled_flex_attention() if query.is_cuda else flex_attention
+    """See `PackedAttention`. On a CPU the whole score matrix is made, and there is no backward: for
+    tests."""
+    run: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     # Inside a compiled layer a soft cap would become a symbol, which FlexAttention cannot take.
     with torch._dynamo.config.patch(specialize_float=True):
-        output = run(
+        output: Tensor = run(
             query,
             key,
             value,
@@ -181,7 +204,7 @@ def flex(
 
 
 @cache
-def varlen_function() -> Callable[..., Tensor] | None:
+def varlen_function() -> Callable[..., Any] | None:
     """torch's `varlen_attn`, if this torch has one that takes what `varlen` gives it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -200,12 +223,12 @@ def varlen(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. Half precision on CUDA."""
+    """See `PackedAttention`. Half precision on CUDA."""
     assert softcap is None, "varlen_attn has no soft cap"
     function = varlen_function()
     assert function is not None
     ends, longest = rows.cumulative_lengths, rows.max_length
-    output = function(
+    output: Tensor = function(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
         ends,
         ends,
@@ -227,7 +250,7 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+    """See `PackedAttention`."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []
@@ -238,8 +261,9 @@ def grouped(
             .transpose(1, 2)
             for tokens, states in zip(flat, (query, key, value), strict=True)
         )
-        windowed = window is not None and group.width > window
-        mask = rows.window_mask(group.width, window) if windowed else None
+        mask = None
+        if window is not None and group.width > window:
+            mask = rows.window_mask(group.width, window)
         if softcap is None:
             output = F.scaled_dot_product_attention(
                 q,
@@ -268,10 +292,11 @@ def _capped_attention(
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=precision)
-    return weights.to(query.dtype) @ value
+    attended: Tensor = weights.to(query.dtype) @ value
+    return attended
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+IMPLEMENTATIONS: dict[str, PackedAttention] = {
     "varlen": varlen,
     "flex": flex,
     "grouped": grouped,
@@ -297,7 +322,7 @@ def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Calla
     ) -> tuple[Tensor, Tensor | None]:
         rows: PackedRows | None = kwargs.get(ROWS_KEYWORD)
         if rows is None:
-            return otherwise(
+            plain: tuple[Tensor, Tensor | None] = otherwise(
                 module,
                 query,
                 key,
@@ -309,6 +334,7 @@ def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Calla
                 softcap=softcap,
                 **kwargs,
             )
+            return plain
         _refuse_extras(module, attention_mask, dropout, kwargs)
         output = _attend(implementation, rows, query, key, value, scaling, sliding_window, softcap)
         return output, None
@@ -316,9 +342,9 @@ def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Calla
     return attend
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _attend(
-    implementation: Callable[..., Tensor],
+    implementation: PackedAttention,
     rows: PackedRows,
     query: Tensor,
     key: Tensor,

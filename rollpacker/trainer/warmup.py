@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -193,9 +193,11 @@ def _parse_row(
         raise WarmupError("chat messages need a tokenizer with a chat template; use a text prompt")
     if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
         raise WarmupError('chat messages must look like {"role": "user", "content": "..."}')
+    options: dict[str, Any] = dict(chat_options)
     text = tokenizer.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=True, **chat_options
+        prompt, tokenize=False, add_generation_prompt=True, **options
     )
+    assert isinstance(text, str), "not tokenized"
     return _Text(text, completion, rendered=True)
 
 
