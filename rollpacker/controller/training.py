@@ -28,6 +28,7 @@ from rollpacker.trainer.base import (
     Trainer,
     TrainSample,
 )
+from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Training:
         self._rows = rows
         self._to_stream: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were asked for and are not begun."""
-        self._said: set[str] = set()
+        self._warn_once = WarnOnce(logger)
         """Warnings that a run gives once."""
 
     def routes(self) -> Routes:
@@ -174,11 +175,6 @@ class Training:
             len(command.groups) + command.num_missing,
             self._config.rollout.dynamic_sampling.max_refills,
         )
-
-    def _warn_once(self, message: str, *arguments: object) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            logger.warning(message, *arguments)
 
 
 @contextlib.contextmanager

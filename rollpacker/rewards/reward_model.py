@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rollpacker.rewards.base import RewardError
+from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
         self._path = checked_folder(config.model_path)
-        self._told_cut = False
+        self._warn_once = WarnOnce(logger)
         self._load(config.device, config.dtype, config.threads)
         own = self._own_limit()
         self._max_tokens = min(config.max_tokens or own, own)
@@ -194,9 +195,8 @@ class RewardModel:
     def _cut(self, ids: list[int]) -> list[int]:
         if not ids:
             raise ValueError("prompt and completion have no tokens")
-        if len(ids) > self._max_tokens and not self._told_cut:
-            self._told_cut = True
-            logger.warning(
+        if len(ids) > self._max_tokens:
+            self._warn_once(
                 "reward_model: a text of %d tokens loses its beginning (max_tokens=%d)",
                 len(ids),
                 self._max_tokens,

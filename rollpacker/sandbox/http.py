@@ -32,6 +32,7 @@ from rollpacker.sandbox.base import (
     profile_of,
 )
 from rollpacker.sandbox.fusion import Trouble, Wire, build_request
+from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class HttpSandbox:
             first_pause_s=FIRST_PAUSE_S,
         )
         self._wire = Wire(url, self.name, token, workers or WORKERS)
-        self._told: set[str] = set()
+        self._warn_once = WarnOnce(logger)
         self._missing: dict[Profile, str] = {}
 
     async def run(
@@ -232,7 +233,7 @@ class HttpSandbox:
                 result = await self._wire.post(request, limits, key)
             except Trouble as trouble:
                 if trouble.refused:
-                    self._tell_once(str(trouble))
+                    self._warn_once(f"{self.name} {trouble}")
                     return _error(self.name, str(trouble))
                 why = str(trouble)
                 service.failed(why, after_s=trouble.busy_s or None)
@@ -253,11 +254,6 @@ class HttpSandbox:
             self._service.failed(str(trouble))
             return False
         return True
-
-    def _tell_once(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            logger.warning("%s %s", self.name, why)
 
 
 def _error(name: str, why: str) -> RunResult:
