@@ -1,10 +1,10 @@
-"""What a fit to a run's log found: constants of its machine, and its workload. For a simulator, as
-JSON and as a table."""
+"""What a fit to a run's log found: constants of its machine, and its workload. For a simulator, and
+as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.report.decode_fit import DecodeFit
@@ -103,69 +103,11 @@ class FittedRun:
     """From a commit to the launch of the next round."""
     workload: Workload
 
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON has it; `from_plain` is the way back."""
-        plain = asdict(self)
-        plain["rewards"]["quantiles"] = _pairs(self.rewards.quantiles)
-        plain["rewards"]["check_quantiles"] = _pairs(self.rewards.check_quantiles)
-        plain["workload"]["pools"] = _pairs(self.workload.pools)
-        plain["workload"]["stopped"] = _pairs(self.workload.stopped)
-        return plain
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> FittedRun:
-        """Raises `ValueError` for what `to_plain` did not write."""
-        try:
-            workload, rewards = plain["workload"], plain["rewards"]
-            return cls(
-                **{
-                    **plain,
-                    **{form: _decode_fit(plain[form]) for form in FORMS},
-                    "errors": {form: _errors(plain["errors"][form]) for form in FORMS},
-                    "rewards": RewardFit(
-                        **{
-                            **rewards,
-                            "quantiles": dict(rewards["quantiles"]),
-                            "check_quantiles": dict(rewards["check_quantiles"]),
-                        }
-                    ),
-                    "train": TrainFit(**plain["train"]),
-                    "workload": Workload(
-                        **{
-                            **workload,
-                            "rows": tuple(workload["rows"]),
-                            "pools": _lengths(workload["pools"]),
-                            "stopped": _lengths(workload["stopped"]),
-                        }
-                    ),
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a fitted run ({type(error).__name__}: {error})") from error
-
     def describe(self) -> str:
         """What this machine costs, as a table for people."""
         return "\n".join(
             f"{name:<31}{value:>13}  {what}".rstrip() for name, value, what in _rows(self)
         )
-
-
-def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
-    """JSON has no keys but strings."""
-    return [[key, list(v) if isinstance(v, tuple) else v] for key, v in mapping.items()]
-
-
-def _lengths(pairs: Iterable[tuple[int, Iterable[int]]]) -> dict[int, tuple[int, ...]]:
-    return {row: tuple(pool) for row, pool in pairs}
-
-
-def _decode_fit(plain: Mapping[str, Any]) -> DecodeFit:
-    knots = tuple((float(count), float(level)) for count, level in plain["knots"])
-    return DecodeFit(**{**plain, "knots": knots})
-
-
-def _errors(plain: Mapping[str, Any]) -> dict[str, RoundErrors]:
-    return {kind: RoundErrors(**errors) for kind, errors in plain.items()}
 
 
 def _rows(run: FittedRun) -> list[tuple[str, str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from rollpacker.core.records import LogError, Record, Session, decode, encode
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.decode_fit import nonnegative_least_squares
 from rollpacker.report.fit import fit_run, predict_rounds
-from rollpacker.report.fitted_run import FORMS, FittedRun
+from rollpacker.report.fitted_run import FORMS
 from rollpacker.report.log import EventLog
 from rollpacker.report.token_clock import iterate_rounds, stretches
 from tests.report import costed_run
@@ -153,13 +152,6 @@ def test_the_workload_is_what_was_asked_and_answered():
     by_hand = [n for s, n in run.lengths.items() if s.prompt.row == 3]
     assert list(workload.pools[3]) == by_hand
     assert fit_run(CostedRun(bent, cap=9000).run(5)).workload.max_response_tokens is None
-
-
-def test_plain_and_back_by_way_of_json():
-    fitted = fit_run(CostedRun(bent, race=True).run(10))
-    assert FittedRun.from_plain(json.loads(json.dumps(fitted.to_plain()))) == fitted
-    with pytest.raises(ValueError, match="not a fitted run"):
-        FittedRun.from_plain({"job": {}})
 
 
 def test_the_table_for_people_has_every_constant():
