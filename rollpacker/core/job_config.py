@@ -15,7 +15,6 @@ from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 
 
-# size: a field for each thing that the core may be told
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A run's configuration, as far as it decides anything. Every log has it in its sessions."""

@@ -52,10 +52,10 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     ),
     # A round is over: train on it, commit a step that has nothing to train on, or replace groups
     # without signal (dynamic sampling). Its last event is a response, or a verdict.
-    (_P.ROLLING, SampleGenerated): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
-    (_P.ROLLING, SampleAborted): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
-    (_P.ROLLING, SampleFailed): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
-    (_P.ROLLING, SampleScored): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
+    **{
+        (_P.ROLLING, event): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING})
+        for event in (SampleGenerated, SampleAborted, SampleFailed, SampleScored)
+    },
     (_P.TRAINING, Trained): frozenset({_P.SYNCING}),
     (_P.SYNCING, WeightsSynced): frozenset({_P.COMMITTING}),
     # Once more where the wish to stop came while the commit was under way, without a checkpoint.
@@ -79,11 +79,11 @@ def expect(phase: Phase, event: Event) -> None:
 def mermaid() -> str:
     """The table as a Mermaid state diagram, for the docs. What leaves a phase as it is, is left
     out."""
-    lines = ["stateDiagram-v2", "    [*] --> new"]
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (before, event), following in TRANSITIONS.items():
-        lines += [
-            f"    {before} --> {after}: {event.__name__}"
-            for after in sorted(following)
-            if after is not before
-        ]
-    return "\n".join([*lines, "    done --> [*]"]) + "\n"
+        for after in sorted(following - {before}):
+            arrows.setdefault((before, after), []).append(event.__name__)
+    lines = [
+        f"    {before} --> {after}: {' / '.join(by)}" for (before, after), by in arrows.items()
+    ]
+    return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"]) + "\n"

@@ -77,16 +77,17 @@ class _Kind:
         """None: no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """First come, first served ..."""
+        """Waiting checks where the order is "fifo"."""
         self.by_prompt: dict[PromptId, deque[SampleId]] = {}
-        """... or by prompt, in the other orders."""
+        """Waiting checks of each prompt, in the other orders."""
         self.dropped: set[SampleId] = set()
         """Still in the queue, but not needed any more."""
         self.longest_s: dict[PromptId, float] = {}
         """Longest check so far of each prompt of this round."""
         self.num_seen = 0
+        """Checks that ended by themselves."""
         self.total_s = 0.0
-        """Checks that ended, and their seconds."""
+        """Seconds that they took together."""
 
     def observe(self, event: SampleScored) -> None:
         """A check ended by itself; learn from how long it took."""
@@ -258,7 +259,7 @@ class RewardSchedule:
         return kind.expected_s(prompt), max(map(self._tokens.__getitem__, kind.by_prompt[prompt]))
 
     def _leave_queue(self, sample: SampleId) -> None:
-        """Of an order by prompts."""
+        """A sample that waits leaves the queue of its prompt, where the order goes by prompt."""
         by_prompt = self._kinds[sample.prompt.source].by_prompt
         waiting = by_prompt[sample.prompt]
         waiting.remove(sample)

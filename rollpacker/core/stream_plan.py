@@ -167,7 +167,8 @@ class StreamPlan:
         """Tokens at which samples left the engine, finished or stopped, in earlier rounds of kinds
         in which devices may be released."""
         self._left: list[int] = []
-        """The same for this round: they join the history when the next one begins."""
+        """Tokens at which samples left the engine in this round; they join the history when the
+        next one begins."""
         self._round: _RoundUnderWay | None = None
         self.active = False
         """Something of the round under way may be streamed."""

@@ -35,13 +35,13 @@ class LengthCounts:
     starts: IntArray
     centres: FloatArray
     ended: FloatArray
-    """(N, BLOCK, E) complete responses per prompt and bin, ..."""
+    """(N, BLOCK, E) complete responses per prompt and bin, of the E bins that have any."""
     ended_bins: IntArray
-    """(E,) ... of those bins that have any."""
+    """(E,) these bins."""
     stopped: FloatArray
-    """(N, BLOCK, S) stopped ones."""
+    """(N, BLOCK, S) stopped responses, of the S bins in which any was stopped."""
     stopped_bins: IntArray
-    """(S,)"""
+    """(S,) these bins."""
     beyond: FloatArray
     """(B,) mean share of a bin that lies beyond where samples were stopped in it."""
     longest: int

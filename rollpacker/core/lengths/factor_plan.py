@@ -73,7 +73,7 @@ class Choice:
     """Standard deviation of a step about the mean of its kind, as far as the longest response makes
     it. See `standard_error_s`."""
     baseline_step_s: float
-    """The same with both factors 1."""
+    """Mean seconds of a step with both factors 1."""
     length_shift: float
     """Mean trained length over the policy's own, minus 1."""
 

@@ -69,7 +69,6 @@ class SavedStep:
     tokens: FloatArray
 
 
-# size: everything that a checkpoint holds of the window, and of the weights made of it
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedWindow:
     """A `LengthWindow` in a checkpoint."""
