@@ -48,11 +48,13 @@ def _has_reason(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lin
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Annotated fields, and what is assigned to `self`."""
+    """Annotated fields, constants of the class aside, and what is assigned to `self`."""
     fields = {
         statement.target.id
         for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not ast.unparse(statement.annotation).startswith("ClassVar")
     }
     stored = {
         inner.attr

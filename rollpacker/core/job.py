@@ -19,8 +19,8 @@ It is the only thing that a driver talks to; controller and simulator drive the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from rollpacker.core.commands import (
     Command,
@@ -59,6 +59,20 @@ from rollpacker.core.stream_plan import StreamPlan
 
 
 class Job:
+    HANDLERS: ClassVar[dict[type, str]] = {
+        RunStarted: "_on_started",
+        PromptsFetched: "_on_fetched",
+        SampleGenerated: "_on_generated",
+        SampleAborted: "_on_aborted",
+        SampleFailed: "_on_failed",
+        SampleScored: "_on_scored",
+        Trained: "_on_trained",
+        WeightsSynced: "_on_synced",
+        Committed: "_on_committed",
+        StopRequested: "_on_stop",
+    }
+    """Kind of event -> name of the method that answers it."""
+
     def __init__(self, config: JobConfig) -> None:
         self.config = config
         self.phase = Phase.NEW
@@ -101,7 +115,8 @@ class Job:
         `AssertionError` for what cannot happen: a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
-        return _HANDLERS[type(event)](self, event)
+        answer: list[Command] = getattr(self, self.HANDLERS[type(event)])(event)
+        return answer
 
     def waiting_for(self) -> str:
         """In words, for the message of a deadline."""
@@ -430,17 +445,3 @@ class Job:
         job.num_late = Counter(state["num_late"])
         job.ledger = Ledger.restore(state["ledger"])
         return job
-
-
-_HANDLERS: Mapping[type[Event], Callable[[Job, Any], list[Command]]] = {
-    SampleGenerated: Job._on_generated,
-    SampleScored: Job._on_scored,
-    SampleAborted: Job._on_aborted,
-    SampleFailed: Job._on_failed,
-    PromptsFetched: Job._on_fetched,
-    Trained: Job._on_trained,
-    WeightsSynced: Job._on_synced,
-    Committed: Job._on_committed,
-    StopRequested: Job._on_stop,
-    RunStarted: Job._on_started,
-}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import TRANSITIONS, Phase, ProtocolError, expect, mermaid
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World
 
 
@@ -28,11 +30,17 @@ WORLDS = {
     "refills": World(config(dynamic_sampling=REFILLED), num_rows=17, epochs=2, seed=4),
     "refills at an end": World(config(dynamic_sampling=REFILLED), num_rows=5, epochs=40),
     "no data": World(config(), num_rows=0),
-    "engine fails": World(config(), num_rows=60, failure_rate=0.6, late_finish_rate=0.5),
-    "slow verdicts": World(config(), num_rows=60, verdict_delay=40.0, no_verdict_rate=0.5),
-    "no verdicts": World(config(), num_rows=60, no_verdict_rate=1.0),
+    "engine fails": World(
+        config(), num_rows=60, unkind=UnkindConfig(failure_rate=0.6, late_finish_rate=0.5)
+    ),
+    "slow verdicts": World(
+        config(), num_rows=60, unkind=UnkindConfig(verdict_delay_s=40.0, no_verdict_rate=0.5)
+    ),
+    "no verdicts": World(config(), num_rows=60, unkind=UnkindConfig(no_verdict_rate=1.0)),
     "race on verdicts": World(
-        config(tail_batching=TailBatchingConfig(race="scored")), num_rows=60, verdict_delay=40.0
+        config(tail_batching=TailBatchingConfig(race="scored")),
+        num_rows=60,
+        unkind=UnkindConfig(verdict_delay_s=40.0),
     ),
     "stopped": World(
         config(cadence=Cadence(checkpoint_every_steps=5)), num_rows=60, stop_at_step=3
@@ -96,3 +104,8 @@ def test_a_diagram_is_drawn_from_the_table() -> None:
     drawn = mermaid().splitlines()
     assert "    training --> syncing: Trained" in drawn and drawn[-1] == "    done --> [*]"
     assert not any(SampleScored.__name__ in line for line in drawn if line.startswith("    new"))
+
+
+def test_the_docs_show_this_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "architecture.md"
+    assert mermaid() in page.read_text(encoding="utf-8")

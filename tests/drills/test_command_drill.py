@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -53,9 +53,7 @@ class WarmedUp:
 class WarmingJob(Job):
     """Has the engine warmed up before a step is committed."""
 
-    def __init__(self, config: JobConfig) -> None:
-        super().__init__(config)
-        self._handlers[WarmedUp] = self._on_warmed_up
+    HANDLERS: ClassVar[dict[type, str]] = {**Job.HANDLERS, WarmedUp: "_on_warmed_up"}
 
     def _on_synced(self, event: WeightsSynced) -> list[Command]:
         self._synced = event
