@@ -4,7 +4,7 @@ slowest ones by name. A kind is the source of its prompts."""
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,21 +85,20 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
 
 def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
     """What a step brought, by kind."""
-    kinds: dict[str, KindChecks] = {}
-    seconds: dict[str, list[tuple[float, SampleId]]] = {}
+    kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
+    seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
     for command in checks.asked:
-        kind = kinds.setdefault(command.sample.prompt.source, KindChecks())
+        kind = kinds[command.sample.prompt.source]
         kind.deadline_s = command.timeout_s
         kind.num_retries += command.retry > 0
     for verdict in checks.verdicts:
-        source = verdict.event.sample.prompt.source
-        kind = kinds.setdefault(source, KindChecks())
-        if verdict.event.cause == "cancelled":
-            kind.num_cancelled += 1
+        event = verdict.event
+        source = event.sample.prompt.source
+        if event.cause == "cancelled":
+            kinds[source].num_cancelled += 1
         else:
-            _count(kind, verdict)
-            took = verdict.event.seconds or 0.0, verdict.event.sample
-            seconds.setdefault(source, []).append(took)
+            _count(kinds[source], verdict)
+            seconds[source].append((event.seconds or 0.0, event.sample))
     for source, of_kind in seconds.items():
         kinds[source].slowest = _slowest_of(of_kind)
     return dict(sorted(kinds.items()))

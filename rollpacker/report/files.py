@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollpacker.core.records import Entry
-from rollpacker.report.history import History
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.spans import Excerpt
 from rollpacker.report.step_history import StepHistory
@@ -36,7 +33,7 @@ def write_reports(
     events = events_path(run)
     folder = events.parent if out is None else Path(out)
     keep = _Keep(trace_steps)
-    summary = summarize_entries(keep.passing(EventLog(events) if log is None else log))
+    summary = summarize_entries(EventLog(events) if log is None else log, keep.feed)
     if summary["steps"]["total"] == 0:
         return with_paths(summary, events.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,17 +51,12 @@ def write_reports(
 
 
 class _Keep:
-    """The steps that the pictures need, picked up while the log passes by."""
+    """The steps that the pictures need."""
 
     def __init__(self, num_last: int) -> None:
         self.last: deque[StepHistory] = deque(maxlen=num_last)
         self.excerpt = Excerpt(NUM_STEPS)
 
-    def passing(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        fold = History()
-        for entry in entries:
-            step = fold.feed(entry)
-            if step is not None:
-                self.last.append(step)
-                self.excerpt.feed(step)
-            yield entry
+    def feed(self, step: StepHistory) -> None:
+        self.last.append(step)
+        self.excerpt.feed(step)

@@ -53,9 +53,6 @@ from rollpacker.report.step_history import (
     Verdict,
 )
 
-RUN_PHASES = ("rollout", "reward_wait", "training", "sync", "checkpoint", "controller")
-"""What a run can be doing. "controller" is whatever has no other name."""
-
 
 class History:
     """Feed it a log's entries, live or from a file; it answers with a `StepHistory` whenever a step
@@ -63,7 +60,8 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (`RUN_PHASES`), `live` what the engine has, `queue` the prompts that wait for a
+    the run is doing (rollout, reward_wait, training, sync, checkpoint or, without a better name,
+    controller), `live` what the engine has, `queue` the prompts that wait for a
     long round or another race. Where a session begins anew without the step before, `step` is
     replaced by another one and what it held is gone, as it is for the run."""
 

@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 
 from rollpacker.core.debias import Debias, effective_sample_size
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.ids import PromptId
 from rollpacker.core.length_model import FloatArray
-from rollpacker.report.step_history import StepHistory
+from rollpacker.report.step_history import End, StepHistory
 
 LENGTH_WINDOW = 50
 """Steps over which the lengths that were trained on are compared with the policy's own."""
@@ -37,19 +37,14 @@ class LengthBias:
 
     def add(self, step: StepHistory) -> dict[str, float]:
         """The metrics after this step: `length/...` and `debias/...`, what is known of them."""
-        ends: dict[PromptId, tuple[list[int], list[int]]] = {
-            sample.prompt: ([], []) for round_ in step.rounds for sample in round_.samples
-        }
+        launched = dict.fromkeys(s.prompt for round_ in step.rounds for s in round_.samples)
+        ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
         for round_ in step.rounds:
             for end in round_.ends:
-                ends[end.sample.prompt][not end.is_finished].append(end.num_tokens)
+                ends[end.sample.prompt][end.end is End.STOPPED].append(end.num_tokens)
         for prompt, (finished, stopped) in ends.items():
             self._debias.observe(prompt, finished, stopped)
-        trained = [
-            (step.samples[sample].num_tokens, weight)
-            for sample, weight in _weights(step)
-            if sample in step.samples and step.samples[sample].is_finished
-        ]
+        trained = _weighted_lengths(step)
         self._debias.step([num_tokens for num_tokens, _ in trained])
         both = np.array(trained, dtype=np.float64).reshape(-1, 2)
         self._trained.append((both[:, 0], both[:, 1]))
@@ -71,10 +66,14 @@ class LengthBias:
         return metrics
 
 
-def _weights(step: StepHistory) -> list[tuple[SampleId, float]]:
-    """Each trained sample with the weight of its loss."""
-    samples = [sample for group in step.groups for sample in group]
+def _weighted_lengths(step: StepHistory) -> list[tuple[int, float]]:
+    """The length of each trained sample, with the weight of its loss."""
     if step.train_on is None or step.train_on.weights is None:
-        return [(sample, 1.0) for sample in samples]
+        return [(sample.num_tokens, 1.0) for sample in step.trained_samples()]
+    samples = [step.samples.get(sample) for group in step.groups for sample in group]
     weights = [weight for group in step.train_on.weights for weight in group]
-    return list(zip(samples, weights, strict=False))
+    return [
+        (sample.num_tokens, weight)
+        for sample, weight in zip(samples, weights, strict=False)
+        if sample is not None and sample.is_finished
+    ]

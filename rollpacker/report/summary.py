@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rollpacker.core.records import Entry
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import CAUSES
 from rollpacker.report.writing import replacing
@@ -43,11 +44,20 @@ def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
 
 
-def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
-    """The same from entries alone, without `run` and `paths`."""
+def summarize_entries(
+    entries: Iterable[Entry], observe: Callable[[StepHistory], None] = lambda step: None
+) -> dict[str, Any]:
+    """The same from entries alone, without `run` and `paths`. `observe` is given every committed
+    step, for those who want more of it in the same pass."""
     accounting = Accounting()
-    steps = [step for step in map(accounting.feed, entries) if step is not None]
     history = accounting.history
+    steps: list[StepSummary] = []
+    for entry in entries:
+        step = history.step
+        summary = accounting.feed(entry)
+        if summary is not None:
+            steps.append(summary)
+            observe(step)
     not_streamed = [step.samples.not_streamed for step in steps]
     dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
     return {
