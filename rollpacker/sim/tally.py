@@ -4,7 +4,7 @@
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
 The steps are those that `result.step_result` makes of the history of the event log, as a test
-holds. They are counted here all the same: a simulation that keeps the history as well takes 1.5
+holds. They are counted here all the same: a simulation that keeps the history as well takes 1.4
 times as long (`benchmarks/sim_speed.py --history`).
 
 A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
