@@ -4,7 +4,7 @@
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
 The steps are those that `result.step_result` makes of the history of the event log, as a test
-holds. They are counted here all the same: a simulation that keeps the history as well takes 1.5
+holds. They are counted here all the same: a simulation that keeps the history as well takes 1.4
 times as long (`benchmarks/sim_speed.py --history`).
 
 A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
@@ -29,13 +29,14 @@ class Tally:
         self._gpus = gpus
         self._workload = workload
         self._num_tail_trained = 0
-        self._open = _OpenStep(began_s=0.0)
+        self.step = OpenStep(began_s=0.0)
+        """Whoever takes a response out of an engine adds its tokens and preemptions here."""
 
     # -- what the ports tell -----------------------------------------------------------
 
     def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
         """Samples are launched on empty engines."""
-        step = self._open
+        step = self.step
         step.kind, step.tensor_parallel = kind, tensor_parallel
         if step.empty_since_s is None:
             self.bubble["sync"] += (now_s - step.began_s) * self._gpus
@@ -43,46 +44,41 @@ class Tally:
             self._waited(now_s)
             step.rollout_from_s = now_s
 
-    def left_engine(self, num_tokens: int, preemptions: int) -> None:
-        """A response is complete or aborted."""
-        self._open.tokens_generated += num_tokens
-        self._open.preemptions += preemptions
-
     def rollout_ends(self, now_s: float) -> None:
         """The last engine is empty."""
-        step = self._open
+        step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
 
     def streamed(self, num_samples: int) -> None:
         """Gradients of so many samples begin before the round is over."""
-        self._open.num_streamed += num_samples
+        self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int]) -> None:
         """On responses of these lengths."""
         self._waited(now_s)
-        step, p95 = self._open, self._workload.policy_length_p95
+        step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
         step.num_trained, step.tokens_trained = len(lengths), sum(lengths)
         step.max_trained = max(lengths, default=0)
         self._num_tail_trained += sum(length > p95 for length in lengths)
 
     def trained(self, now_s: float) -> None:
-        self._open.trained_s = now_s
+        self.step.trained_s = now_s
 
     def committed(self, end_s: float) -> bool:
         """The step is durable at `end_s`. False: there was nothing to train on, and it goes on."""
-        step = self._open
+        step = self.step
         if not step.num_trained:
             return False
         self.steps.append(step.result(end_s))
         self.bubble["sync"] += (end_s - step.trained_s) * self._gpus
-        self._open = _OpenStep(began_s=end_s)
+        self.step = OpenStep(began_s=end_s)
         return True
 
     def _waited(self, now_s: float) -> None:
         """Since the engines became empty everything waited for verdicts."""
-        step = self._open
+        step = self.step
         assert step.empty_since_s is not None
         waited_s = now_s - step.empty_since_s
         step.reward_s += waited_s
@@ -109,7 +105,7 @@ class Tally:
         )
 
 
-class _OpenStep:
+class OpenStep:
     """The step that is not committed yet."""
 
     def __init__(self, began_s: float) -> None:

@@ -141,7 +141,9 @@ class Rollout:
         """The next response of this engine is complete, now."""
         key, length, preemptions = lane.engine.pop()
         lane.last_busy_s = self._clock.time_s
-        self._tally.left_engine(length, preemptions)
+        step = self._tally.step
+        step.tokens_generated += length
+        step.preemptions += preemptions
         self._num_generating -= 1
         if not self._num_generating:
             self._rollout_ends()
@@ -162,11 +164,13 @@ class Rollout:
             key = keys[sample]
             by_lane.setdefault(self._lane_of[key], []).append(key)
         reached: dict[int, tuple[int, int]] = {}
+        step = self._tally.step
         for lane, group in by_lane.items():
             for key, tokens in zip(group, lane.engine.abort(now, group), strict=True):
                 preemptions = lane.engine.preemptions(key)
                 reached[key] = (tokens, preemptions)
-                self._tally.left_engine(tokens, preemptions)
+                step.tokens_generated += tokens
+                step.preemptions += preemptions
             lane.last_busy_s = now
             self._clock.expect(lane.engine, lane.finish)
         self._num_generating -= len(command.samples)
