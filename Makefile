@@ -28,11 +28,11 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(if $(TORCH),$(BIN)/pip install --quiet "$(TORCH)")
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable ".[all]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --editable ".[all,dev]"
 	@touch $@
 
 quickstart: sandbox $(VENV)/.installed
@@ -70,7 +70,7 @@ sandbox:
 	fi
 
 test: sandbox $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -87,8 +87,8 @@ bench: $(VENV)/.installed-dev
 	  algorithms; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m rollpacker.config.describe > docs/configuration.md
-	$(BIN)/python -m rollpacker.algo.describe docs/algorithms.md
+	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_simulation.py
 
 clean:

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import write_result
 
-from rollpacker.data.code_tasks import KINDS, code_tasks
+from examples.code.tasks import KINDS, code_tasks
 from rollpacker.rewards.base import Failed
-from rollpacker.rewards.sandbox import SandboxUnavailable
+from rollpacker.sandbox import SandboxUnavailable
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.hacks import HACKS, SOLUTION, TESTS
 from tests.rewards.code_corpus.honest import HONEST, WRONG

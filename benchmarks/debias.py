@@ -27,11 +27,13 @@ from typing import Any
 import numpy as np
 from machine import write_result
 from numpy.typing import NDArray
+from product_limit import kaplan_meier_mean
 
-from rollpacker.core.debias import Debias, density_weights, effective_sample_size
 from rollpacker.core.ids import PromptId
-from rollpacker.core.length_model import PromptLengths, choose_length_model
-from rollpacker.core.lengths import kaplan_meier_mean
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.debias import Debias
+from rollpacker.core.lengths.fit import choose_length_model
+from rollpacker.core.lengths.weights import density_weights, effective_sample_size
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

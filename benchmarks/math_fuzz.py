@@ -28,10 +28,10 @@ from rollpacker.rewards.base import (
     Failed,
     RewardConfig,
     RewardInput,
-    SandboxConfig,
 )
-from rollpacker.rewards.math.part import MathReward
+from rollpacker.rewards.math.reward import MathConfig, MathReward
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 ENDED = "the checker ended without a verdict"
@@ -103,7 +103,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print what is not confirmed")
     args = parser.parse_args()
     shared = Shared(SandboxConfig())
-    reward = MathReward(RewardConfig(function="math"), "math", shared)
+    entry = RewardConfig(function="math")
+    reward = MathReward(MathConfig(), entry=entry, name="math", shared=shared)
     tally = Tally(args.limit)
     began = time.perf_counter()
     shared.run(lambda: run(reward, args.count, args.seed, tally))

@@ -86,7 +86,7 @@ def sandbox_workers() -> list[Process]:
     """The interpreters that programs are forked from, one per worker: children of bubblewrap's own
     process 1. What they fork has their command line, and is no worker."""
     found = descendants()
-    inside = [p for p in found if "_zygote.pyc" in p.command]
+    inside = [p for p in found if "rollpacker.sandbox.zygote" in p.command]
     shells = {p.pid for p in inside if "--unshare-all" in p.command}
     zygotes = [p for p in inside if p.parent in shells and p.pid not in shells]
     return [p for p in zygotes if p.state not in "ZX"]

@@ -1,6 +1,6 @@
 """Is every attack contained, and is anything left after ten thousand runs?
 
-1. The whole corpus of `tests/rewards/sandbox/attacks`, in every sandbox of this machine: N of N.
+1. The whole corpus of `tests/sandbox/attacks`, in every sandbox of this machine: N of N.
 2. 10,000 runs, one in ten an attack, in any order: what is on the machine before and after
    (processes, mounts, control groups, files, System V objects, descriptors, memory), and whether
    every honest program among them gave its bytes.
@@ -31,10 +31,10 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))
 
-from rollpacker.rewards.sandbox import Limits, Sandbox, Status, open_sandbox
-from tests.rewards.sandbox.attacks import ATTACKS, CLASSES, Attack
-from tests.rewards.sandbox.attacks.bait import Bait, laid_out, resident_bytes
-from tests.rewards.sandbox.attacks.harness import Boxed, contained, problems_of
+from rollpacker.sandbox import Limits, Sandbox, Status, open_sandbox
+from tests.sandbox.attacks import ATTACKS, CLASSES, Attack
+from tests.sandbox.attacks.bait import Bait, laid_out, resident_bytes
+from tests.sandbox.attacks.harness import Boxed, contained, problems_of
 
 WORKERS = 2
 SANDBOXES = ("bwrap python", "bwrap cold", "bwrap without cgroup")
@@ -73,7 +73,7 @@ def _lacks(sandbox: str) -> Any:
     """A machine whose control groups are not ours to use, for the sandbox of that name."""
     if "without cgroup" not in sandbox:
         return contextlib.nullcontext()
-    return mock.patch("rollpacker.rewards.sandbox.cgroup.find_place", lambda: None)
+    return mock.patch("rollpacker.sandbox.cgroup.find_place", lambda: None)
 
 
 def left_behind() -> dict[str, int]:

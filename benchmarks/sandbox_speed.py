@@ -29,9 +29,11 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.rewards.sandbox import Limits, Sandbox, Status, open_sandbox
-from rollpacker.rewards.sandbox.bwrap import interpreter
-from rollpacker.rewards.sandbox.cgroup import own_groups
+from rollpacker.rewards.math.reward import PROFILE as MATH
+from rollpacker.sandbox import Limits, Profile, Sandbox, Status, open_sandbox
+from rollpacker.sandbox.base import PYTHON
+from rollpacker.sandbox.bwrap import interpreter
+from rollpacker.sandbox.cgroup import own_groups
 
 HELLO = "print('hello')"
 PAUSE_S = 0.01
@@ -56,7 +58,7 @@ def summary(values: list[float]) -> dict[str, float]:
     }
 
 
-async def hello(box: Sandbox, profile: str) -> None:
+async def hello(box: Sandbox, profile: Profile | str) -> None:
     result = await box.run(HELLO, profile=profile)
     assert (result.status, result.stdout) == (Status.OK, b"hello\n"), result
 
@@ -68,7 +70,7 @@ async def bare(*flags: str) -> None:
 
 async def start_worker(box: Sandbox) -> None:
     """As the pool does it; then ended again."""
-    worker = await box._started("python")
+    worker = await box._started(PYTHON)
     await box._end(worker)
 
 
@@ -79,7 +81,7 @@ async def latencies(box: Sandbox, rounds: int) -> dict[str, dict[str, float]]:
         "bare without site": lambda: bare("-I", "-S"),
         "cold": lambda: hello(box, "cold"),
         "warm": lambda: hello(box, "python"),
-        "warm math": lambda: hello(box, "math"),
+        "warm math": lambda: hello(box, MATH),
         "start and end of a worker": lambda: start_worker(box),
     }
     taken: dict[str, list[float]] = {name: [] for name in arms}

@@ -362,7 +362,7 @@ def _add_shape(add: Add, rollpacker: Sequence[SystemResult]) -> None:
     add("share of long rounds", 0.2, len(longs) / len(kinds), "section 3")
     scenario = load_scenario(ROOT / "configs/scenarios/32b-32k.yaml")
     tail, rollout = scenario.tail_batching, scenario.rollout
-    launched = tail.num_prompts(rollout.prompts_per_step) * tail.num_samples(
+    launched = tail.factors.num_prompts(rollout.prompts_per_step) * tail.factors.num_samples(
         rollout.samples_per_prompt
     )
     add("samples launched in a short round", 1600, launched, "section 3")

@@ -5,7 +5,9 @@ and verdict handled by the same `Job.handle` as in a real run. Reported are proc
 processes on the machine then count less) and wall seconds, events per second, and the peak of
 memory at the first tenth of the steps and at the end. Exit code 1 above 20 s.
 
-    python benchmarks/sim_speed.py [--steps 1000]
+With --history it is measured once more while the history of the event log is kept beside it.
+
+    python benchmarks/sim_speed.py [--steps 1000] [--history]
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import time
 
 from machine import ROOT, write_result
 
+from rollpacker.bus import Sink
 from rollpacker.core.job import Job
+from rollpacker.core.records import Entry
+from rollpacker.report.history import History
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 
@@ -28,7 +33,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(steps: int, overrides: list[str]) -> dict[str, float]:
+def measure(steps: int, overrides: list[str], observe: Sink | None = None) -> dict[str, float]:
     scenario = load_scenario(
         ROOT / "configs/scenarios/128-gpus.yaml", [f"steps={steps}", *overrides]
     )
@@ -51,7 +56,7 @@ def measure(steps: int, overrides: list[str]) -> dict[str, float]:
     events_per_step = num_events / 5
     Job.handle = handle  # type: ignore[method-assign]
     began_cpu, began = time.process_time(), time.perf_counter()
-    result = simulate(scenario, progress=progress)
+    result = simulate(scenario, progress=progress, observe=observe)
     return {
         "steps": steps,
         "cpu_s": time.process_time() - began_cpu,
@@ -66,6 +71,7 @@ def measure(steps: int, overrides: list[str]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--history", action="store_true")
     args = parser.parse_args()
     found = {
         "with rewards": measure(args.steps, []),
@@ -73,6 +79,13 @@ def main() -> int:
             args.steps, ["rewards=[]", "lengths={preset: rollpacker-code}"]
         ),
     }
+    if args.history:
+        history = History()
+
+        def feed(entry: Entry) -> None:
+            history.feed(entry)
+
+        found["with rewards and the history"] = measure(args.steps, [], feed)
     for name, one in found.items():
         rate = one["events_per_step"] * args.steps / one["cpu_s"]
         print(
@@ -82,7 +95,8 @@ def main() -> int:
             f"tenth of the steps, {one['peak_mib']:.0f} MiB at the end"
         )
     write_result("sim_speed", found)
-    slow = [n for n, one in found.items() if one["cpu_s"] * 1000 / args.steps > BOUND_S]
+    bound = ("with rewards", "without a reward stage")
+    slow = [n for n in bound if found[n]["cpu_s"] * 1000 / args.steps > BOUND_S]
     for name in slow:
         print(f"missed: {name} takes more than {BOUND_S:.0f} s for 1,000 steps")
     return 1 if slow else 0

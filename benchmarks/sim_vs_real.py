@@ -31,7 +31,8 @@ from typing import Any
 from machine import ROOT, write_result
 
 from rollpacker.report.accounting import Accounting
-from rollpacker.report.fit import FORMS, fit_run, predict_rounds
+from rollpacker.report.fit import fit_run, predict_rounds
+from rollpacker.report.fitted_run import FORMS
 from rollpacker.report.log import EventLog, events_path
 
 MEAN_BOUND = 0.15

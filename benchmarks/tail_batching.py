@@ -17,7 +17,6 @@ import dataclasses
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,17 +25,24 @@ import numpy as np
 from machine import write_result
 from workload import add_workload_arguments, describe_workload, load_workload
 
+from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.cli.parts import Policy, load_policy
 from rollpacker.config.schema import RolloutConfig, RunConfig
+from rollpacker.controller.clock import RealClock
 from rollpacker.core.commands import (
     Abort,
+    CancelScore,
     Command,
     Commit,
     Defer,
+    Drop,
     FetchPrompts,
+    Finish,
     Launch,
+    Release,
     RoundKind,
     Score,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -50,8 +56,9 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rollout.base import EngineOutput, GenerationRequest, SamplingParams
 
@@ -92,7 +99,7 @@ class Arm:
         self._cursor = PromptCursor(
             "train", len(policy.train_prompts.rows), config.seed, True, None
         )
-        self._job = Job(
+        job = Job(
             JobConfig(
                 prompts_per_step=rollout.prompts_per_step,
                 samples_per_prompt=rollout.samples_per_prompt,
@@ -100,7 +107,7 @@ class Arm:
                 tail_batching=tail,
             )
         )
-        self._lock = threading.Lock()
+        self._bus = Bus(job, RealClock(0.0), [self, Recorded(Defer, SyncWeights)])
         self._round_over = threading.Event()
         self._error: BaseException | None = None
         self._lengths: dict[SampleId, int] = {}
@@ -111,74 +118,74 @@ class Arm:
         self._lengths.clear()
         self._round_over.clear()
         self._policy.engine.start(self._on_outputs, self._on_error)
-        asyncio.run(self._policy.engine.update_weights(self._job.version))
-        with self._lock:
-            self._handle(self._next_event)
+        job = self._bus.job
+        asyncio.run(self._policy.engine.update_weights(job.version))
+        self._bus.take(self._next_event)
         self._round_over.wait()
         if self._error is not None:
             raise self._error
-        version = self._job.version + 1
-        with self._lock:
-            self._handle(Trained(time_s=0.0, step=self._job.step + 1, version=version))
-            self._handle(WeightsSynced(time_s=0.0, version=version))
+        version = job.version + 1
+        self._bus.take(Trained(time_s=0.0, step=job.step + 1, version=version))
+        self._bus.take(WeightsSynced(time_s=0.0, version=version))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Called in the engine's thread, between two decode steps."""
-        with self._lock:
+        with self._bus.lock:
             for output in outputs:
                 tokens = getattr(output.event, "num_tokens", 0)
                 self._lengths[output.event.sample] = tokens
                 self.rounds[-1].generated_tokens += tokens
-                self._handle(output.event)
+                self._bus.take(output.event)
 
     def _on_error(self, error: BaseException) -> None:
         self._error = error
         self._round_over.set()
 
-    def _handle(self, event: Event) -> None:
-        events = deque([event])
-        while events:
-            for command in self._job.handle(events.popleft()):
-                answer = self._obey(command)
-                if answer is not None:
-                    events.append(answer)
+    def routes(self) -> Routes:
+        surprises = (CancelScore, Drop, Finish, Release, StartGradients)
+        return {
+            FetchPrompts: self._fetch,
+            Launch: self._launch,
+            Abort: lambda command: self._policy.engine.abort(command.samples),
+            Score: self._score,
+            TrainOn: self._end_round,
+            Commit: self._commit,
+            **dict.fromkeys(surprises, _surprise),
+        }
 
-    def _obey(self, command: Command) -> Event | None:
-        match command:
-            case FetchPrompts(count=count):
-                prompts, epoch_ended, data_ended = self._cursor.take(count)
-                return PromptsFetched(
-                    time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+    def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self._cursor.take(command.count)
+        self._bus.take(
+            PromptsFetched(
+                time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+            )
+        )
+
+    def _launch(self, command: Launch) -> None:
+        rows = self._policy.train_prompts.rows
+        self.rounds.append(RoundResult(command.kind, time.perf_counter()))
+        self._policy.engine.submit(
+            [
+                GenerationRequest(
+                    sample=sample,
+                    prompt_tokens=rows[sample.prompt.row].tokens,
+                    sampling=self._sampling,
                 )
-            case Launch(kind=kind, samples=samples):
-                rows = self._policy.train_prompts.rows
-                self.rounds.append(RoundResult(kind, time.perf_counter()))
-                self._policy.engine.submit(
-                    [
-                        GenerationRequest(
-                            sample=sample,
-                            prompt_tokens=rows[sample.prompt.row].tokens,
-                            sampling=self._sampling,
-                        )
-                        for sample in samples
-                    ]
-                )
-            case Abort(samples=samples):
-                self._policy.engine.abort(samples)
-            case Score(sample=sample):
-                return SampleScored(time_s=0.0, sample=sample, value=0.0)
-            case TrainOn(groups=groups):
-                result = self.rounds[-1]
-                result.seconds = time.perf_counter() - result.began_s
-                result.trained = [self._lengths[s] for group in groups for s in group]
-                self._round_over.set()
-            case Commit(step=step):
-                self._next_event = Committed(time_s=0.0, step=step)
-            case Defer() | SyncWeights():
-                pass
-            case _:
-                raise AssertionError(f"not expected here: {command}")
-        return None
+                for sample in command.samples
+            ]
+        )
+
+    def _score(self, command: Score) -> None:
+        self._bus.take(SampleScored(time_s=0.0, sample=command.sample, value=0.0))
+
+    def _end_round(self, command: TrainOn) -> None:
+        result = self.rounds[-1]
+        result.seconds = time.perf_counter() - result.began_s
+        result.trained = [self._lengths[s] for group in command.groups for s in group]
+        self._round_over.set()
+
+    def _commit(self, command: Commit) -> None:
+        self._next_event = Committed(time_s=0.0, step=command.step)
 
     @property
     def name(self) -> str:
@@ -187,9 +194,13 @@ class Arm:
 
     def period(self, prompts_per_step: int) -> int:
         """Rounds after which the long queue is empty again."""
-        deferred = self.tail.num_prompts(prompts_per_step) - prompts_per_step
+        deferred = self.tail.factors.num_prompts(prompts_per_step) - prompts_per_step
         assert deferred == 0 or prompts_per_step % deferred == 0, (prompts_per_step, deferred)
         return 1 + prompts_per_step // deferred if deferred else 1
+
+
+def _surprise(command: Command) -> None:
+    raise AssertionError(f"not expected here: {command}")
 
 
 def _sampling(rollout: RolloutConfig, seed: int) -> SamplingParams:

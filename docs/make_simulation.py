@@ -36,10 +36,13 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.records import Record
-from rollpacker.sim import engine, latency, presets, simulation, workload
+from rollpacker.sim import latency, presets, workload
 from rollpacker.sim import simulate as simulating
+from rollpacker.sim.cache_limits import KV_WATERMARK
+from rollpacker.sim.ports.rollout import MIGRATION_S
 from rollpacker.sim.result import SystemResult
-from rollpacker.sim.scenario import LengthLaw, load_scenario
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.workload_spec import LengthLaw
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -512,8 +515,8 @@ def assumed_table() -> str:
          "assumed: samples of one prompt share its prefill"],
         ["memory for weights and cache", _default(machine, "kv_memory_share"), "share of a GPU's",
          "vLLM's default"],
-        ["cache kept free at admission", engine.KV_WATERMARK, "share", "assumed, as vLLM's"],
-        ["release until training can begin", simulation.MIGRATION_S, "s",
+        ["cache kept free at admission", KV_WATERMARK, "share", "assumed, as vLLM's"],
+        ["release until training can begin", MIGRATION_S, "s",
          f"{paper}, section 4.4: at most this"],
         ["window of the release", " to ".join(f"{v:g}" for v in presets.RELEASE_WINDOW),
          "share finished", f"{paper} tries from 0.2 on; 0.4 is what its configurations fix"],

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cli.train import Run, train
+    from rollpacker.cli.train import FinishedRun, train
 
-__all__ = ["Run", "train"]
+__all__ = ["FinishedRun", "train"]
 
 
 def __getattr__(name: str) -> Any:

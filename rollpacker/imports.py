@@ -1,4 +1,7 @@
-"""Functions that a config names: `module:function` or `path/to/file.py:function`."""
+"""What is imported by name: functions of a config, and the packages of the optional parts.
+
+A function is `module:function` or `path/to/file.py:function`. An optional part calls `require`
+before it imports its package, so that a missing one is a sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -16,6 +19,35 @@ from typing import Any
 
 class ImportSpecError(ValueError):
     """The function that a config names cannot be had; the message says why and what to do."""
+
+
+class MissingPackageError(ValueError):
+    """An optional part is asked for whose package is not installed. The message says what to do."""
+
+
+def missing(package: str, *, extra: str, what: str) -> str | None:
+    """None if `package` can be imported, else the one sentence that names the extra to install.
+
+    `what` begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is
+    imported.
+    """
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None
+    if found is not None and found.origin is not None:  # None: a mere folder of the same name
+        return None
+    return f"{what} needs {package}, which is not installed: pip install 'rollpacker[{extra}]'"
+
+
+def require(package: str, *, extra: str, what: str) -> None:
+    """Raises `MissingPackageError` if `package` is not installed, with the sentence of `missing`.
+
+    The import itself is left to the caller, whose type checker then knows the module.
+    """
+    sentence = missing(package, extra=extra, what=what)
+    if sentence is not None:
+        raise MissingPackageError(sentence)
 
 
 def load_function(spec: str) -> Callable[..., Any]:

@@ -17,7 +17,10 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
-_ORDER = ("core", "config", "report", "data", "rewards", "cli", "controller", "trainer", "rollout")
+_ORDER = (
+    *("core", "config", "report", "data", "examples", "endpoints", "processes", "sandbox"),
+    *("rewards", "cli", "controller", "trainer", "rollout"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,20 @@
 """Functions named in a config: found, or refused with one clear message."""
 
+import logging
 import math
 from pathlib import Path
 
 import pytest
 
-from rollpacker.imports import ImportSpecError, load_function
+from rollpacker.cli.errors import classify
+from rollpacker.imports import (
+    ImportSpecError,
+    MissingPackageError,
+    load_function,
+    missing,
+    require,
+)
+from rollpacker.warn_once import WarnOnce
 
 
 def test_by_module_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +64,29 @@ def test_a_file_that_fails_itself(tmp_path: Path, source: str, expected: list[st
         load_function(f"{path}:f")
     for part in [*expected, "broken.py"]:
         assert part in str(caught.value)
+
+
+def test_a_missing_package_is_one_sentence_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("numpy", extra="math", what="this")
+    (tmp_path / "no_such_package").mkdir()  # a folder of that name in the working folder
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("no_such_package", "nor_this_one", "nor_this_one.part"):
+        with pytest.raises(MissingPackageError) as caught:
+            require(name, extra="report", what="drawing the timeline")
+        assert str(caught.value) == missing(name, extra="report", what="drawing the timeline")
+        assert str(caught.value) == (
+            f"drawing the timeline needs {name}, which is not installed: pip install"
+            " 'rollpacker[report]'"
+        )
+    assert classify(caught.value)[0] == 2
+
+
+def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn = WarnOnce(logging.getLogger("some.part"))
+    for number in range(3):
+        warn("row %d is cut", number)
+        warn("something else")
+    WarnOnce(logging.getLogger("some.part"))("something else")
+    assert caplog.messages == ["row 0 is cut", "something else", "something else"]

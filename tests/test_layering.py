@@ -1,10 +1,10 @@
 """Who may import whom, as `docs/architecture.md` says; and light commands stay light."""
 
 import ast
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,31 +14,43 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
-    *("remote", "report", "rewards", "rollout", "sim", "trainer"),
+    *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
+    "trainer",
 )
-BASES = tuple(f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "trainer"))
+BASES = tuple(
+    f"{part}.base" for part in ("algo", "data", "rewards", "rollout", "sandbox", "trainer")
+)
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
+
+FOR_ALL = ("imports", "warn_once")
+"""Free to all parts but the core."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "config": ("core", *BASES),
-    "sim": ("core", "config", "report"),
+    "bus": ("core",),
+    "sim": ("bus", "core", "config", "report"),
     "report": ("core", "config"),
     "algo": ("imports",),
     "rollout": (*NOUNS, "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "imports"),
-    "data": (*NOUNS, "imports"),
-    "trainer": (*NOUNS, "algo", "weight_probe"),
+    "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
+    "sandbox": ("endpoints", "processes"),
+    "endpoints": (),
+    "processes": (),
+    "data": NOUNS,
+    "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
-    "controller": ("core", "config", *BASES),
+    "controller": ("bus", "core", "config", *BASES),
     "imports": (),
+    "warn_once": (),
     "weight_probe": (),
 }
 """What of rollpacker each part may import besides itself, inside functions too. Imports for type
 checking alone are free, except in the core."""
+
 MAY_ANYTHING_INSIDE_FUNCTIONS = ("cli", "__init__")
 """At module level these two have the light parts only."""
-LIGHT = ("cli", "config", "core", "report", "sim", *BASES)
+LIGHT = ("cli", "config", "core", "report", "sim", *FOR_ALL, *BASES)
 
 IMPURE = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "random"}
 HEAVY = {"torch", "transformers", "ray", "vllm", "datasets", "reasoning_gym", "pyarrow"}
@@ -97,12 +109,12 @@ def violations(path: Path) -> list[str]:
         checked, allowed = module_level(tree), LIGHT
     else:
         checked = imports_of(tree) if part == "core" else imports_outside(tree, for_types_only)
-        allowed = (part, *MAY_IMPORT[part])
+        allowed = (part, *MAY_IMPORT[part], *(FOR_ALL if part != "core" else ()))
     found = []
     for line, name in checked:
         top, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)}, line {line}: {name}"
-        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, "imports", "weight_probe"):
+        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, *FOR_ALL, "bus", "weight_probe"):
             if not within(rest, allowed):
                 found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")
         elif top == "ray" and part != "remote":
@@ -136,7 +148,7 @@ def test_the_check_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.Monk
         ("core", "import time\n"),
         ("core", "import torch\n"),
         ("core", "from rollpacker.config.load import load_config\n"),
-        ("config", "def f():\n    import rollpacker.rewards.functions.part\n"),
+        ("config", "def f():\n    import rollpacker.rewards.functions.function_reward\n"),
         ("data", "from rollpacker.core.job import Job\n"),
         ("trainer", "import ray\n"),
         ("cli", "import torch\n"),
@@ -186,9 +198,11 @@ def test_help_answers_at_once() -> None:
     command = [sys.executable, "-m", "rollpacker.cli.main", "--help"]
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # The processor's time, which a busy machine does not lengthen; it waits for nothing else.
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert "train" in done.stdout
-    assert statistics.median(seconds) < 0.5, seconds
+    assert statistics.median(seconds) < 0.2, seconds

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from rollpacker.data.code_one_liners import one_liners, write_demonstrations
-from rollpacker.data.code_tasks import code_tasks, write_rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.code.one_liners import one_liners, write_demonstrations
+from examples.code.tasks import code_tasks
+from examples.rows import write_rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,11 +9,15 @@ prompt is in both.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from rollpacker.data.math_tasks import KINDS, math_tasks, write_math_tasks
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.math.tasks import KINDS, math_tasks
+from examples.rows import write_rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     rows = math_tasks(args.rows + args.eval_rows, args.seed)
-    write_math_tasks(args.output / "eval.jsonl", islice(rows, args.eval_rows))
-    write_math_tasks(args.output / "train.jsonl", rows)
+    write_rows(args.output / "eval.jsonl", islice(rows, args.eval_rows))
+    write_rows(args.output / "train.jsonl", rows)
     print(
         f"{args.rows:,} training rows and {args.eval_rows:,} for evaluation, of {len(KINDS)} kinds,"
         f" in {args.output}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from rollpacker.data.code_tasks import code_tasks
-from rollpacker.data.math_tasks import math_tasks
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.code.tasks import code_tasks
+from examples.math.tasks import math_tasks
 
 COLUMNS = ("task", "prompt", "answer", "tests", "reference_solution")
 

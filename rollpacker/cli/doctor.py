@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli import findings, trials
 from rollpacker.cli.findings import Finding
+from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -56,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 if training can start, else 1."""
+    """Look at everything, and return the exit code: 0 if training can start, else 1."""
     began = time.perf_counter()
     logging.disable(logging.WARNING)  # what matters of it is in the findings
     try:
@@ -86,43 +87,43 @@ def _verdict(found: Sequence[Finding], seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _NamedCheck:
     name: str
     check: Check
     must: bool = True
     """Training cannot start if the check itself breaks."""
 
 
-def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_Step]:
+def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck]:
     """The checks in order. The sandbox's runs beside those that load torch."""
-    from rollpacker.rewards.base import SandboxConfig
+    from rollpacker.sandbox.base import SandboxConfig
 
-    yield _Step("system", findings.system)
-    yield _Step("python", findings.python)
-    yield _Step("packages", findings.packages)
-    yield _Step("safety", findings.unsafe_versions)
-    yield _Step("processors", findings.cpus)
-    yield _Step("memory", findings.memory)
+    yield _NamedCheck("system", findings.system)
+    yield _NamedCheck("python", findings.python)
+    yield _NamedCheck("packages", findings.packages)
+    yield _NamedCheck("safety", findings.unsafe_versions)
+    yield _NamedCheck("processors", findings.cpus)
+    yield _NamedCheck("memory", findings.memory)
     config, problem = _load(path, overrides)
     sandbox = config.sandbox if config is not None else SandboxConfig()
     needed = config is not None and _needs_sandbox(config)
     later = _Later(lambda: trials.sandbox(sandbox, needed=needed))
     runs_dir = Path(config.runs_dir if config is not None else "runs")
-    yield _Step("disk", lambda: findings.disk(runs_dir))
-    yield _Step("/dev/shm", findings.shared_memory)
-    yield _Step("limits", findings.open_limits)
-    yield _Step("torch", findings.torch_build)
-    yield _Step("gpu", findings.gpus)
-    yield _Step("bf16", findings.bf16)
-    yield _Step("engine", trials.engine)
-    yield _Step("sandbox", later.result, must=needed)
+    yield _NamedCheck("disk", lambda: findings.disk(runs_dir))
+    yield _NamedCheck("/dev/shm", findings.shared_memory)
+    yield _NamedCheck("limits", findings.open_limits)
+    yield _NamedCheck("torch", findings.torch_build)
+    yield _NamedCheck("gpu", findings.gpus)
+    yield _NamedCheck("bf16", findings.bf16)
+    yield _NamedCheck("engine", trials.engine)
+    yield _NamedCheck("sandbox", later.result, must=needed)
     if path is not None:
-        yield _Step("config", lambda: problem or Finding("ok", "config", path))
+        yield _NamedCheck("config", lambda: problem or Finding("ok", "config", path))
     if config is not None:
-        yield _Step("model", lambda: trials.model(config))
-        yield _Step("training", lambda: trials.training(config))
-        yield _Step("data", lambda: trials.data(config))
-        yield _Step("memory fit", lambda: trials.fit(config))
+        yield _NamedCheck("model", lambda: trials.model(config))
+        yield _NamedCheck("training", lambda: trials.training(config))
+        yield _NamedCheck("data", lambda: trials.data(config))
+        yield _NamedCheck("memory fit", lambda: trials.fit(config))
 
 
 def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding | None]:
@@ -167,24 +168,27 @@ class _Later:
         return self._found
 
 
-def _outcome(step: _Step) -> list[Finding]:
+def _outcome(one: _NamedCheck) -> list[Finding]:
     """What a check found; one that breaks is itself a finding."""
     try:
-        found = _Later(step.check).result()
+        found = _Later(one.check).result()
     except ModuleNotFoundError as error:
         cure = "Run make again, or: pip install --editable ."
-        return [Finding("fail", step.name, f"the package {error.name} is missing", cure)]
+        return [Finding("fail", one.name, f"the package {error.name} is missing", cure)]
+    except MissingPackageError as error:
+        text, _, cure = str(error).partition(": ")
+        return [Finding("fail", one.name, text, cure)]
     except Exception as error:  # whatever it is, the other checks go on
         text = f"{type(error).__name__}: {error}"
         cure = "Please report this line, and how you got it."
-        return [Finding("fail" if step.must else "warn", step.name, text, cure)]
+        return [Finding("fail" if one.must else "warn", one.name, text, cure)]
     return found if isinstance(found, list) else [found]
 
 
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _print_all(steps: Iterator[_Step], *, as_text: bool) -> list[Finding]:
+def _print_all(checks: Iterator[_NamedCheck], *, as_text: bool) -> list[Finding]:
     """Look, and say it at once, line by line."""
     from rich.console import Console
 
@@ -192,10 +196,10 @@ def _print_all(steps: Iterator[_Step], *, as_text: bool) -> list[Finding]:
     found = []
     show = as_text and console.is_terminal
     with console.status("looking around ...") if show else contextlib.nullcontext() as status:
-        for step in steps:
+        for one in checks:
             if status is not None:
-                status.update(f"looking at {step.name} ...")
-            for finding in _outcome(step):
+                status.update(f"looking at {one.name} ...")
+            for finding in _outcome(one):
                 found.append(finding)
                 if as_text:
                     _print(console, finding)

@@ -15,3 +15,5 @@ def print_dry_run(config: RunConfig) -> None:
     print(f"{config.name}: {config.model.path}")
     for line in estimate(config).lines():
         print(f"  {line}")
+    if config.without_effect is not None:
+        print(f"  {config.without_effect}")

@@ -28,7 +28,10 @@ EXIT_CODES = {
     130: "interrupted",
 }
 
-_USER_ERRORS = {"rollpacker.rewards.base.RewardError"}
+_USER_ERRORS = {
+    "rollpacker.rewards.base.RewardError",
+    "rollpacker.sandbox.base.SandboxUnavailable",
+}
 """User mistakes that are no `ValueError`."""
 
 _BY_NAME = {

@@ -4,7 +4,6 @@ folder."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -41,7 +40,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises `ValueError` for what the user can mend."""
+    """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
+    import asyncio
+
     if args.k is not None and args.k < 1:
         raise ValueError("-k must be at least 1")
     config, model = _resolve(args)

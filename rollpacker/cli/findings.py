@@ -10,10 +10,13 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 GIB = 1 << 30
 LOW_MEMORY_GIB = 4
@@ -61,12 +64,39 @@ def python() -> Finding:
 
 def packages() -> Finding:
     """Whether every package that we need is there, in a version that we know."""
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import metadata
+
+    needed = _requirements("")
+    if wrong := _wrong(needed):
+        cure = "Run make again, or: pip install --editable ."
+        return Finding("fail", "packages", "; ".join(wrong), cure)
+    text = f"all {len(needed)} there, in versions that fit"
+    extras = metadata("rollpacker").get_all("Provides-Extra") or []
+    without = [name for name in extras if name != "dev" and _wrong(_requirements(name))]
+    if without:
+        text += f"; optional parts that are not: {', '.join(without)}"
+    return Finding("ok", "packages", text)
+
+
+def _requirements(extra: str) -> list[Requirement]:
+    """Packages that we need, or that one of our extras adds to these."""
+    from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
-    needed = [Requirement(line) for line in requires("rollpacker") or ()]
-    needed = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    found = []
+    for one in (Requirement(line) for line in requires("rollpacker") or ()):
+        added = one.marker is not None and "extra" in str(one.marker)
+        applies = one.marker is None or one.marker.evaluate({"extra": extra})
+        if applies and added == bool(extra) and one.name != "rollpacker":
+            found.append(one)
+    return found
+
+
+def _wrong(needed: Sequence[Requirement]) -> list[str]:
+    """What is missing of these, or has another version."""
+    from importlib.metadata import PackageNotFoundError, version
+
     wrong = []
     for one in needed:
         try:
@@ -76,10 +106,7 @@ def packages() -> Finding:
             continue
         if not one.specifier.contains(have, prereleases=True):
             wrong.append(f"{one.name} is {have}, needed is {one.specifier}")
-    if wrong:
-        cure = "Run make again, or: pip install --editable ."
-        return Finding("fail", "packages", "; ".join(wrong), cure)
-    return Finding("ok", "packages", f"all {len(needed)} there, in versions that fit")
+    return wrong
 
 
 def unsafe_versions() -> list[Finding]:
@@ -129,7 +156,7 @@ def memory() -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Where runs are written."""
+    """Whether the disk on which runs are written has room for them."""
     there = folder.expanduser().absolute()
     while not there.exists():
         there = there.parent
@@ -276,7 +303,7 @@ def _cgroup_files(controller: str, name: str) -> Iterator[str]:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Total and available."""
+    """Bytes of memory that the machine has, and that are free for programs."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     found = re.search(r"MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")))
@@ -284,7 +311,7 @@ def _memory_bytes() -> tuple[int, int]:
 
 
 def _driver() -> str | None:
-    """Of NVIDIA; None where there is none."""
+    """The version of NVIDIA's driver; None where there is no driver."""
     text = _read(Path("/proc/driver/nvidia/version"))
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ("of unknown version" if text else None)

@@ -32,9 +32,6 @@ exit codes:
 """
 
 
-_NO_READER = "rollpacker: nobody reads the output any more; the run stopped, --resume goes on"
-
-
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line and points to the help, without the usage text.
 
@@ -90,8 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(f"rollpacker.cli.{args.verb}").run(args))
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich makes an exit of it
-            if args.verb == "train":
-                print(_NO_READER, file=sys.stderr)
             return report_error(stop.__context__)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     # The outermost frame: whatever got here ends the process, and with a message.

@@ -35,12 +35,13 @@ class Policy:
     threads: int
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str), "a list of tokens is one text"
         return text
 
     @property
     def mean_prompt_tokens(self) -> int:
-        """Of the training data, rounded."""
+        """Mean number of tokens of a training prompt, rounded."""
         rows = self.train_prompts.rows
         return round(sum(len(row.tokens) for row in rows) / len(rows))
 

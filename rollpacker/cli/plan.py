@@ -178,7 +178,7 @@ def _cells(finding: Finding, plan: Plan) -> list[str]:
 
 
 def _seconds(value: float, plan: Plan) -> str:
-    """With as many decimals as a step's length asks for."""
+    """Seconds as text, with as many decimals as the length of a step asks for."""
     return f"{value:.{1 if plan.current.step_s >= 10 else 3}f}"
 
 

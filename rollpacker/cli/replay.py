@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 if the commands are the same, 1 at the first difference."""
+    """Replay, and return the exit code: 0 for the same commands, 1 at the first difference."""
     from rollpacker.controller.replay import replay
     from rollpacker.core.records import LogError
     from rollpacker.report.log import EventLog, events_path

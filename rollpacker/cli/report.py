@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from rollpacker.cli.errors import naming
+    from rollpacker.imports import require
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.summary import render
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     events = events_path(args.run)
     folder = Path(args.out) if args.out else events.parent
+    if args.steps or args.against:
+        require("matplotlib", extra="report", what="drawing a picture")
     log = EventLog(events)
     with naming(folder):
         summary = write_reports(
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if summary["steps"]["total"] == 0:
         console.print(Text(f"{events} holds no finished step yet."), soft_wrap=True)
         return 0
-    written = ["summary.json", "timeline.png", "trace.json"]
+    names = ("summary.json", "timeline.png", "trace.json")
+    written = [name for name in names if (folder / name).exists()]
     if args.against:
         draw_comparison(events, events_path(args.against), folder / "comparison.png")
         written.append("comparison.png")

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.simulations import simulate_all
+
 if TYPE_CHECKING:
-    from rollpacker.core.records import Record
     from rollpacker.sim.result import SystemResult
     from rollpacker.sim.scenario import Scenario
 
-BAR_AFTER_S = 2.0
-"""What takes no longer shows no progress bar."""
-_POLL_S = 0.2
 SIMULATED = "simulated"
 """What a what-if calls the run at its own settings."""
-VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
-"""When a simulated run begins. Not the time of day: the same run has the same log."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -76,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises `ValueError` for what the user got wrong."""
+    """Simulate, and return the exit code. Raises `ValueError` for what the user got wrong."""
     if args.presets:
         if args.json:
             raise ValueError("--presets and --json exclude each other: the list is for people")
@@ -150,14 +143,21 @@ def _check_file(option: str, file: str) -> None:
 
 def _picture(args: argparse.Namespace) -> Path | None:
     """Where the timeline goes."""
+    from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
+    lacking = missing("matplotlib", extra="report", what="drawing the timeline")
     if args.picture is not None:
         picture = Path(args.picture)
         if picture.suffix not in FORMATS:
             raise ValueError(f"--picture {picture}: the name must end in {', '.join(FORMATS)}")
+        if lacking is not None:
+            raise MissingPackageError(lacking)
         return picture
     if args.json or args.no_picture:
+        return None
+    if lacking is not None:
+        _note(lacking)
         return None
     if args.from_run is not None:
         return Path(f"{_run_name(args.from_run)}-what-if.png")
@@ -225,156 +225,6 @@ def _note(text: str) -> None:
     print(f"rollpacker: note: {text}", file=sys.stderr)
 
 
-# -- simulating --------------------------------------------------------------------
-
-
-def simulate_all(
-    scenarios: Mapping[str, Scenario], *, jobs: int | None = None, log: str | Path | None = None
-) -> dict[str, SystemResult]:
-    """Simulate every scenario, several at the same time in processes of their own; a progress bar
-    on stderr if that takes long and stderr is a terminal.
-
-    `jobs` None: as many as there are cores. `log`: write the event log of the only one there.
-    Raises what `simulate` raises."""
-    jobs = min(jobs or os.cpu_count() or 1, len(scenarios))
-    bar = _Bar(sum(scenario.steps for scenario in scenarios.values()))
-    try:
-        if jobs > 1:
-            return _in_processes(scenarios, jobs, bar)
-        return {
-            name: _one(scenario, lambda _: bar.show(bar.done + 1), log)
-            for name, scenario in scenarios.items()
-        }
-    finally:
-        bar.close()
-
-
-def _one(
-    scenario: Scenario, progress: Callable[[int], None], log: str | Path | None = None
-) -> SystemResult:
-    from rollpacker.sim.simulate import simulate
-
-    with ExitStack() as stack:
-        observe = None if log is None else stack.enter_context(_LogFile(scenario, Path(log)))
-        return simulate(scenario, observe=observe, progress=progress)
-
-
-class _LogFile:
-    """Writes what it is called with; the file is complete or not there at all."""
-
-    def __init__(self, scenario: Scenario, path: Path) -> None:
-        self._scenario, self._path = scenario, path
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Callable[[Record], None]:
-        from rollpacker.core.records import Session, encode
-        from rollpacker.report.writing import replacing
-        from rollpacker.sim.latency import Calibration
-        from rollpacker.sim.simulate import job_config, machine_of
-
-        config = job_config(self._scenario, machine_of(self._scenario, Calibration()))
-        begin = Session(started_at=VIRTUAL_EPOCH, time_s=0.0, step=0, job=config.to_plain())
-        temporary = self._stack.enter_context(replacing(self._path))
-        file = self._stack.enter_context(temporary.open("w", encoding="utf-8"))
-        file.write(f"{encode(begin)}\n")
-        return lambda record: print(encode(record), file=file)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-
-def _in_processes(
-    scenarios: Mapping[str, Scenario], jobs: int, bar: _Bar
-) -> dict[str, SystemResult]:
-    import multiprocessing
-    from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-
-    context = multiprocessing.get_context("spawn")
-    steps_done, stop = context.Value("l", 0), context.Event()
-    with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
-        with _interrupts_held():  # the workers take that over: the main process stops them
-            futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
-        waiting = set(futures.values())
-        try:
-            while waiting:
-                done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
-                bar.show(steps_done.value)
-                for future in done:
-                    future.result()
-        except BaseException:  # whatever it is, the other processes need not go on
-            stop.set()
-            raise
-    return {name: future.result() for name, future in futures.items()}
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _StoppedError(Exception):
-    """The main process needs no result any more."""
-
-
-_worker: list[Any] = []
-"""In a worker process: the counter of steps done by all, and the event that stops it."""
-
-
-def _begin_worker(steps_done: Any, stop: Any) -> None:
-    _worker[:] = [steps_done, stop]
-
-
-def _in_worker(scenario: Scenario) -> SystemResult:
-    steps_done, stop = _worker
-    parent = os.getppid()
-
-    def progress(steps: int) -> None:
-        if stop.is_set() or os.getppid() != parent:  # it was killed
-            raise _StoppedError
-        with steps_done.get_lock():
-            steps_done.value += 1
-
-    return _one(scenario, progress)
-
-
-class _Bar:
-    """A progress bar on stderr that appears once it has become worthwhile."""
-
-    def __init__(self, total: int) -> None:
-        self.done = 0
-        self._total = total
-        self._began_s = time.monotonic()
-        self._wanted = sys.stderr.isatty()
-        self._shown: Any = None
-
-    def show(self, done: int) -> None:
-        self.done = done
-        if self._shown is None and self._wanted:
-            if time.monotonic() - self._began_s < BAR_AFTER_S:
-                return
-            self._shown = self._make()
-        if self._shown is not None:
-            self._shown.update(self._shown.task_ids[0], completed=done)
-
-    def _make(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        bar = Progress(console=Console(stderr=True), transient=True)
-        bar.add_task("simulated steps", total=self._total)
-        bar.start()
-        return bar
-
-    def close(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
-
-
 # -- what if -----------------------------------------------------------------------
 
 
@@ -402,7 +252,7 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
 
 
 def _run_name(run: str) -> str:
-    """Of a run's folder, or of an event log."""
+    """The name of a run's folder, or of an event log without its ending."""
     path = Path(run).resolve()
     return path.stem if path.is_file() else path.name
 
@@ -454,7 +304,7 @@ def _print_json(scenario: object, results: Mapping[str, SystemResult]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

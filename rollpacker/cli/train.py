@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import logging
@@ -55,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises what `train` raises."""
+    """Train, and return the exit code. Raises what `train` raises."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.trainer.launch import Torchrun
@@ -112,8 +111,8 @@ come in and gradients are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run."""
+class FinishedRun:
+    """What `train` returns."""
 
     folder: Path
     reason: str
@@ -137,7 +136,7 @@ def train(
     overwrite: bool = False,
     display: bool = False,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> FinishedRun:
     """Run a config to its end.
 
     `observers` are fed every entry of the event log; `display` shows progress on the terminal.
@@ -153,6 +152,8 @@ def train(
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
     path = Path(config.runs_dir).expanduser() / config.name
     with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)
@@ -161,7 +162,9 @@ def train(
         session.prepare(watch, display=display, observers=observers)
         reason = session.drive()
         stack.pop_all().close()
-    return Run(folder=folder.path, reason=reason, summary=_finish(folder.path, display=display))
+    return FinishedRun(
+        folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
+    )
 
 
 class _Session:
@@ -186,16 +189,14 @@ class _Session:
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
-        from rollpacker.controller.driver import Controller, Parts, hand_over_weights
+        from rollpacker.controller.driver import Controller, Parts
         from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        checkpoint = None
-        if self.resume and has_checkpoint(folder.checkpoints):
-            checkpoint = newest_checkpoint(folder.checkpoints)
-        elif self.resume:
+        checkpoint = folder.find_checkpoint() if self.resume else None
+        if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
@@ -239,7 +240,6 @@ class _Session:
             parts,
             checkpoints=folder.checkpoints,
             time_s=time_s + seconds,
-            evaluated_step=checkpoint.state["evaluated_step"] if checkpoint else None,
         )
         marks = build.marks(policy)
         self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
@@ -277,7 +277,8 @@ class _Session:
             changes = check_resume(differences(old, to_plain(self.config)), before, now)
             for change in changes:
                 logger.warning("resuming with a change: %s", change)
-            cut_back(self.folder.events, checkpoint.state["log_bytes"])
+            state = checkpoint.state
+            cut_back(self.folder.events, state["log_bytes"], state["log_sha256"])
             if self.folder.samples.is_dir():
                 cut_back_samples(self.folder.samples, checkpoint.step)
         save_config(self.config, self.folder.config)
@@ -293,11 +294,14 @@ class _Session:
         )
         if checkpoint is None:
             return Job(config)
-        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+        # Checkpoints of older versions have the evaluated step beside the job's state.
+        older = {"evaluated_step": checkpoint.state.get("evaluated_step")}
+        return Job.restore(config, older | checkpoint.state["job"], data_ended=cursor.ended)
 
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
     ) -> list[Observer]:
+        from rollpacker.cli.output import console
         from rollpacker.report.live import LiveReport
 
         rollout, train = self.config.rollout, self.config.train
@@ -313,6 +317,7 @@ class _Session:
                 resume=checkpoint is not None,
                 slots=rollout.engine.max_slots,
                 max_response_tokens=rollout.max_response_tokens,
+                console=console() if display else None,
                 show=display,
             )
         ]
@@ -332,6 +337,8 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run to the end; in a thread of its own where a loop runs already (a notebook)."""
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -345,6 +352,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _drive(controller: Controller) -> str:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     asked = False
@@ -369,7 +378,7 @@ async def _drive(controller: Controller) -> str:
 
 
 def _exit_at_once() -> NoReturn:
-    """End without a look back. Past the display's buffers, which nobody would empty any more."""
+    """End the process now. What it says goes past the display's buffers, which stay as they are."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):
@@ -384,11 +393,10 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
     with naming(folder):
         summary = write_reports(folder)
     if display:
-        from rich.console import Console
-
+        from rollpacker.cli.output import console
         from rollpacker.report.summary import render
 
-        Console().print(render(summary))
+        console().print(render(summary))
     return summary
 
 

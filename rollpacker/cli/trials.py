@@ -5,7 +5,6 @@ Heavy imports stand inside functions.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import shutil
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli import findings
 from rollpacker.cli.findings import GIB, Finding
+from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.rewards.base import SandboxConfig
-    from rollpacker.rewards.sandbox.base import Capabilities
+    from rollpacker.sandbox.base import Capabilities, SandboxConfig
 
 
 _READ = "See docs/sandbox.md."
@@ -29,6 +28,8 @@ _READ = "See docs/sandbox.md."
 
 def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
     """Whether untrusted programs can be isolated. Missing is a failure only if it is needed."""
+    import asyncio
+
     must = needed and config.allow_unsandboxed_code is None
     level: Literal["fail", "warn"] = "fail" if must else "warn"
     remote = config.backend == "http" or (config.backend == "auto" and config.url is not None)
@@ -37,7 +38,7 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
         found = _bubblewrap()
         if found[-1].level != "ok":
             return [*found[:-1], dataclasses.replace(found[-1], level=level)]
-    from rollpacker.rewards.sandbox.base import SandboxUnavailable
+    from rollpacker.sandbox.base import SandboxUnavailable
 
     try:
         seen = asyncio.run(_self_test(config, "http" if remote else "bwrap"))
@@ -64,8 +65,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
     """What the sandbox is seen to enforce now. Opening the embedded one may go by what is
     remembered of an earlier test."""
-    from rollpacker.rewards.sandbox import open_sandbox
-    from rollpacker.rewards.sandbox.selftest import self_test
+    from rollpacker.sandbox import open_sandbox
+    from rollpacker.sandbox.selftest import self_test
 
     async with open_sandbox(
         backend,
@@ -76,12 +77,18 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         disk_bytes=config.disk_mb << 20,
         output_bytes=config.output_kb << 10,
     ) as box:
+        from rollpacker.rewards.math.reward import PROFILE
+
+        usable = () if await box.lacks(PROFILE) else (PROFILE.name,)
+        profiles = (*box.capabilities.profiles, *usable)
         if backend == "http":
-            return box.capabilities
+            return dataclasses.replace(box.capabilities, profiles=profiles)
         began = time.perf_counter()
         passed, failed = await self_test(box, backend=backend)
         seconds = time.perf_counter() - began
-        return dataclasses.replace(box.capabilities, passed=passed, failed=failed, seconds=seconds)
+        return dataclasses.replace(
+            box.capabilities, passed=passed, failed=failed, profiles=profiles, seconds=seconds
+        )
 
 
 def _bubblewrap() -> list[Finding]:
@@ -134,6 +141,8 @@ def _output(command: list[str]) -> tuple[int, str]:
 
 def engine() -> Finding:
     """A few tokens of a tiny random model, by the real engine on the device that runs take."""
+    import asyncio
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,7 +157,8 @@ def engine() -> Finding:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     config = AutoConfig.for_model("qwen2", **shape, **heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tiny = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    tiny = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
+    tiny = tiny.to(device, dtype).eval()
     install_attention(tiny)
     requests = [
         GenerationRequest(
@@ -193,8 +203,8 @@ def model(config: RunConfig) -> Finding:
 
 
 def training(config: RunConfig) -> list[Finding]:
-    """The schedule is one, and the further models that the algorithm asks are there. Only what is
-    wrong is found."""
+    """The schedule is one, adapters fit the model, and the further models that the algorithm asks
+    are there. Only what is wrong is found."""
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
 
@@ -207,9 +217,28 @@ def training(config: RunConfig) -> list[Finding]:
         check_schedule(config.train)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
+        _try_adapter(config)
+    except MissingPackageError:
+        raise
     except ValueError as error:
         return [Finding("fail", "training", str(error), "Correct the config.")]
     return []
+
+
+def _try_adapter(config: RunConfig) -> None:
+    """Give the model its adapters, without weights. Raises `ValueError` if they do not fit."""
+    if config.model.lora is None or not (Path(config.model.path) / "config.json").is_file():
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+    from rollpacker.trainer.lora import add_adapter
+
+    shape = AutoConfig.from_pretrained(config.model.path)
+    with torch.device("meta"):
+        model: PreTrainedModel
+        model = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]  # no types
+        add_adapter(model, config.model.lora)
 
 
 def data(config: RunConfig) -> list[Finding]:

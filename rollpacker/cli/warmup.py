@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code. Raises `ValueError` (config, data, model), whose message is for the user."""
+    """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
     from rich.console import Console
 
     from rollpacker.config.load import load_config
@@ -76,7 +76,7 @@ def _with_progress_bar(config: WarmupConfig, console: Console, *, overwrite: boo
 
 
 class _LinePrinter:
-    """One line per tenth of a stage, for logs."""
+    """Prints a line after each tenth of a stage, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -187,7 +187,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """As `allowed`, for nested schemas too."""
+    """What `allowed` says, for types with schemas in them too."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)

@@ -68,6 +68,13 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     def ignore_aliases(self, data: object) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Next line (U+0085) as an escape: written as it is, the loader makes a space of it."""
+        return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {

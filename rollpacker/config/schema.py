@@ -11,18 +11,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.base import DataConfig
-from rollpacker.rewards.base import RewardConfig, SandboxConfig
+from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.base import EngineConfig
+from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
+SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
+"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
+to release, since engine and trainer each have theirs from beginning to end."""
+
 MAX_NAME_BYTES = 200
-"""Of a run's name; file systems take 255, and suffixes come on top."""
+"""Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +88,7 @@ class RewardSchedulerConfig:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """As the core wants it."""
+        """The same settings as the core wants them."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"
@@ -152,6 +158,7 @@ class DeadlineConfig:
                 raise ValueError(f"{name} must be more than 0")
 
 
+# size: one field for each key of a config file; grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that a run depends on; saved beside it as it was resolved."""
@@ -173,7 +180,9 @@ class RunConfig:
     """Gradients before a round is over. With `train.processes` the trainer begins on every group
     that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
     and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
-    arrive, so that runs are repeatable up to rounding, and no longer bit by bit."""
+    arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
+    `every`, `released_share` and `min_new_share` say when devices are released, which only
+    `rollpacker simulate` does."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -256,6 +265,16 @@ class RunConfig:
             )
 
     @property
+    def without_effect(self) -> str | None:
+        """What is set and changes nothing in a real run, in a sentence; None if there is none."""
+        stream, default = self.stream_trainer, StreamConfig()
+        keys = [k for k in SIMULATED_ONLY if getattr(stream, k) != getattr(default, k)]
+        if not keys:
+            return None
+        names = ", ".join(f"stream_trainer.{key}" for key in keys)
+        return f"{names}: without effect, since a run releases no devices; only simulate does"
+
+    @property
     def routed(self) -> bool:
         """Rewards choose rows by their task; each task is then a source of prompts of its own."""
         return any(reward.tasks is not None for reward in self.rewards)
@@ -280,6 +299,11 @@ class RunConfig:
             stream=self.stream_trainer,
             trainer_apart=self.train.processes is not None,
             min_verdicts=2 if self.algorithm.needs_groups else 1,
+            cadence=Cadence(
+                checkpoint_every_steps=self.checkpoint.every_steps,
+                evaluates=self.data.eval is not None or self.data.eval_fraction > 0,
+                eval_every_steps=self.eval.every_steps,
+            ),
         )
 
 
@@ -301,12 +325,12 @@ class WarmupConfig:
     """The Hugging Face folder that it writes."""
     stages: tuple[WarmupStage, ...]
     model: ModelConfig | None = None
-    """Start from this model ..."""
+    """Start from the weights of this model. Either this or `architecture` is set."""
     architecture: dict[str, object] | None = None
-    """... or from random weights of this one: `model_type` and the fields of its transformers
-    config."""
+    """Start from random weights of this architecture: `model_type` and the fields of its
+    transformers config."""
     alphabet: str | None = None
-    """With `architecture`: build a tokenizer of single characters from these."""
+    """The characters of the tokenizer that is built for `architecture`, a token each."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 

@@ -5,7 +5,7 @@ checkpoints/step_000040/          written as step_000040.tmp-PID, renamed when c
     trainer/                      optimizer and schedule, safetensors and JSON
     state.json                    job, cursor, log position
     manifest.json                 size and SHA-256 of every other file; written last
-checkpoints/latest                the newest folder's name
+checkpoints/latest                the newest folder's name, for people; nothing here reads it
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Version of what state.json holds. Format 1 did not vouch for the event log's contents."""
 _PREFIX = "step_"
+_LOADED = {".safetensors", ".json", ".bin"}
+"""Endings of files that loading a folder takes up by themselves: one that the manifest does not
+list would be loaded beside, or instead of, those that it does."""
 
 
 class CheckpointError(ValueError):
@@ -34,6 +39,7 @@ class CheckpointError(ValueError):
 class Checkpoint:
     folder: Path
     step: int
+    format: int
     state: Mapping[str, Any]
 
 
@@ -76,7 +82,7 @@ def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Pat
     }
     for path in folder.rglob("*"):
         fsync(path)
-    manifest = {"format": 1, "step": step, "files": files}
+    manifest = {"format": FORMAT, "step": step, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     fsync(folder / MANIFEST)
     fsync(folder)
@@ -92,14 +98,15 @@ def newest_checkpoint(root: Path) -> Checkpoint:
 
     Raises `CheckpointError`.
     """
-    problems = []
+    problems: list[str] = []
     for folder in _complete(root):
         problem = verify(folder)
         if problem is None:
             state = json.loads((folder / "state.json").read_text())
+            written = json.loads((folder / MANIFEST).read_text()).get("format", 1)
             if problems:
                 logger.warning("damaged: %s; using %s instead", "; ".join(problems), folder)
-            return Checkpoint(folder=folder, step=_step_of(folder), state=state)
+            return Checkpoint(folder=folder, step=_step_of(folder), format=written, state=state)
         problems.append(f"{folder.name}: {problem}")
     found = "; ".join(problems) if problems else "there is none"
     raise CheckpointError(
@@ -124,6 +131,10 @@ def verify(folder: Path) -> str | None:
                 return f"{name} has another SHA-256 than the manifest says"
         if "state.json" not in files:
             return "its manifest does not list state.json"
+        for path in sorted(folder.rglob("*")):
+            name = str(path.relative_to(folder))
+            if path.suffix in _LOADED and name not in files and name != MANIFEST:
+                return f"{name} is not in its manifest"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -135,11 +146,20 @@ def _complete(root: Path) -> list[Path]:
     """Checkpoint folders, newest first."""
     if not root.is_dir():
         return []
-    return sorted((f for f in root.glob(f"{_PREFIX}*") if f.name[5:].isdigit()), reverse=True)
+    found = (f for f in root.glob(f"{_PREFIX}*") if f.name.removeprefix(_PREFIX).isdigit())
+    return sorted(found, key=_step_of, reverse=True)  # as text, 999999 would be after 1000000
 
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(_PREFIX))
+
+
+def tidy(root: Path, newest: Checkpoint) -> None:
+    """Take away what a killed run left half done: temporary files, a pointer to an older one."""
+    _remove_leftovers(root)
+    pointer = root / "latest"
+    if not pointer.is_file() or pointer.read_text().strip() != newest.folder.name:
+        _point_latest(root, newest.folder.name)
 
 
 def _point_latest(root: Path, name: str) -> None:

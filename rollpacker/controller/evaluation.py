@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
+from rollpacker.bus import Bus
+from rollpacker.config.schema import EvalConfig
 from rollpacker.controller.base import Decode
+from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.data.base import PromptRow
-from rollpacker.rewards.base import Failed, RewardInput, Scored
+from rollpacker.data.base import TRAIN, PromptRow, PromptSet
+from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
 from rollpacker.rollout.base import GenerationRequest, Response, SamplingParams
+
+JUDGED_AT_ONCE = 32
+"""Samples of an evaluation that are judged in one call; each batch is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
@@ -22,6 +29,79 @@ class EvalResult:
     """`eval/pass@1`, `eval/pass@k`, `eval/reward`, `eval/response_length`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
     """Row -> (passed, verdicts)."""
+
+
+class Evaluator:
+    """Evaluates the policy of a run, on the main task, while nothing else is generated."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        watch: Watch,
+        *,
+        config: EvalConfig,
+        prompts: PromptSet | None,
+        generate: Generate,
+        reward: Reward,
+        decode: Decode,
+        sampling: SamplingParams,
+    ) -> None:
+        """`prompts` None: the run has nothing to evaluate on. `sampling` is that of training."""
+        self._bus, self._watch = bus, watch
+        self._config = config
+        self._prompts = prompts
+        self._generate = generate
+        self._reward = reward
+        self._decode = decode
+        tokens, temperature = config.max_response_tokens, config.temperature
+        self._sampling = replace(
+            sampling,
+            max_response_tokens=sampling.max_response_tokens if tokens is None else tokens,
+            temperature=sampling.temperature if temperature is None else temperature,
+        )
+
+    async def evaluate(self, step: int) -> None:
+        """The result is a note in the log."""
+        if self._prompts is None:
+            return
+        began = self._bus.clock.now()
+        result = await evaluate(
+            generate=self._generate,
+            score=self._judge,
+            decode=self._decode,
+            rows=dict(enumerate(self._prompts.rows[: self._config.max_prompts])),
+            sampling=self._sampling,
+            samples_per_prompt=self._config.samples_per_prompt,
+            pass_threshold=self._config.pass_threshold,
+        )
+        self._bus.note("evaluation", self._bus.clock.now() - began, step, result.metrics)
+
+    async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
+        """Verdicts with the deadlines that the run has learnt."""
+        limit_of = self._bus.job.rewards.timeout_s
+        limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
+        verdicts: dict[int, Scored | Failed] = {}
+        num_seen = 0
+
+        async def judge(places: Sequence[int]) -> None:
+            batch = [inputs[place] for place in places]
+            found = await self._reward.score(batch, timeout_s=limits[places[0]])
+            verdicts.update(zip(places, found, strict=True))
+
+        def lives() -> bool:
+            nonlocal num_seen
+            grown, num_seen = len(verdicts) > num_seen, len(verdicts)
+            return grown or self._watch.rewards_wait()
+
+        same = [[n for n, s in enumerate(limits) if s == limit] for limit in dict.fromkeys(limits)]
+        batches = [
+            places[start : start + JUDGED_AT_ONCE]
+            for places in same
+            for start in range(0, len(places), JUDGED_AT_ONCE)
+        ]
+        judging = asyncio.gather(*map(judge, batches))
+        await self._watch.by("reward_s", judging, "the rewards of an evaluation", lives)
+        return [verdicts[place] for place in range(len(inputs))]
 
 
 async def evaluate(

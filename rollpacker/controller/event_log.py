@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import deque
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rollpacker.controller.base import RunError
 from rollpacker.core.records import Entry, encode
@@ -23,6 +24,7 @@ class LogWriter:
     def __init__(self, path: Path, *, write_every_s: float = 0.25) -> None:
         self.path = path
         self._pending: deque[Entry] = deque()
+        self._sha256 = hashlib.sha256(path.read_bytes() if path.exists() else b"")
         self._file: BinaryIO = path.open("ab")
         self._writing = threading.Lock()
         self._closing = threading.Event()
@@ -52,6 +54,11 @@ class LogWriter:
             os.fsync(self._file.fileno())
             return self._file.tell()
 
+    def mark(self) -> dict[str, Any]:
+        """`flush`, and what a checkpoint then vouches for: the log's size and SHA-256. Nothing may
+        be appended meanwhile."""
+        return {"log_bytes": self.flush(), "log_sha256": self._sha256.hexdigest()}
+
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
@@ -72,16 +79,18 @@ class LogWriter:
         with self._writing:
             lines = [encode(self._pending[i]) for i in range(len(self._pending))]
             if lines:
-                self._file.write(("\n".join(lines) + "\n").encode())
+                encoded = ("\n".join(lines) + "\n").encode()
+                self._file.write(encoded)
                 self._file.flush()
+                self._sha256.update(encoded)
             for _ in lines:
                 self._pending.popleft()
 
 
-def cut_back(path: Path, size: int) -> None:
+def cut_back(path: Path, size: int, sha256: str) -> None:
     """Shorten the log to what a checkpoint vouches for; the rest is kept beside it.
 
-    Raises `RunError` if the log is shorter than that.
+    Raises `RunError` if the log is shorter than that, or if those bytes are not what was written.
     """
     length = path.stat().st_size if path.exists() else 0
     if length < size:
@@ -91,7 +100,12 @@ def cut_back(path: Path, size: int) -> None:
             "--overwrite"
         )
     with path.open("r+b") as file:
-        file.seek(size)
+        if hashlib.sha256(file.read(size)).hexdigest() != sha256:
+            raise RunError(
+                f"{path} was changed since it was written: its first {size} bytes are not those "
+                "that its checkpoint vouches for, and the run cannot be resumed exactly. Restore "
+                "it, or begin anew with --overwrite"
+            )
         tail = file.read()
         if tail:
             path.with_suffix(".lost.jsonl").write_bytes(tail)

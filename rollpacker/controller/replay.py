@@ -1,4 +1,8 @@
-"""Feed an event log back to the core: the same commands, or the first difference."""
+"""Feed an event log back to the core: the same commands, or the first difference.
+
+This is no bus: nothing is obeyed, stamped or logged, and a bus whose ports and clock only repeat
+what the log says would be longer than the loop below.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from rollpacker.core.commands import Command, TrainOn
-from rollpacker.core.job import Job, JobConfig, Phase
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
@@ -34,7 +40,7 @@ def replay(entries: Iterable[Entry]) -> Replay:
             if job is None:
                 job = Job(config)
             elif job.phase is Phase.COMMITTING:
-                job = Job.restore(config, job.state())
+                job = Job.restore(config, job.state(), data_ended=entry.data_ended)
             else:
                 raise LogError(f"a session begins in phase {job.phase}, not at a commit")
         elif isinstance(entry, Record):

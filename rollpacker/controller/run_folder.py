@@ -19,20 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.controller.base import RunError
-
-_OWN = (
-    "config.yaml",
-    "identity.json",
-    "events.jsonl",
-    "events.lost.jsonl",
-    "metrics.jsonl",
-    "summary.json",
-    "trace.json",
-    "timeline.png",
-    "checkpoints",
-    "tensorboard",
-    "samples",
+from rollpacker.controller.checkpoint import (
+    FORMAT,
+    Checkpoint,
+    has_checkpoint,
+    newest_checkpoint,
+    tidy,
 )
+
+_OWN_FILES = (
+    *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
+    *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
+    *("summary.json", "trace.json", "timeline.png"),
+    *("summary.json.tmp", "trace.json.tmp", "timeline.png.tmp"),
+)
+"""What a run writes, and what a kill leaves of it half written."""
+_OWN_FOLDERS = {
+    "checkpoints": ("step_*", "latest", "latest.tmp-*"),
+    "tensorboard": ("events.out.tfevents.*",),
+    "samples": ("steps_*",),
+}
+"""Folders of a run, and what it writes into them."""
 
 RESUME_MUST_KEEP = (
     "seed",
@@ -70,7 +77,7 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """False if the lock's file was removed meanwhile: another run that could not start."""
+        """False if another run, which could not start, removed the lock's file meanwhile."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")
@@ -105,12 +112,52 @@ class RunFolder:
             raise RunError(f"there is no run to resume in {self.path}; start it without --resume")
 
     def clear(self) -> None:
-        """Remove what a run wrote here, and nothing else."""
-        for path in (self.path / name for name in _OWN):
-            if path.is_dir():
+        """Remove what a run wrote here, and nothing else.
+
+        A folder that is a link to another disk stays one, and only what a run wrote there goes.
+        Raises `RunError`, with nothing removed, if that disk is not there.
+        """
+        folders = {name: self.path / name for name in _OWN_FOLDERS}
+        for path in folders.values():
+            if path.is_symlink() and not path.is_dir():
+                raise RunError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there: mount it, or "
+                    "remove the link"
+                )
+        for pattern in _OWN_FILES:
+            for path in self.path.glob(pattern):
+                path.unlink()
+        for name, path in folders.items():
+            if path.is_symlink():
+                for written in [one for own in _OWN_FOLDERS[name] for one in path.glob(own)]:
+                    shutil.rmtree(written) if written.is_dir() else written.unlink()
+            elif path.is_dir():
                 shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+
+    def find_checkpoint(self) -> Checkpoint | None:
+        """Where a resume goes on; None if the run ended before its first checkpoint.
+
+        Raises `RunError` or `CheckpointError` where that cannot be told, or where it cannot go on.
+        """
+        if has_checkpoint(self.checkpoints):
+            newest = newest_checkpoint(self.checkpoints)
+            if newest.format != FORMAT:
+                raise RunError(
+                    f"{newest.folder} was written by another version of RollPacker (format "
+                    f"{newest.format}, not {FORMAT}): resume the run with the version "
+                    "that began it, or begin anew with --overwrite. report, replay and simulate "
+                    "--from read the run as it is"
+                )
+            tidy(self.checkpoints, newest)
+            return newest
+        for log in (self.events, self.events.with_suffix(".lost.jsonl")):
+            if log.exists() and _tells_of_a_checkpoint(log):
+                raise RunError(
+                    f"{log} tells of a checkpoint, but there is none in {self.checkpoints}: was "
+                    "the folder moved or emptied, is its disk not mounted? Bring it back, or begin "
+                    "anew with --overwrite"
+                )
+        return None
 
     @property
     def events(self) -> Path:
@@ -130,19 +177,24 @@ class RunFolder:
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Record what the run depends on beyond its config (fingerprints, threads)."""
-        temporary = self.path / f"identity.tmp-{os.getpid()}"
+        temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
         temporary.replace(self.path / "identity.json")
 
     def read_identity(self) -> dict[str, Any]:
+        """What `write_identity` recorded. Raises `RunError` if it is not there or not that."""
         try:
-            identity = json.loads((self.path / "identity.json").read_text())
-        except (OSError, ValueError) as error:
+            identity: dict[str, Any] = json.loads((self.path / "identity.json").read_text())
+            texts = all(isinstance(identity[key], str) for key in ("model", "dtype", "train_data"))
+            threads = identity["threads"]
+            if not texts or type(threads) is not int or threads < 1:
+                raise ValueError("not what a run writes there")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{self.path / 'identity.json'} cannot be read ({error}), so it cannot be told "
-                "whether this is the run that was started. --overwrite begins anew"
+                f"{self.path / 'identity.json'} cannot be read ({type(error).__name__}: {error}), "
+                "so it cannot be told whether this is the run that was started. --overwrite begins "
+                "anew"
             ) from error
-        assert isinstance(identity, dict)
         return identity
 
     def close(self) -> None:
@@ -168,7 +220,8 @@ def check_resume(
 
     `changes` are (key, old, new) of the two configs; `before` and `now` are identities.
     """
-    refused, harmless = [], []
+    refused: list[str] = []
+    harmless: list[str] = []
     for key, old, new in changes:
         text = f"{key}: {old!r} -> {new!r}"
         must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
@@ -187,6 +240,20 @@ def check_resume(
             + "\nundo the change, or start a new run with another name=..."
         )
     return harmless
+
+
+def _tells_of_a_checkpoint(log: Path) -> bool:
+    """Whether a line of the log says that a step was committed with a checkpoint."""
+    with log.open("rb") as file:
+        for line in file:
+            if b'"Committed"' in line and b'"checkpointed"' in line:
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # cut off, or not ours
+                    continue
+                if isinstance(entry, dict) and entry.get("checkpointed") is True:
+                    return True
+    return False
 
 
 def _below(key: str, prefixes: Sequence[str]) -> bool:

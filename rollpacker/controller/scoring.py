@@ -1,4 +1,4 @@
-"""The checks that are under way: `Score` and `CancelScore` in, `SampleScored` out.
+"""The rewards' port: `Score` and `CancelScore` in, `SampleScored` out.
 
 A check of a kind with its own workers or deadline is a task of its own: the core bounds how many
 there are. Checks without any bound are handed over in batches, a few at the same time; what is
@@ -8,49 +8,51 @@ asked for meanwhile joins the next batch.
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from rollpacker.core.commands import Score
+from rollpacker.bus import Bus, Routes
+from rollpacker.controller.base import Decode
+from rollpacker.controller.desk import Desk
+from rollpacker.controller.evaluation import reward_input
+from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.watch import Watch
+from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.core.reward_schedule import RewardScheduleConfig
+from rollpacker.data.base import PromptRow
 from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
 
 MAX_BATCHES = 8
 """Batches under way at once."""
 
 Verdict = Scored | Failed
-Answer = Callable[[SampleScored, Verdict | None], None]
-"""Told of every verdict; of a cancelled check without one."""
 
 
 class Scoring:
-    """Belongs to the event loop, but for `ask`, which any thread may call under the controller's
-    lock."""
+    """Belongs to the event loop, but for what it is asked for, which comes in any thread and under
+    the bus's lock."""
 
     def __init__(
         self,
-        reward: Reward,
-        config: RewardScheduleConfig,
-        lock: threading.RLock,
+        bus: Bus,
+        main: MainTask,
+        desk: Desk,
+        watch: Watch,
         *,
-        read: Callable[[SampleId], RewardInput],
-        answer: Answer,
-        ended: Callable[[BaseException | None], None],
+        reward: Reward,
+        rows: Sequence[PromptRow],
+        decode: Decode,
     ) -> None:
-        """`read` makes what the reward sees; `answer` takes verdicts; `ended` is told when a task
-        is done, with what it died of, if it did. `lock` guards what waits."""
+        self._bus, self._main, self._desk, self._watch = bus, main, desk, watch
         self._reward = reward
-        self._lock = lock
+        self._rows = rows
+        self._decode = decode
         self._alone = frozenset(
             source
-            for source, kind in config.kinds.items()
+            for source, kind in bus.job.config.rewards.kinds.items()
             if kind.workers is not None or kind.deadline is not None
         )
-        self._read, self._answer, self._ended = read, answer, ended
         self._single: deque[Score] = deque()
         self._batched: deque[Score] = deque()
         self._tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId]]] = {}
@@ -58,10 +60,11 @@ class Scoring:
         self._num_batches = 0
         self._closed = False
 
-    def ask(self, command: Score) -> None:
-        """Remember; `start` hands over."""
-        alone = command.sample.prompt.source in self._alone
-        (self._single if alone else self._batched).append(command)
+    def routes(self) -> Routes:
+        return {
+            Score: self._ask,  # handed over when the engine's call ends
+            CancelScore: lambda command: self._main.post(self._cancel, command.samples),
+        }
 
     @property
     def waits(self) -> bool:
@@ -73,8 +76,8 @@ class Scoring:
         return [command.sample for command in (*self._single, *self._batched)]
 
     def start(self) -> None:
-        """Hand over what was asked for."""
-        with self._lock:
+        """Hand over what was asked for. On the event loop only."""
+        with self._bus.lock:
             batches = [[command] for command in self._single]
             self._single.clear()
             if self._batched and self._num_batches < MAX_BATCHES:
@@ -84,10 +87,20 @@ class Scoring:
         for commands in batches:
             self._start(commands)
 
-    def cancel(self, samples: Sequence[SampleId]) -> None:
+    def close(self) -> None:
+        """End what runs; nobody is told any more."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _ask(self, command: Score) -> None:
+        alone = command.sample.prompt.source in self._alone
+        (self._single if alone else self._batched).append(command)
+
+    def _cancel(self, samples: Sequence[SampleId]) -> None:
         """These verdicts are not needed any more. Work that serves nobody else is ended."""
         unneeded = set(samples)
-        with self._lock:
+        with self._bus.lock:
             for queue in (self._single, self._batched):
                 for command in [c for c in queue if c.sample in unneeded]:
                     queue.remove(command)
@@ -99,24 +112,36 @@ class Scoring:
                 if not needed:
                     task.cancel()
 
-    def close(self) -> None:
-        """End what runs; nobody is told any more."""
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
-
     def _start(self, commands: list[Score]) -> None:
-        task = asyncio.ensure_future(self._score(commands))
+        # Read before anything else can happen: a step's commit forgets what is not waiting.
+        inputs = [self._read(command.sample) for command in commands]
+        task = asyncio.ensure_future(self._score(commands, inputs))
         self._tasks[task] = (commands, {command.sample for command in commands})
         task.add_done_callback(self._done)
 
-    async def _score(self, commands: list[Score]) -> None:
-        began = time.perf_counter()
-        inputs = [self._read(command.sample) for command in commands]
+    def _read(self, sample: SampleId) -> RewardInput:
+        """What the rewards see of a sample."""
+        known = self._desk[sample]
+        judged = reward_input(self._rows[sample.prompt.row], known.response, self._decode)
+        known.completion = judged.completion
+        return judged
+
+    async def _score(self, commands: list[Score], inputs: list[RewardInput]) -> None:
+        began = self._bus.clock.now()
         verdicts = await self._reward.score(inputs, timeout_s=commands[0].timeout_s)
-        seconds = time.perf_counter() - began
+        seconds = self._bus.clock.now() - began
         for command, verdict in zip(commands, verdicts, strict=True):
             self._answer(_event(command.sample, verdict, seconds), verdict)
+
+    def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
+        """`verdict` is None for a check that was cancelled."""
+        known = self._desk.get(event.sample)
+        if known is not None:
+            if isinstance(verdict, Scored):
+                known.verdict = verdict
+            if event.seconds is not None:
+                known.check_s = event.seconds
+        self._bus.take(event)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         commands, _ = self._tasks.pop(task)
@@ -127,7 +152,10 @@ class Scoring:
         if task.cancelled():
             for command in commands:
                 self._answer(_cancelled(command.sample), None)
-        self._ended(None if task.cancelled() else task.exception())
+        self._watch.sign()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._main.fail(error)
         self.start()
 
 

@@ -1,15 +1,17 @@
 """What to do: the only output of the core. Imperative, frozen, small.
 
-A driver must have a `case` for each of them; `Command` is a closed union so that a type checker
-finds the driver that forgot one.
+Each kind has exactly one port on every bus, which the bus checks when it is connected; `@command`
+is how it knows them.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from enum import StrEnum
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.messages import message
+from rollpacker.core.messages import command
+from rollpacker.core.plain import OMIT_DEFAULT
 
 
 class RoundKind(StrEnum):
@@ -26,14 +28,14 @@ class RoundKind(StrEnum):
     run."""
 
 
-@message
+@command
 class FetchPrompts:
     """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
 
     count: int
 
 
-@message
+@command
 class Launch:
     """Start these samples. Samples of one prompt are adjacent and share their prompt's prefill."""
 
@@ -43,9 +45,11 @@ class Launch:
     version: int
     tensor_parallel: int = 1
     """Devices per engine in this round; engines of another degree are laid out anew first."""
+    speculate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Decode speculatively in this round."""
 
 
-@message
+@command
 class Abort:
     """Stop these samples now; each is answered by `SampleAborted` (or by a late
     `SampleGenerated`)."""
@@ -53,7 +57,7 @@ class Abort:
     samples: tuple[SampleId, ...]
 
 
-@message
+@command
 class Score:
     """Judge this generated sample; answered by `SampleScored`."""
 
@@ -65,7 +69,7 @@ class Score:
     """How often it was asked for before: the machinery failed."""
 
 
-@message
+@command
 class CancelScore:
     """Nobody needs these verdicts any more: end the checks. Each is still answered by
     `SampleScored`, with a verdict that was there already or with cause "cancelled"."""
@@ -73,7 +77,7 @@ class CancelScore:
     samples: tuple[SampleId, ...]
 
 
-@message
+@command
 class Defer:
     """These prompts join the long queue. Whatever was generated for them in this round can be let
     go."""
@@ -81,7 +85,7 @@ class Defer:
     prompts: tuple[PromptId, ...]
 
 
-@message
+@command
 class Drop:
     """This prompt will not be trained on, for this reason. Recorded, never silent."""
 
@@ -89,7 +93,7 @@ class Drop:
     reason: str
 
 
-@message
+@command
 class Release:
     """These devices are not needed for the rest of the round: their engines hand their requests,
     with what was generated of them, to the others, and the trainer may use them."""
@@ -97,7 +101,7 @@ class Release:
     devices: tuple[int, ...]
 
 
-@message
+@command
 class StartGradients:
     """Accumulate the gradients of these groups now, while the round goes on. No update: the
     groups come again in the step's `TrainOn`, which asks for the rest and applies the step."""
@@ -106,7 +110,7 @@ class StartGradients:
     groups: tuple[tuple[SampleId, ...], ...]
 
 
-@message
+@command
 class TrainOn:
     """One optimizer step on these groups; answered by `Trained`.
 
@@ -127,14 +131,14 @@ class TrainOn:
     """Why that was done with none of them, if it should have been."""
 
 
-@message
+@command
 class SyncWeights:
     """Bring the engines to `version`; answered by `WeightsSynced`."""
 
     version: int
 
 
-@message
+@command
 class Commit:
     """Make the step durable; answered by `Committed`.
 
@@ -144,13 +148,16 @@ class Commit:
 
     step: int
     last: bool
-    """Nothing follows, as far as is known now: a checkpoint and an evaluation are due whatever
-    their intervals."""
+    """Nothing follows, as far as is known now."""
     stopping: bool = False
-    """The run was asked to end here: a checkpoint is due, and quickly."""
+    """The run was asked to end here, and quickly."""
+    checkpoint: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Write one, after the evaluation if that is due too."""
+    evaluate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Evaluate this step. One that is due when the run is asked to stop waits for its resume."""
 
 
-@message
+@command
 class Finish:
     """The run is over; no command follows."""
 

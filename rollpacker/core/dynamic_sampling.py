@@ -8,10 +8,14 @@ DAPO (arXiv 2503.14476), section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rollpacker.core.commands import Drop, TrainOn
 from rollpacker.core.ids import SampleId
+
+Group = tuple[SampleId, ...]
+"""Samples of one prompt."""
 
 NO_SIGNAL = "no signal: all its rewards are equal"
 
@@ -28,6 +32,15 @@ class DynamicSamplingConfig:
     def __post_init__(self) -> None:
         if self.max_refills < 0:
             raise ValueError(f"max_refills must not be negative, not {self.max_refills}")
+
+
+def split_by_signal(
+    groups: Iterable[Group], has_signal: Callable[[Group], bool]
+) -> tuple[tuple[Group, ...], list[Drop]]:
+    """The groups that teach something, and the others dropped."""
+    groups = tuple(groups)
+    drops = [Drop(prompt=g[0].prompt, reason=NO_SIGNAL) for g in groups if not has_signal(g)]
+    return tuple(group for group in groups if has_signal(group)), drops
 
 
 class StepGroups:
@@ -50,6 +63,25 @@ class StepGroups:
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
         self.groups += groups
         self.lengths += lengths
+
+    def train_on(
+        self, step: int, weights: Iterable[float] | None, *, says_missing: bool
+    ) -> TrainOn:
+        """The command for this step. `weights`: of the samples, in the order of `lengths`;
+        `says_missing`: groups that are missing were looked for."""
+        by_group = None
+        if weights is not None:
+            flat = iter(weights)
+            by_group = tuple(tuple(next(flat) for _ in group) for group in self.groups)
+        num_streamed, why_not = self.streamed
+        return TrainOn(
+            step=step,
+            groups=tuple(self.groups),
+            weights=by_group,
+            num_missing=self.missing if says_missing else 0,
+            num_streamed=num_streamed,
+            not_streamed="" if num_streamed else why_not,
+        )
 
     def note_streamed(self, num_samples: int, why_not: str) -> None:
         """What was streamed of one more round."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.messages import message
+from rollpacker.core.messages import event
 
 
-@message
+@event
 class RunStarted:
     """The driver is ready. The first event of a run, once; a resumed run begins with `Committed`
     instead."""
@@ -22,7 +22,7 @@ class RunStarted:
     time_s: float
 
 
-@message
+@event
 class PromptsFetched:
     """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then
     `epoch_ended` is true."""
@@ -35,7 +35,7 @@ class PromptsFetched:
     """No further epoch will come."""
 
 
-@message
+@event
 class SampleGenerated:
     """A response is complete."""
 
@@ -51,7 +51,7 @@ class SampleGenerated:
     """How often the engine had to put it back for lack of key-value cache."""
 
 
-@message
+@event
 class SampleAborted:
     """The engine let go of a sample after `Abort`; its slot is free."""
 
@@ -63,7 +63,7 @@ class SampleAborted:
     preemptions: int = 0
 
 
-@message
+@event
 class SampleFailed:
     """The engine could not produce this sample."""
 
@@ -72,7 +72,7 @@ class SampleFailed:
     reason: str
 
 
-@message
+@event
 class SampleScored:
     """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
     zero."""
@@ -94,7 +94,7 @@ class SampleScored:
     slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or "cancelled"."""
 
 
-@message
+@event
 class Trained:
     """The optimizer step is done; `version` is the version of the new weights."""
 
@@ -104,7 +104,7 @@ class Trained:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@message
+@event
 class WeightsSynced:
     """Every engine now samples from `version`."""
 
@@ -112,7 +112,7 @@ class WeightsSynced:
     version: int
 
 
-@message
+@event
 class Committed:
     """The step is part of the run for good (and on disk, if a checkpoint was due)."""
 
@@ -121,7 +121,7 @@ class Committed:
     checkpointed: bool = False
 
 
-@message
+@event
 class StopRequested:
     """Somebody wants the run to end after the step at hand."""
 

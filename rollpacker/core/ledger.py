@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.core.ids import PromptId
+from rollpacker.core.plain import from_plain, to_plain
 
 
 class LedgerError(AssertionError):
     """A prompt was about to be settled twice, or without having been fetched."""
 
 
+@dataclass(slots=True)
 class Ledger:
-    def __init__(self) -> None:
-        self.open: dict[PromptId, None] = {}
-        """Fetched and not settled, in the order of arrival."""
-        self.num_fetched = 0
-        self.num_trained = 0
-        self.dropped: Counter[str] = Counter()
-        """Prompts dropped, by reason."""
+    open: dict[PromptId, None] = field(default_factory=dict)
+    """Fetched and not settled, in the order of arrival."""
+    num_fetched: int = 0
+    num_trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Prompts dropped, by reason."""
 
     def fetch(self, prompts: Iterable[PromptId]) -> None:
         for prompt in prompts:
@@ -55,19 +57,10 @@ class Ledger:
             )
 
     def state(self) -> dict[str, Any]:
-        return {
-            "open": [str(prompt) for prompt in self.open],
-            "num_fetched": self.num_fetched,
-            "num_trained": self.num_trained,
-            "dropped": dict(sorted(self.dropped.items())),
-        }
+        return to_plain(self)
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Ledger:
-        ledger = cls()
-        ledger.open = dict.fromkeys(PromptId.parse(text) for text in state["open"])
-        ledger.num_fetched = state["num_fetched"]
-        ledger.num_trained = state["num_trained"]
-        ledger.dropped = Counter(state["dropped"])
+        ledger = from_plain(cls, state)
         ledger.check()
         return ledger

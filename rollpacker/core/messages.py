@@ -1,4 +1,4 @@
-"""How events and commands are made: small records, frozen to the type checker.
+"""How events and commands are made: small records, frozen to the type checker, known by name.
 
 Millions of them are made in a simulation. A frozen dataclass guards every attribute at run time,
 which makes building one several times as slow; here the type checker is the guard.
@@ -17,3 +17,24 @@ def message(cls: type[T]) -> type[T]:
     """A dataclass with keyword-only fields, slots, equality and a hash. Never assign to its
     fields: `dataclasses.replace` makes a changed copy."""
     return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)
+
+
+COMMANDS: dict[str, type] = {}
+"""Every kind of command by name: the bus sees that each has a port, the log is read by them."""
+
+EVENTS: dict[str, type] = {}
+"""Every kind of event by name; the log is read by them."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def command(cls: type[T]) -> type[T]:
+    """A message that the core may say."""
+    made = COMMANDS[cls.__name__] = message(cls)
+    return made
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def event(cls: type[T]) -> type[T]:
+    """A message that the core may hear; it has a `time_s`."""
+    made = EVENTS[cls.__name__] = message(cls)
+    return made

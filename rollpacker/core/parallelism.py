@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.core.plain import from_plain, to_plain
 
 FLOOR = 0.01
 """Preemptions per launched sample that are noise."""
@@ -73,20 +74,31 @@ class _Kind:
     """By degree: how often it had to be left for a higher one."""
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a planner has learnt."""
+
+    num_changes: int = 0
+    rates: dict[int, float] = field(default_factory=dict)
+    """By degree: preemptions per launched sample of the last round of any kind."""
+    kinds: dict[str, _Kind] = field(default_factory=dict)
+
+
 class ParallelismPlanner:
     """Ask `degree` when a round starts, tell `observe` when it is over."""
 
     def __init__(self, config: ParallelismConfig) -> None:
         self.config = config
-        self.num_changes = 0
+        self._known = _Known()
+
+    @property
+    def num_changes(self) -> int:
         """Degrees changed so far, over all kinds."""
-        self._kinds: dict[str, _Kind] = {}
-        self._rates: dict[int, float] = {}
-        """By degree: preemptions per launched sample of the last round of any kind."""
+        return self._known.num_changes
 
     def degree(self, kind: RoundKind) -> int:
         """The tensor-parallel degree for the next round of this kind."""
-        known = self._kinds.get(kind.value)
+        known = self._known.kinds.get(kind.value)
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
@@ -95,12 +107,12 @@ class ParallelismPlanner:
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return
-        state = self._kinds.setdefault(kind.value, _Kind(self.config.initial))
+        state = self._known.kinds.setdefault(kind.value, _Kind(self.config.initial))
         rate = preemptions / num_samples
         reference = state.last_rate
         if reference is None:
-            reference = self._rates.get(state.degree, 0.0)
-        state.last_rate = self._rates[state.degree] = rate
+            reference = self._known.rates.get(state.degree, 0.0)
+        state.last_rate = self._known.rates[state.degree] = rate
         state.num_calm = 0 if preemptions else state.num_calm + 1
         if rate > self.config.rise * reference + FLOOR:
             self._step_up(state)
@@ -127,42 +139,17 @@ class ParallelismPlanner:
     def _change(self, state: _Kind, degree: int) -> None:
         state.degree = degree
         state.num_calm = 0
-        self.num_changes += 1
+        self._known.num_changes += 1
 
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {
-            "num_changes": self.num_changes,
-            "rates": _with_text_keys(self._rates),
-            "kinds": {
-                kind: {
-                    "degree": known.degree,
-                    "last_rate": known.last_rate,
-                    "num_calm": known.num_calm,
-                    "num_failures": _with_text_keys(known.num_failures),
-                }
-                for kind, known in sorted(self._kinds.items())
-            },
-        }
+        return to_plain(self._known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken. A kind whose degree is no longer among those of the
         configuration starts anew."""
-        self.num_changes = state["num_changes"]
-        self._rates = {int(degree): rate for degree, rate in state["rates"].items()}
-        self._kinds = {
-            kind: _Kind(
-                degree=saved["degree"],
-                last_rate=saved["last_rate"],
-                num_calm=saved["num_calm"],
-                num_failures={int(key): count for key, count in saved["num_failures"].items()},
-            )
-            for kind, saved in state["kinds"].items()
-            if saved["degree"] in self.config.degrees
-        }
-
-
-def _with_text_keys(by_degree: Mapping[int, Any]) -> dict[str, Any]:
-    """JSON has no other keys than text."""
-    return {str(degree): by_degree[degree] for degree in sorted(by_degree)}
+        known = from_plain(_Known, state)
+        kinds, degrees = known.kinds, self.config.degrees
+        known.kinds = {kind: one for kind, one in kinds.items() if one.degree in degrees}
+        self._known = known

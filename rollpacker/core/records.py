@@ -7,15 +7,14 @@ is the part that replays; `Session` and `Note` say what happened around it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollpacker.core import commands as commands_module
-from rollpacker.core import events as events_module
-from rollpacker.core.commands import Command, RoundKind
+from rollpacker.core.commands import Command
 from rollpacker.core.events import Event
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.messages import COMMANDS, EVENTS
+from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 
 
 class LogError(ValueError):
@@ -40,6 +39,9 @@ class Session:
     marks: tuple[str, ...] = ()
     """What every number of this session must be read with: "unsandboxed" if model-written code ran
     without isolation."""
+    data_ended: bool | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Of a resumed run: whether the data has ended now. It may have ended before and go on, since
+    the run was given more epochs. None: as the checkpoint says; so in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +81,21 @@ class Observer(Protocol):
 def encode(entry: Entry) -> str:
     """One line of JSON, without the newline."""
     if isinstance(entry, Record):
-        line: dict[str, Any] = {"t": round(entry.time_s, 6)}
-        line.update(_plain(entry.event, "event", skip_time=True))
+        line: dict[str, Any] = {"t": round(entry.time_s, 6), "event": type(entry.event).__name__}
+        del to_plain(entry.event, line)["time_s"]
         if entry.commands:
-            line["commands"] = [_plain(command, "command") for command in entry.commands]
+            line["commands"] = [
+                to_plain(command, {"command": type(command).__name__}) for command in entry.commands
+            ]
         line["cost_s"] = round(entry.cost_s, 7)
-    elif isinstance(entry, Note):
-        line = {
-            "t": round(entry.time_s, 6),
-            "note": entry.name,
-            "seconds": round(entry.seconds, 6),
-            "step": entry.step,
-            "metrics": dict(entry.metrics),
-        }
     else:
-        line = {
-            "session": entry.started_at,
-            "t": round(entry.time_s, 6),
-            "step": entry.step,
-            "job": dict(entry.job),
-            "slots": entry.slots,
-            "marks": list(entry.marks),
-        }
+        line = to_plain(entry)
+        time_s = round(line.pop("time_s"), 6)
+        if isinstance(entry, Note):
+            line["seconds"] = round(entry.seconds, 6)
+            line = {"t": time_s, "note": line.pop("name"), **line}
+        else:
+            line = {"session": line.pop("started_at"), "t": time_s, **line}
     return json.dumps(line, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -108,75 +103,18 @@ def decode(line: str) -> Entry:
     """The entry that `encode` wrote. Raises `LogError` for anything else."""
     try:
         raw = json.loads(line)
+        time_s = raw.pop("t")
         if "session" in raw:
-            return Session(
-                started_at=raw["session"],
-                time_s=raw["t"],
-                step=raw["step"],
-                job=raw["job"],
-                slots=raw.get("slots"),
-                marks=tuple(raw.get("marks", ())),
-            )
+            session = {"started_at": raw.pop("session"), "time_s": time_s, **raw}
+            return from_plain(Session, session)
         if "note" in raw:
-            return Note(
-                time_s=raw["t"],
-                name=raw["note"],
-                seconds=raw["seconds"],
-                step=raw["step"],
-                metrics=raw["metrics"],
-            )
-        time_s, cost_s = raw.pop("t"), raw.pop("cost_s")
-        commands = tuple(_restore(c, "command", _COMMANDS) for c in raw.pop("commands", ()))
-        event = _restore({**raw, "time_s": time_s}, "event", _EVENTS)
+            return from_plain(Note, {"name": raw.pop("note"), "time_s": time_s, **raw})
+        cost_s = raw.pop("cost_s")
+        commands: list[Command] = [
+            from_plain(COMMANDS[plain.pop("command")], plain) for plain in raw.pop("commands", ())
+        ]
+        raw["time_s"] = time_s
+        event: Event = from_plain(EVENTS[raw.pop("event")], raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LogError(f"not a line of an event log ({type(error).__name__}: {error})") from error
-    return Record(time_s=time_s, event=event, commands=commands, cost_s=cost_s)
-
-
-def _strings(values: Any) -> list[str]:
-    return [str(value) for value in values]
-
-
-_TO_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "sample": str,
-    "prompt": str,
-    "samples": _strings,
-    "prompts": _strings,
-    "groups": lambda groups: [_strings(group) for group in groups],
-    "parts": dict,
-    "metrics": dict,
-}
-_FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "sample": SampleId.parse,
-    "prompt": PromptId.parse,
-    "samples": lambda texts: tuple(SampleId.parse(text) for text in texts),
-    "prompts": lambda texts: tuple(PromptId.parse(text) for text in texts),
-    "groups": lambda groups: tuple(
-        tuple(SampleId.parse(text) for text in group) for group in groups
-    ),
-    "weights": lambda groups: None if groups is None else tuple(map(tuple, groups)),
-    "devices": tuple,
-    "kind": RoundKind,
-}
-_EVENTS: dict[str, type] = {cls.__name__: cls for cls in events_module.Event.__args__}
-_COMMANDS: dict[str, type] = {cls.__name__: cls for cls in commands_module.Command.__args__}
-_FIELDS: dict[type, tuple[tuple[str, Callable[[Any], Any] | None], ...]] = {
-    cls: tuple((f.name, _TO_PLAIN.get(f.name)) for f in fields(cls))
-    for cls in (*_EVENTS.values(), *_COMMANDS.values())
-}
-
-
-def _plain(thing: Event | Command, label: str, *, skip_time: bool = False) -> dict[str, Any]:
-    plain: dict[str, Any] = {label: type(thing).__name__}
-    for name, convert in _FIELDS[type(thing)]:
-        if skip_time and name == "time_s":
-            continue
-        value = getattr(thing, name)
-        plain[name] = value if convert is None else convert(value)
-    return plain
-
-
-def _restore(raw: dict[str, Any], label: str, classes: Mapping[str, type]) -> Any:
-    values = dict(raw)
-    cls = classes[values.pop(label)]
-    return cls(**{k: _FROM_PLAIN[k](v) if k in _FROM_PLAIN else v for k, v in values.items()})
+    return Record(time_s=time_s, event=event, commands=tuple(commands), cost_s=cost_s)

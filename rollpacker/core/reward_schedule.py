@@ -65,15 +65,6 @@ class RewardScheduleConfig:
         if self.max_retries < 0:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> RewardScheduleConfig:
-        kinds = {}
-        for name, kind in plain["kinds"].items():
-            limit = kind["deadline"]
-            deadline = None if limit is None else AdaptiveDeadlineConfig(**limit)
-            kinds[name] = RewardKindConfig(workers=kind["workers"], deadline=deadline)
-        return cls(**{**plain, "kinds": kinds})
-
 
 class _Kind:
     __slots__ = (

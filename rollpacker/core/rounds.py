@@ -9,27 +9,19 @@ machine with other numbers.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
 
-from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch, RoundKind
-from rollpacker.core.debias import DebiasMethod
+from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
+from rollpacker.core.groups import IN_ENGINE, Group, Quota, RoundPlan, share_out
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
 
-Race = Literal["generated", "scored"]
-Factor = float | Literal["auto"]
-
 TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
 TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
 """Why a prompt is dropped, by the number that a group needs."""
-AUTO_START = (1.25, 1.125)
-"""Factors of the first rounds with "auto", until the run's own lengths are known."""
 
 
 class StrayEventError(AssertionError):
@@ -37,180 +29,10 @@ class StrayEventError(AssertionError):
     by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """A further race for deferred prompts (`tail_batching.tiers`)."""
-
-    prompt_factor: float = 1.25
-    sample_factor: float = 1.25
-
-    def __post_init__(self) -> None:
-        _check_factor("prompt_factor", self.prompt_factor)
-        _check_factor("sample_factor", self.sample_factor)
-
-    def num_prompts(self, prompts_per_step: int) -> int:
-        """Prompts that this race launches."""
-        return times(self.prompt_factor, prompts_per_step)
-
-    def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples per prompt that it launches."""
-        return times(self.sample_factor, samples_per_prompt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TailBatchingConfig:
-    """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
-
-    enabled: bool = True
-    prompt_factor: Factor = 1.25
-    """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; then sample_factor is "auto" too. The choice goes by
-    measured seconds, so such a run does not repeat bit by bit."""
-    sample_factor: Factor = 1.25
-    """eta_r: ... with ceil(sample_factor * R0) samples each."""
-    tiers: tuple[Tier, ...] = ()
-    """Further races: what the short round defers races again at these factors, and only what fails
-    in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
-    race: Race = "generated"
-    """What counts as finishing first. "scored" is what the published code does: a slow reward can
-    then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
-    balance_sources: bool = False
-    """Each source of prompts (`PromptId.source`) keeps its share of what a race trains on, so that
-    a source with slow rewards or long answers is not raced out of the batch."""
-    debias: DebiasMethod = "none"
-    """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
-    won a race. "density": ratio of the two densities; "moments": the smallest weights that match
-    the distribution's shape."""
-    max_length_shift: float = 0.35
-    """With "auto": trained responses may be at most this much shorter, on average, than the
-    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift."""
-    flush_each_epoch: bool = True
-    """Empty the long queue at the end of every epoch, not only at the end of the run."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_factor", "sample_factor"):
-            value = getattr(self, name)
-            if value != "auto":
-                _check_factor(name, value)
-        if "auto" in (self.prompt_factor, self.sample_factor):
-            if self.prompt_factor != self.sample_factor:
-                raise ValueError("prompt_factor and sample_factor must both be auto, or neither")
-            if self.tiers or self.race == "scored":
-                raise ValueError('prompt_factor=auto goes with race="generated" and no tiers')
-        if not 0 < self.max_length_shift <= 1:
-            raise ValueError(
-                f"max_length_shift must lie between 0 and 1, not {self.max_length_shift}"
-            )
-
-    @property
-    def chooses(self) -> bool:
-        """The factors are chosen while the run goes on."""
-        return self.enabled and self.prompt_factor == "auto"
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """(prompt_factor, sample_factor) that a run begins with."""
-        if not self.enabled:
-            return (1.0, 1.0)
-        if self.prompt_factor == "auto" or self.sample_factor == "auto":
-            return AUTO_START
-        return (self.prompt_factor, self.sample_factor)
-
-    def num_prompts(self, prompts_per_step: int) -> int:
-        """Prompts that a short round launches, at the factors that the run begins with."""
-        return times(self.factors[0], prompts_per_step)
-
-    def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples per prompt that a short round launches, likewise."""
-        return times(self.factors[1], samples_per_prompt)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> TailBatchingConfig:
-        tiers = tuple(Tier(**tier) for tier in plain.get("tiers", ()))
-        return cls(**{**plain, "tiers": tiers})
-
-
-def _check_factor(name: str, value: float) -> None:
-    if not (math.isfinite(value) and 1 <= value <= 16):
-        raise ValueError(f"{name} must lie between 1 and 16, not {value}")
-
-
-def times(factor: float, count: int) -> int:
-    """factor * count rounded up, but 1.1 * 10 is 11 and not 12."""
-    return math.ceil(factor * count - 1e-9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundPlan:
-    """What a round is to do."""
-
-    number: int
-    kind: RoundKind
-    version: int
-    prompts: tuple[tuple[PromptId, int], ...]
-    """Prompts and the attempt that this launch is of each."""
-    num_samples: int
-    """Launched per prompt."""
-    samples_needed: int
-    """R0: kept per prompt."""
-    prompts_needed: int
-    """The round is over when so many prompts are done."""
-    race: Race = "generated"
-    balance_sources: bool = False
-    max_retries: int = 2
-    """Replacements launched per prompt for samples that the engine failed on."""
-    tensor_parallel: int = 1
-    min_verdicts: int = 2
-    """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
-
-
-class _Quota:
-    """Prompts that race for the same places."""
-
-    __slots__ = ("groups", "num_missing")
-
-    def __init__(self, num_missing: int) -> None:
-        self.num_missing = num_missing
-        self.groups: list[_Group] = []
-
-
-_IN_ENGINE = -1
-
 LAUNCHED, GENERATED = SampleState.LAUNCHED, SampleState.GENERATED
 # The two transitions that every sample makes are looked up in the table once.
 _GENERATED_NOW = check(LAUNCHED, GENERATED)
 _SCORED_NOW = check(GENERATED, SampleState.SCORED)
-
-
-class _Group:
-    """The samples of one prompt in this round. Lists are by sample index."""
-
-    __slots__ = (
-        *("attempt", "deferred", "done", "finished", "lengths", "num_generating", "num_retries"),
-        *("num_unscored", "prompt", "quota", "samples", "states", "streamed", "values", "whole"),
-    )
-
-    def __init__(self, prompt: PromptId, attempt: int) -> None:
-        self.prompt = prompt
-        self.attempt = attempt
-        self.quota: _Quota
-        self.samples: list[SampleId] = []
-        self.states: list[SampleState] = []
-        self.lengths: list[int] = []
-        """Tokens with which the engine let go of it; `_IN_ENGINE` before."""
-        self.whole: list[bool] = []
-        """The response is complete, rather than stopped on its way."""
-        self.values: list[float | None] = []
-        """Verdicts."""
-        self.finished: list[int] = []
-        """Those that count in the race, first come first; never more than needed."""
-        self.num_generating = 0
-        self.num_unscored = 0
-        """Generated, verdict awaited."""
-        self.num_retries = 0
-        self.done = False
-        self.deferred = False
-        self.streamed = False
 
 
 class Round:
@@ -226,17 +48,17 @@ class Round:
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0
-        self.steps = 0
+        self.longest_tokens = 0
         """Tokens of the longest response that the engine let go of."""
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
-        self._groups = {prompt: _Group(prompt, attempt) for prompt, attempt in plan.prompts}
+        self._groups = {prompt: Group(prompt, attempt) for prompt, attempt in plan.prompts}
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
         assert self._overlap or plan.race == "generated", "no race on verdicts without overlap"
-        self._num_open_quotas = self._share_out()
+        self._num_open_quotas = share_out(plan, self._groups.values())
         self.num_in_engine = 0
         """Launched, and neither generated, failed nor let go of by the engine."""
         self._version = plan.version
@@ -244,29 +66,10 @@ class Round:
         self._scored_race = plan.race == "scored"
         self._num_awaited = 0
         """Verdicts that still matter."""
-        self._unasked: list[tuple[_Group, int]] = []
+        self._unasked: list[tuple[Group, int]] = []
         """Without overlap: generated, and not handed to the reward yet."""
-        self._complete: list[_Group] = []
+        self._complete: list[Group] = []
         """Done, every verdict there."""
-
-    def _share_out(self) -> int:
-        """Give every group its quota; the number of quotas. Places go to sources in proportion to
-        their prompts, remainders to the largest."""
-        plan = self.plan
-        if not plan.balance_sources:
-            shares = {"": plan.prompts_needed}
-        else:
-            counts = Counter(prompt.source for prompt in self._groups)
-            exact = {s: plan.prompts_needed * n / len(self._groups) for s, n in counts.items()}
-            shares = {s: int(share) for s, share in exact.items()}
-            by_remainder = sorted(shares, key=lambda s: (shares[s] - exact[s], s))
-            for source in by_remainder[: plan.prompts_needed - sum(shares.values())]:
-                shares[source] += 1
-        quotas = {source: _Quota(share) for source, share in shares.items()}
-        for group in self._groups.values():
-            group.quota = quotas[group.prompt.source if plan.balance_sources else ""]
-            group.quota.groups.append(group)
-        return sum(quota.num_missing > 0 for quota in quotas.values())
 
     # -- what the job asks -------------------------------------------------------------
 
@@ -300,7 +103,7 @@ class Round:
             group.quota.groups = []  # no cycles: a round is freed as soon as it is over
             if group.deferred:
                 continue
-            kept = self._kept(group)
+            kept = group.kept()
             if len(kept) >= needed:
                 groups.append(tuple([group.samples[index] for index in kept]))
             else:
@@ -308,7 +111,7 @@ class Round:
                 reasons = TOO_FEW_VERDICTS if enough else TOO_FEW_RESPONSES
                 drops.append(Drop(prompt=group.prompt, reason=reasons[needed]))
                 kept = []
-            self._settle(group, kept)
+            group.settle(kept)
         return tuple(groups), drops
 
     def deferred(self) -> list[tuple[PromptId, int]]:
@@ -319,7 +122,7 @@ class Round:
         """Groups certain to be trained on whose verdicts are all there, not asked for before."""
         groups = []
         for group in self._complete:
-            kept = self._kept(group)
+            kept = group.kept()
             if len(kept) >= self.plan.min_verdicts and not group.streamed:
                 group.streamed = True
                 groups.append(tuple([group.samples[index] for index in kept]))
@@ -354,7 +157,7 @@ class Round:
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
         if self.num_in_engine:
-            samples = self._with(lambda group, index: group.lengths[index] == _IN_ENGINE)
+            samples = self._with(lambda group, index: group.lengths[index] == IN_ENGINE)
             return f"{_listed(samples, 'response')} from the engine"
         samples = self._with(lambda group, index: group.states[index] is SampleState.GENERATED)
         return f"{_listed(samples, 'verdict')} from the rewards"
@@ -421,10 +224,10 @@ class Round:
         group, index = self._group_of(event.sample)
         if group.states[index] is SampleState.LAUNCHED:
             raise StrayEventError(f"the engine let go of {event.sample}, which nobody aborted")
-        if group.lengths[index] != _IN_ENGINE:
+        if group.lengths[index] != IN_ENGINE:
             raise StrayEventError(f"the engine let go of {event.sample} twice")
         group.lengths[index] = event.num_tokens
-        self.steps = max(self.steps, event.num_tokens)
+        self.longest_tokens = max(self.longest_tokens, event.num_tokens)
         self.preemptions += event.preemptions
         self.num_in_engine -= 1
         return self._after_engine()
@@ -435,7 +238,7 @@ class Round:
             self._late["SampleFailed"] += 1
             return self._after_engine()
         group.num_generating -= 1
-        self._move(group, index, SampleState.FAILED)
+        group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
         if self._scored_race:
             hopeful += group.num_unscored
@@ -458,7 +261,7 @@ class Round:
 
     # -- the race ----------------------------------------------------------------------
 
-    def _after_progress(self, group: _Group) -> list[Command]:
+    def _after_progress(self, group: Group) -> list[Command]:
         """A sample of an unfinished group ended: is the group done, is the race over?"""
         if len(group.finished) != self._needed and (
             group.num_generating or (self._scored_race and group.num_unscored)
@@ -467,7 +270,7 @@ class Round:
         assert not group.done and not group.deferred
         return self._finish_group(group)
 
-    def _finish_group(self, group: _Group) -> list[Command]:
+    def _finish_group(self, group: Group) -> list[Command]:
         group.done = True
         commands = self._stop(*self._let_go(group, SampleState.ABORTED))
         if not group.num_unscored:
@@ -479,7 +282,7 @@ class Round:
             commands += self._end_race(quota)
         return commands
 
-    def _end_race(self, quota: _Quota) -> list[Command]:
+    def _end_race(self, quota: Quota) -> list[Command]:
         running: list[SampleId] = []
         unneeded: list[SampleId] = []
         deferred: list[PromptId] = []
@@ -502,7 +305,7 @@ class Round:
             commands += self._rewards.drop(unneeded)
         return commands
 
-    def _let_go(self, group: _Group, state: SampleState) -> tuple[list[SampleId], list[SampleId]]:
+    def _let_go(self, group: Group, state: SampleState) -> tuple[list[SampleId], list[SampleId]]:
         """Everything of the group that is not kept moves to `state`. Those that the engine still
         runs, and those whose verdicts were awaited."""
         kept = group.finished if group.done else ()
@@ -537,12 +340,12 @@ class Round:
 
     # -- bookkeeping -------------------------------------------------------------------
 
-    def _add_samples(self, group: _Group, count: int) -> list[SampleId]:
+    def _add_samples(self, group: Group, count: int) -> list[SampleId]:
         start = len(group.samples)
         samples = [SampleId(group.prompt, start + i, group.attempt) for i in range(count)]
         group.samples += samples
         group.states += [check(SampleState.PLANNED, SampleState.LAUNCHED)] * count
-        group.lengths += [_IN_ENGINE] * count
+        group.lengths += [IN_ENGINE] * count
         group.whole += [False] * count
         group.values += [None] * count
         group.num_generating += count
@@ -558,23 +361,24 @@ class Round:
             samples=tuple(samples),
             version=plan.version,
             tensor_parallel=plan.tensor_parallel,
+            speculate=plan.speculate,
         )
 
-    def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[_Group, int]:
+    def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[Group, int]:
         """The engine is done with the sample."""
         prompt, index, attempt = sample
         group = self._groups.get(prompt)
         if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
             raise self._stray(sample)
-        if group.lengths[index] != _IN_ENGINE:
+        if group.lengths[index] != IN_ENGINE:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
-        if num_tokens > self.steps:
-            self.steps = num_tokens
+        if num_tokens > self.longest_tokens:
+            self.longest_tokens = num_tokens
         self.num_in_engine -= 1
         return group, index
 
-    def _group_of(self, sample: SampleId) -> tuple[_Group, int]:
+    def _group_of(self, sample: SampleId) -> tuple[Group, int]:
         prompt, index, attempt = sample
         group = self._groups.get(prompt)
         if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
@@ -584,32 +388,13 @@ class Round:
     def _stray(self, sample: SampleId) -> StrayEventError:
         return StrayEventError(f"{sample} was not launched in round {self.plan.number}")
 
-    def _with(self, applies: Callable[[_Group, int], bool]) -> list[SampleId]:
+    def _with(self, applies: Callable[[Group, int], bool]) -> list[SampleId]:
         return [
             sample
             for group in self._groups.values()
             for index, sample in enumerate(group.samples)
             if applies(group, index)
         ]
-
-    @staticmethod
-    def _kept(group: _Group) -> list[int]:
-        """Indices that finished first and have a verdict."""
-        values = group.values
-        return sorted([index for index in group.finished if values[index] is not None])
-
-    @staticmethod
-    def _move(group: _Group, index: int, state: SampleState) -> None:
-        group.states[index] = check(group.states[index], state)
-
-    @staticmethod
-    def _settle(group: _Group, kept: list[int]) -> None:
-        states = group.states
-        for index, state in enumerate(states):
-            if index in kept:
-                states[index] = check(state, SampleState.TRAINED)
-            elif state is SampleState.SCORED or state is GENERATED:
-                states[index] = check(state, SampleState.DROPPED)
 
 
 def _listed(samples: Iterable[SampleId], noun: str) -> str:

@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.lengths import IntArray
+from rollpacker.core.ids import SampleId
+from rollpacker.core.lengths.bins import IntArray
+from rollpacker.core.plain import from_plain, to_plain
 
 Group = TypeVar("Group", bound=Sized)
 
@@ -113,7 +115,9 @@ class DeviceLayout:
 
 
 @dataclass(slots=True)
-class _Round:
+class _RoundUnderWay:
+    """What the plan knows of the round."""
+
     kind: RoundKind
     layout: DeviceLayout
     num_samples: int
@@ -164,7 +168,11 @@ class StreamPlan:
         in which devices may be released."""
         self._left: list[int] = []
         """The same for this round: they join the history when the next one begins."""
-        self._round: _Round | None = None
+        self._round: _RoundUnderWay | None = None
+        self.active = False
+        """Something of the round under way may be streamed."""
+        self._waiting: list[tuple[SampleId, ...]] = []
+        """Groups of the round that the trainer might start on."""
 
     @property
     def released(self) -> bool:
@@ -172,6 +180,27 @@ class StreamPlan:
         return self._round is not None and self._round.released is not None
 
     # -- events ------------------------------------------------------------------------
+
+    def begin_if_due(
+        self,
+        kind: RoundKind,
+        *,
+        num_samples: int,
+        num_to_train: int,
+        prompt_tokens: float,
+        layout: DeviceLayout,
+    ) -> None:
+        """A round starts; `begin`, if anything of one of this kind may be streamed."""
+        by_kind = self.config.reward_wait or kind in self.config.kinds
+        self.active = self.config.enabled and (by_kind or self.trainer_apart)
+        if self.active:
+            self.begin(
+                kind,
+                num_samples=num_samples,
+                num_to_train=num_to_train,
+                prompt_tokens=prompt_tokens,
+                layout=layout,
+            )
 
     def begin(
         self,
@@ -186,10 +215,11 @@ class StreamPlan:
         prompt, and the layout if it differs from the run's (another degree)."""
         assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
         self._close_history()
+        self._waiting = []
         may_release = (
             self.config.enabled and kind.value in self.config.kinds and not self.trainer_apart
         )
-        self._round = _Round(
+        self._round = _RoundUnderWay(
             kind=kind,
             layout=self.layout if layout is None else layout,
             num_samples=num_samples,
@@ -221,6 +251,16 @@ class StreamPlan:
     def on_added(self, count: int = 1) -> None:
         """More samples were launched in this round, to replace failed ones."""
         self._current().num_samples += count
+
+    def take_up(
+        self, complete: Sequence[tuple[SampleId, ...]], *, engine_empty: bool
+    ) -> tuple[tuple[SampleId, ...], ...]:
+        """Groups that are complete now join those that wait. Returns those that the trainer may
+        start on."""
+        self._waiting += complete
+        chosen = self.groups_to_stream(self._waiting, engine_empty=engine_empty)
+        self._waiting = self._waiting[len(chosen) :]
+        return chosen
 
     def groups_to_stream(self, groups: Sequence[Group], *, engine_empty: bool) -> tuple[Group, ...]:
         """Which of these groups (finished, scored, certain to be trained on, not streamed yet) the
@@ -265,7 +305,7 @@ class StreamPlan:
 
     # -- the release -------------------------------------------------------------------
 
-    def _try_release(self, now: _Round) -> tuple[int, ...] | None:
+    def _try_release(self, now: _RoundUnderWay) -> tuple[int, ...] | None:
         new = now.num_finished - now.num_finished_at_try
         if new < math.floor(self.config.min_new_share * now.num_samples + 1e-9):
             return None
@@ -285,7 +325,7 @@ class StreamPlan:
         now.released = devices
         return devices
 
-    def _fits(self, now: _Round, num_devices: int) -> bool:
+    def _fits(self, now: _RoundUnderWay, num_devices: int) -> bool:
         """Whether engines on so many devices can hold the remaining samples to their end."""
         capacity = now.layout.kv_tokens
         if capacity is None:
@@ -299,7 +339,7 @@ class StreamPlan:
             return False
         return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
 
-    def _projected(self, now: _Round) -> IntArray | None:
+    def _projected(self, now: _RoundUnderWay) -> IntArray | None:
         """Lengths that a remaining sample may come to, ascending; None if nothing is known.
 
         Those of earlier rounds that are beyond the longest response finished by now. The limit of a
@@ -313,7 +353,7 @@ class StreamPlan:
 
     # -- bookkeeping -------------------------------------------------------------------
 
-    def _current(self) -> _Round:
+    def _current(self) -> _RoundUnderWay:
         assert self._round is not None, "no round has begun"
         return self._round
 
@@ -333,25 +373,38 @@ class StreamPlan:
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
             histories[name] = [*histories.get(name, []), *self._left][-MAX_HISTORY:]
-        return {
-            "num_tries": self.num_tries,
-            "num_releases": self.num_releases,
-            "num_refused_kv": self.num_refused_kv,
-            "num_refused_layout": self.num_refused_layout,
-            "histories": histories,
-        }
+        return to_plain(
+            _Saved(
+                num_tries=self.num_tries,
+                num_releases=self.num_releases,
+                num_refused_kv=self.num_refused_kv,
+                num_refused_layout=self.num_refused_layout,
+                histories=histories,
+            )
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken, between rounds."""
-        self.num_tries = state["num_tries"]
-        self.num_releases = state["num_releases"]
-        self.num_refused_kv = state["num_refused_kv"]
-        self.num_refused_layout = state["num_refused_layout"]
+        saved = from_plain(_Saved, state)
+        self.num_tries, self.num_releases = saved.num_tries, saved.num_releases
+        self.num_refused_kv = saved.num_refused_kv
+        self.num_refused_layout = saved.num_refused_layout
         self._histories = {
-            kind: deque(lengths, maxlen=MAX_HISTORY) for kind, lengths in state["histories"].items()
+            kind: deque(lengths, maxlen=MAX_HISTORY) for kind, lengths in saved.histories.items()
         }
         self._left = []
         self._round = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """A plan in a checkpoint."""
+
+    num_tries: int
+    num_releases: int
+    num_refused_kv: int
+    num_refused_layout: int
+    histories: dict[str, list[int]]
 
 
 def _history_of(kind: RoundKind) -> str:

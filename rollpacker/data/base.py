@@ -124,13 +124,23 @@ class PromptRow:
 class PromptSet(Protocol):
     """All usable prompts of one split, tokenized, in the file's order."""
 
-    name: str
-    """The `source` of its prompt ids: "train" or "eval"."""
-    fingerprint: str
-    """SHA-256 over prompts' tokens and columns; resume compares it."""
-    rows: Sequence[PromptRow]
-    num_dropped: Mapping[str, int]
-    """Rows left out, by reason."""
+    @property
+    def name(self) -> str:
+        """The `source` of its prompt ids: "train" or "eval"."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over prompts' tokens and columns; resume compares it."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[PromptRow]: ...
+
+    @property
+    def num_dropped(self) -> Mapping[str, int]:
+        """Rows left out, by reason."""
+        ...
 
 
 class Cursor(Protocol):

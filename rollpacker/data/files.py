@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.data.base import DataError, DatasetConfig
+from rollpacker.imports import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def _huggingface_rows(config: DatasetConfig) -> Iterator[RawRow]:
 
 
 def _load_huggingface(config: DatasetConfig) -> Any:
+    require("datasets", extra="datasets", what="data of kind huggingface")
     import datasets
 
     assert config.path is not None

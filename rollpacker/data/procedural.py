@@ -18,6 +18,7 @@ import numpy as np
 
 from rollpacker.data.base import DataError, DatasetConfig, TaskConfig
 from rollpacker.data.files import RawRow
+from rollpacker.imports import require
 
 _SEED_RANGE = 2**31
 """Some tasks pass their seed on to generators that take 32 bits; leaves room for the rows."""
@@ -53,6 +54,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 def create_task(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
     """A reasoning-gym dataset. `DataError` for unknown tasks and options, with the nearest name."""
+    require("reasoning_gym", extra="gym", what="data of kind reasoning_gym")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -267,7 +267,8 @@ def _plain(value: Any) -> Any:
 
 def _has_text(value: Any) -> bool:
     """False for objects that print as their address, which no two runs share."""
-    return type(value).__repr__ is not object.__repr__ or type(value).__str__ is not object.__str__
+    kind: type[object] = type(value)
+    return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 
 
 def _plain_keys(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From a row to a prompt (text or chat messages), and from prompts to tokens."""
+"""Makes a prompt (text or chat messages) of a row, and tokens of prompts."""
 
 from __future__ import annotations
 

@@ -3,14 +3,13 @@ slowest ones by name. A kind is the source of its prompts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollpacker.core.commands import Score
-from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.core.records import Record
+from rollpacker.report.step_history import StepChecks, Verdict
 
 NUM_SLOWEST = 10
 
@@ -84,59 +83,45 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
     return -entry[0], entry[1]
 
 
-class CheckFold:
-    """Feed it the log's records; `take` what a step brought."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, KindChecks] = {}
-        self._generated_s: dict[SampleId, float] = {}
-        self._queue_s: dict[SampleId, float] = {}
-
-    def feed(self, record: Record) -> None:
-        event = record.event
-        if isinstance(event, SampleGenerated):
-            self._generated_s[event.sample] = record.time_s
-        elif isinstance(event, SampleScored):
-            self._end(event)
-        for command in record.commands:
-            if isinstance(command, Score):
-                self._start(command, record.time_s)
-
-    def take(self) -> dict[str, KindChecks]:
-        """By kind; those that still run belong to the step in which they end."""
-        taken, self._kinds = self._kinds, {}
-        self._generated_s.clear()
-        for kind in taken.values():
-            kind.slowest = sorted(kind.slowest, key=_slowest_first)[:NUM_SLOWEST]
-        return dict(sorted(taken.items()))
-
-    def _kind(self, sample: SampleId) -> KindChecks:
-        return self._kinds.setdefault(sample.prompt.source, KindChecks())
-
-    def _start(self, command: Score, now: float) -> None:
-        kind = self._kind(command.sample)
+def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
+    """What a step brought, by kind."""
+    kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
+    seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
+    for command in checks.asked:
+        kind = kinds[command.sample.prompt.source]
         kind.deadline_s = command.timeout_s
         kind.num_retries += command.retry > 0
-        if not command.retry:
-            waited = now - self._generated_s.pop(command.sample, now)
-            self._queue_s[command.sample] = max(0.0, waited)
-
-    def _end(self, event: SampleScored) -> None:
-        kind = self._kind(event.sample)
-        waited = self._queue_s.pop(event.sample, 0.0)
+    for verdict in checks.verdicts:
+        event = verdict.event
+        source = event.sample.prompt.source
         if event.cause == "cancelled":
-            kind.num_cancelled += 1
-            return
-        seconds = event.seconds or 0.0
-        kind.num_checks += 1
-        kind.total_s += seconds
-        kind.longest_s = max(kind.longest_s, seconds)
-        kind.queue_s += waited
-        kind.longest_queue_s = max(kind.longest_queue_s, waited)
-        kind.num_timed_out += event.timed_out
-        if event.value is None:
-            kind.failed[event.cause or "unknown"] += 1
-        kind.slowest.append((seconds, str(event.sample)))
+            kinds[source].num_cancelled += 1
+        else:
+            _count(kinds[source], verdict)
+            seconds[source].append((event.seconds or 0.0, event.sample))
+    for source, of_kind in seconds.items():
+        kinds[source].slowest = _slowest_of(of_kind)
+    return dict(sorted(kinds.items()))
+
+
+def _count(kind: KindChecks, verdict: Verdict) -> None:
+    event, waited_s = verdict.event, verdict.queue_s
+    seconds = event.seconds or 0.0
+    kind.num_checks += 1
+    kind.total_s += seconds
+    kind.longest_s = max(kind.longest_s, seconds)
+    kind.queue_s += waited_s
+    kind.longest_queue_s = max(kind.longest_queue_s, waited_s)
+    kind.num_timed_out += event.timed_out
+    if event.value is None:
+        kind.failed[event.cause or "unknown"] += 1
+
+
+def _slowest_of(checks: Sequence[tuple[float, SampleId]]) -> list[tuple[float, str]]:
+    # Only those that can be among them are given their names: a step has thousands of checks.
+    least = heapq.nlargest(NUM_SLOWEST, (seconds for seconds, _ in checks))[-1]
+    named = [(seconds, str(sample)) for seconds, sample in checks if seconds >= least]
+    return sorted(named, key=_slowest_first)[:NUM_SLOWEST]
 
 
 def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:

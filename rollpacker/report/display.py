@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.report.accounting import STEP_CAUSES, Accounting, StepSummary
+from rollpacker.report.accounting import Accounting
+from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.summary import clock
+from rollpacker.report.time_book import STEP_CAUSES
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -95,7 +97,7 @@ class _State:
         """Time left, from the mean time of this session's steps; None before the first."""
         if self.total_steps is None or not self._num_steps:
             return None
-        num_left = max(0, self.total_steps - self.accounting.last_step)
+        num_left = max(0, self.total_steps - self.accounting.history.last_step)
         left = num_left * self._steps_s / self._num_steps
         return max(0.0, left - (time.monotonic() - self._last_step_at))
 
@@ -117,12 +119,12 @@ class LineDisplay:
         total = self._state.total_steps
         number = f"{step.step}/{total}" if total and step.step <= total else f"{step.step}"
         parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
-        if step.reward_mean is not None:
-            parts.append(f"reward {step.reward_mean:.3f}")
-        if step.trained_lengths is not None:
-            lengths = step.trained_lengths
+        if step.rewards.mean is not None:
+            parts.append(f"reward {step.rewards.mean:.3f}")
+        if step.lengths.trained is not None:
+            lengths = step.lengths.trained
             parts.append(f"tokens median {lengths.median:.0f} max {lengths.max}")
-        parts.append(f"long queue {step.long_queue}")
+        parts.append(f"long queue {step.prompts.long_queue}")
         shares = _shares(step)
         parts.append(" ".join(f"{_short(c)} {s:.0%}" for c, s in shares.items() if s >= 0.005))
         left = self._state.left_s()
@@ -179,7 +181,7 @@ class LiveDisplay:
         from rich.text import Text
 
         state = self._state
-        done, total = state.accounting.last_step, state.total_steps
+        done, total = state.accounting.history.last_step, state.total_steps
         if total is None:
             return Text.assemble((f"step {done}", "bold"), f"  {clock(state.elapsed_s)}")
         left = state.left_s()
@@ -197,19 +199,19 @@ class LiveDisplay:
     def _now(self, width: int) -> Text:
         from rich.text import Text
 
-        accounting = self._state.accounting
-        phase = accounting.phase
+        history = self._state.accounting.history
+        phase = history.phase
         words = _PHASE_WORDS[phase]
-        if accounting.last_step == 0 and phase == "controller":
-            words = "loading" if accounting.start_s is None else words
-        kind = accounting.round_kind
+        if history.last_step == 0 and phase == "controller":
+            words = "loading" if history.session is None else words
+        kind = history.step.kind
         text = Text("now      ", style="dim")
         if kind is not None:
             text.append(f"{kind} round, ", style="red" if _is_long(kind) else "green")
         text.append(words)
         if phase == "rollout":
-            text.append(f", {len(accounting.live)} of {accounting.num_launched} samples live")
-        text.append("   long queue ", style="dim").append(str(accounting.long_queue))
+            text.append(f", {len(history.live)} of {history.step.num_launched} samples live")
+        text.append("   long queue ", style="dim").append(str(len(history.queue)))
         text.truncate(width)
         return text
 
@@ -218,13 +220,13 @@ class LiveDisplay:
 
         step, passed = self._state.last, self._state.passed()
         text = Text("learning ", style="dim")
-        reward = None if step is None else step.reward_mean
+        reward = None if step is None else step.rewards.mean
         text.append("reward ", style="dim").append("-" if reward is None else f"{reward:.3f}")
         if passed is not None and self._state.evaluation is not None:
             text.append("   pass@1 ", style="dim").append(passed)
             text.append(f" (step {self._state.evaluation[0]})", style="dim")
-        if step is not None and step.trained_lengths is not None:
-            lengths = step.trained_lengths
+        if step is not None and step.lengths.trained is not None:
+            lengths = step.lengths.trained
             text.append("   tokens ", style="dim")
             text.append(f"median {lengths.median:.0f}, max {lengths.max}")
         text.truncate(width)

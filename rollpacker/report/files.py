@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollpacker.core.records import Entry
+from rollpacker.imports import missing
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.spans import Excerpt, SpanFold, StepSpans
+from rollpacker.report.spans import Excerpt
+from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import SUMMARY_FILE, summarize_entries, with_paths, write_summary
 from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
 from rollpacker.report.trace import write_steps_trace
+
+logger = logging.getLogger(__name__)
 
 
 def write_reports(
@@ -27,18 +30,21 @@ def write_reports(
 
     `steps` are those in the picture (None: a few around a long round), `trace_steps` how many of
     the last ones the trace holds. The log is read once. Nothing is written for a run without a
-    finished step. Raises `ValueError` and `LogError` as reading a log does, and `OSError` as
-    writing does."""
+    finished step, and no picture, but a warning, where matplotlib is missing. Raises `ValueError`
+    and `LogError` as reading a log does, and `OSError` as writing does."""
     if trace_steps < 1:
         raise ValueError(f"a trace needs at least one step, not {trace_steps}")
     events = events_path(run)
     folder = events.parent if out is None else Path(out)
     keep = _Keep(trace_steps)
-    summary = summarize_entries(keep.passing(EventLog(events) if log is None else log))
+    summary = summarize_entries(EventLog(events) if log is None else log, keep.feed)
     if summary["steps"]["total"] == 0:
         return with_paths(summary, events.parent)
     folder.mkdir(parents=True, exist_ok=True)
-    if steps is not None:
+    lacking = missing("matplotlib", extra="report", what="drawing timeline.png")
+    if lacking is not None:
+        logger.warning("%s", lacking)
+    elif steps is not None:
         draw_timeline(events, folder / "timeline.png", steps=steps)
     elif any(step.samples for step in keep.excerpt.steps):
         draw_steps(keep.excerpt.steps, folder / "timeline.png")
@@ -52,17 +58,12 @@ def write_reports(
 
 
 class _Keep:
-    """The steps that the pictures need, picked up while the log passes by."""
+    """The steps that the pictures need."""
 
     def __init__(self, num_last: int) -> None:
-        self.last: deque[StepSpans] = deque(maxlen=num_last)
+        self.last: deque[StepHistory] = deque(maxlen=num_last)
         self.excerpt = Excerpt(NUM_STEPS)
 
-    def passing(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        fold = SpanFold()
-        for entry in entries:
-            step = fold.feed(entry)
-            if step is not None:
-                self.last.append(step)
-                self.excerpt.feed(step)
-            yield entry
+    def feed(self, step: StepHistory) -> None:
+        self.last.append(step)
+        self.excerpt.feed(step)

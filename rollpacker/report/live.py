@@ -5,9 +5,8 @@ as if nothing had happened."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.records import Entry, Note
 from rollpacker.report.accounting import Accounting
@@ -41,23 +40,31 @@ class LiveReport:
     ) -> None:
         folder = Path(folder)
         self.accounting = Accounting(slots=slots, max_response_tokens=max_response_tokens)
-        evaluations: dict[int, Mapping[str, float]] = {}
-        if resume:
-            for entry in EventLog(folder / EVENTS_FILE):
-                self.accounting.feed(entry)
-                if isinstance(entry, Note) and entry.name == "evaluation":
-                    evaluations[entry.step] = entry.metrics
-        resume_step = self.accounting.last_step if resume else None
-        self._metrics = MetricsWriter(folder, resume_step=resume_step, tensorboard=tensorboard)
+        rows = self._read_log(folder / EVENTS_FILE) if resume else []
+        history = self.accounting.history
+        resume_step = history.last_step if resume else None
+        self._metrics = MetricsWriter(
+            folder, resume_step=resume_step, log_rows=rows, tensorboard=tensorboard
+        )
         self._display: Display | None = None
         if show:
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
-        # The log can hold an evaluation of the step whose commit the resumed run is about to
-        # repeat.
-        for step, metrics in evaluations.items():
-            self._metrics.write_evaluation(step, metrics, self.accounting.marks)
-        if self._display is not None and evaluations:
-            self._display.on_evaluation(*list(evaluations.items())[-1])
+        if self._display is not None and history.evaluations:
+            self._display.on_evaluation(*list(history.evaluations.items())[-1])
+
+    def _read_log(self, path: Path) -> list[dict[str, Any]]:
+        """The metrics of what is in the log already."""
+        rows: list[dict[str, Any]] = []
+        evaluations = self.accounting.history.evaluations
+        for entry in EventLog(path):
+            num_evaluations = len(evaluations)
+            step = self.accounting.feed(entry)
+            if step is not None:
+                rows.append({"step": step.step, **step_metrics(step)})
+            elif len(evaluations) > num_evaluations and isinstance(entry, Note):
+                marks = dict.fromkeys(self.accounting.marks, 1)
+                rows.append({"step": entry.step, **entry.metrics, **marks})
+        return rows
 
     def feed(self, entry: Entry) -> None:
         step = self.accounting.feed(entry)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -14,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.report.accounting import LengthStats, StepSummary
+from rollpacker.imports import missing
 from rollpacker.report.checks import check_metrics
+from rollpacker.report.step_summary import LengthStats, StepSummary
+from rollpacker.report.writing import replacing
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -34,26 +39,28 @@ TIMING_NAMES = {
 """Cause of time -> its name under `timing_s/`."""
 
 Value = float | int | str
+Row = dict[str, Any]
+"""`step` and its metrics."""
 
 
 def step_metrics(step: StepSummary) -> dict[str, Value]:
     """Flat metrics of one step. What has no value (no group was trained on, say) is left out."""
     metrics: dict[str, Value | None] = {
         **step.trainer,
-        "critic/rewards/mean": step.reward_mean,
-        "critic/rewards/std": step.reward_std,
-        "critic/rewards/min": step.reward_min,
-        "critic/rewards/max": step.reward_max,
-        "critic/frac_reward_zero_std": step.zero_std_ratio,
-        **{f"rewards/{name}/mean": value for name, value in step.parts.items()},
-        **_lengths("response_length", step.trained_lengths),
-        **_lengths("response_length_all", step.finished_lengths),
-        "response/aborted_ratio": _ratio(step.num_samples_aborted, step.num_samples_launched),
-        **step.lengths,
-        "tokens/generated": step.tokens_generated,
-        "tokens/trained": step.tokens_trained,
-        "tokens/generated_per_trained": _ratio(step.tokens_generated, step.tokens_trained),
-        "long_queue/prompts": step.long_queue,
+        "critic/rewards/mean": step.rewards.mean,
+        "critic/rewards/std": step.rewards.std,
+        "critic/rewards/min": step.rewards.min,
+        "critic/rewards/max": step.rewards.max,
+        "critic/frac_reward_zero_std": step.rewards.zero_std_ratio,
+        **{f"rewards/{name}/mean": value for name, value in step.rewards.parts.items()},
+        **_lengths("response_length", step.lengths.trained),
+        **_lengths("response_length_all", step.lengths.finished),
+        "response/aborted_ratio": _ratio(step.samples.aborted, step.samples.launched),
+        **step.lengths.bias,
+        "tokens/generated": step.tokens.generated,
+        "tokens/trained": step.tokens.trained,
+        "tokens/generated_per_trained": _ratio(step.tokens.generated, step.tokens.trained),
+        "long_queue/prompts": step.prompts.long_queue,
         **_round(step),
         **_timing(step),
         **check_metrics(step.checks),
@@ -77,16 +84,16 @@ def _round(step: StepSummary) -> dict[str, Value | None]:
     return {
         "round/kind": None if step.kind is None else str(step.kind),
         "round/is_long": int(step.kind in (RoundKind.LONG, RoundKind.FLUSH)),
-        "round/prompts_launched": step.num_prompts_launched,
-        "round/prompts_trained": step.num_prompts_trained,
-        "round/prompts_deferred": step.num_prompts_deferred,
-        "round/prompts_dropped": sum(step.dropped.values()),
-        "round/samples_launched": step.num_samples_launched,
-        "round/samples_trained": step.num_samples_trained,
-        "round/samples_aborted": step.num_samples_aborted,
-        "round/samples_failed": step.num_samples_failed,
-        "round/samples_no_verdict": sum(step.no_verdict.values()),
-        **{f"round/dropped/{reason}": num for reason, num in sorted(step.dropped.items())},
+        "round/prompts_launched": step.prompts.launched,
+        "round/prompts_trained": step.prompts.trained,
+        "round/prompts_deferred": step.prompts.deferred,
+        "round/prompts_dropped": sum(step.prompts.dropped.values()),
+        "round/samples_launched": step.samples.launched,
+        "round/samples_trained": step.samples.trained,
+        "round/samples_aborted": step.samples.aborted,
+        "round/samples_failed": step.samples.failed,
+        "round/samples_no_verdict": sum(step.samples.no_verdict.values()),
+        **{f"round/dropped/{reason}": num for reason, num in sorted(step.prompts.dropped.items())},
     }
 
 
@@ -95,10 +102,10 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
         "timing_s/step": step.step_s,
         "timing_s/gen": step.rollout_s,
         **{f"timing_s/{TIMING_NAMES[cause]}": value for cause, value in step.seconds.items()},
-        "perf/throughput": _ratio(step.tokens_trained, step.step_s),
-        "perf/gen_throughput": _ratio(step.tokens_generated, step.rollout_s),
+        "perf/throughput": _ratio(step.tokens.trained, step.step_s),
+        "perf/gen_throughput": _ratio(step.tokens.generated, step.rollout_s),
         "perf/tail_idle_ratio": _ratio(step.seconds["tail_idle"], step.rollout_s),
-        "perf/samples_streamed": step.num_samples_streamed,
+        "perf/samples_streamed": step.samples.streamed,
         "perf/time_s": step.end_s,
     }
 
@@ -111,22 +118,36 @@ class MetricsWriter:
     """Appends to `folder/metrics.jsonl` (one row a step) and to `folder/tensorboard/`.
 
     With `resume_step` rows of later steps, and a last row that a crash cut off, are taken out
-    first, in one atomic replacement; TensorBoard is told to forget the same steps. Raises
-    `ValueError` if a row in the middle of the file is no JSON object with a `step`, `OSError` as
-    files do."""
+    first, in one atomic replacement; TensorBoard is told to forget the same steps. `log_rows` are
+    the rows as the event log tells them, evaluations included: those that the file lacks are put
+    in, and a warning says so. It can tell the evaluation of one step more, whose commit the
+    resumed run is about to repeat. Raises `ValueError` if a row in the middle of the file is no
+    JSON object with a `step`, `OSError` as files do."""
 
     def __init__(
-        self, folder: str | Path, *, resume_step: int | None = None, tensorboard: bool = True
+        self,
+        folder: str | Path,
+        *,
+        resume_step: int | None = None,
+        log_rows: Sequence[Row] = (),
+        tensorboard: bool = True,
     ) -> None:
         self.path = Path(folder) / METRICS_FILE
         self._evaluated: set[int] = set()
-        if resume_step is not None and self.path.exists():
-            self._cut(resume_step)
+        if resume_step is not None:
+            self._cut(resume_step, log_rows)
         # Held open for the life of the run and closed in close().
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = (
-            _Board(Path(folder) / TENSORBOARD_FOLDER, resume_step) if tensorboard else None
-        )
+        self._board = None
+        if tensorboard:
+            lacking = missing("tensorboard", extra="report", what="writing tensorboard/")
+            if lacking is None:
+                self._board = _Board(Path(folder) / TENSORBOARD_FOLDER, resume_step)
+            else:
+                logger.warning("%s; metrics.jsonl has all of it", lacking)
+        for row in log_rows:
+            if resume_step is not None and row["step"] > resume_step:
+                self.write_evaluation(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """One row. Non-finite numbers become null, since JSON has none."""
@@ -147,44 +168,74 @@ class MetricsWriter:
             self._board.close()
 
     def _append(self, step: int, metrics: Mapping[str, Value]) -> None:
-        row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.write(_line({"step": step, **metrics}))
         self._file.flush()
         if self._board is not None:
             self._board.write(step, metrics)
 
-    def _cut(self, resume_step: int) -> None:
-        kept = []
-        for number, row in read_metrics(self.path):
+    def _cut(self, resume_step: int, log_rows: Sequence[Row]) -> None:
+        """The file as it was when that step was committed."""
+        numbered = read_metrics(self.path) if self.path.exists() else []
+        for number, row in numbered:
             if not isinstance(row.get("step"), int):
-                raise ValueError(f"{self.path}, line {number}: not a row of metrics")
-            if row["step"] <= resume_step:
-                kept.append(json.dumps(row, ensure_ascii=False) + "\n")
-                if any(name.startswith("eval/") for name in row):
-                    self._evaluated.add(row["step"])
-        temporary = self.path.with_suffix(".jsonl.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
+                raise ValueError(_foreign(self.path, number, "it has no step"))
+        rows = [row for _, row in numbered if row["step"] <= resume_step]
+        known = {_place(row) for row in rows}
+        lacking = [
+            row for row in log_rows if row["step"] <= resume_step and _place(row) not in known
+        ]
+        if lacking:
+            rows = sorted(rows + lacking, key=_place)
+            first, last = lacking[0]["step"], lacking[-1]["step"]
+            logger.warning(
+                "%s lacked %d of its rows (steps %d to %d): made again from the event log",
+                *(self.path, len(lacking), first, last),
+            )
+        self._evaluated = {row["step"] for row in rows if _is_evaluation(row)}
+        with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(map(_line, rows))
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self.path)
 
 
-def read_metrics(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+def read_metrics(path: str | Path) -> list[tuple[int, Row]]:
     """(line number, row) for each row. A last row without its newline is left out if it is
-    broken."""
+    broken. Raises `ValueError` for any other line that is no row."""
     rows = []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(keepends=True), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if not line.endswith("\n"):
-                break
-            raise ValueError(f"{path}, line {number}: not a row of metrics ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: not a row of metrics")
-        rows.append((number, row))
+    # Bytes, since only they are split at newlines alone: text has U+2028 and its like as well.
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    break
+                raise ValueError(_foreign(path, number, str(error))) from error
+            if not isinstance(row, dict):
+                raise ValueError(_foreign(path, number, "it is no mapping"))
+            rows.append((number, row))
     return rows
+
+
+def _foreign(path: str | Path, number: int, what: str) -> str:
+    return (
+        f"{path}, line {number}: not a row of metrics ({what}). Mend the line or move the file"
+        " away: --resume makes what it lacks again from the event log"
+    )
+
+
+def _is_evaluation(row: Row) -> bool:
+    return any(name.startswith("eval/") for name in row)
+
+
+def _place(row: Row) -> tuple[int, bool]:
+    """Rows in order: a step's evaluation comes before its commit."""
+    return row["step"], not _is_evaluation(row)
+
+
+def _line(row: Row) -> str:
+    plain = {name: _finite(value) for name, value in row.items()}
+    return json.dumps(plain, ensure_ascii=False) + "\n"
 
 
 def _finite(value: Value) -> Value | None:

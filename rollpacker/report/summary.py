@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.core.commands import Finish
-from rollpacker.core.records import Entry, Note, Record, Session
-from rollpacker.report.accounting import CAUSES, Accounting, StepSummary
+from rollpacker.core.records import Entry
+from rollpacker.report.accounting import Accounting
 from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.step_history import StepHistory
+from rollpacker.report.step_summary import StepSummary
+from rollpacker.report.time_book import CAUSES
 from rollpacker.report.writing import replacing
 
 if TYPE_CHECKING:
@@ -42,59 +44,56 @@ def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
 
 
-def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
-    """The same from entries alone, without `run` and `paths`."""
+def summarize_entries(
+    entries: Iterable[Entry], observe: Callable[[StepHistory], None] = lambda step: None
+) -> dict[str, Any]:
+    """The same from entries alone, without `run` and `paths`. `observe` is given every committed
+    step, for those who want more of it in the same pass."""
     accounting = Accounting()
+    history = accounting.history
     steps: list[StepSummary] = []
-    evaluations: dict[int, Mapping[str, float]] = {}
-    marks: set[str] = set()
-    sessions, finished = 0, None
     for entry in entries:
-        step = accounting.feed(entry)
-        if step is not None:
-            steps.append(step)
-        if isinstance(entry, Session):
-            sessions += 1
-            marks.update(entry.marks)
-        elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
-            evaluations[entry.step] = entry.metrics
-        elif isinstance(entry, Record):
-            for command in entry.commands:
-                if isinstance(command, Finish):
-                    finished = command.reason
-    dropped = _add_up([*(step.dropped for step in steps), accounting.pending_drops])
+        step = history.step
+        summary = accounting.feed(entry)
+        if summary is not None:
+            steps.append(summary)
+            observe(step)
+    not_streamed = [step.samples.not_streamed for step in steps]
+    dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
     return {
-        "finished": finished,
-        "sessions": sessions,
+        "finished": history.finished,
+        "sessions": history.num_sessions,
         "steps": _steps(steps),
-        "wall_s": accounting.wall_s,
+        "wall_s": accounting.time.wall_s,
         "seconds": accounting.seconds(),
-        "evaluations": [{"step": step, **metrics} for step, metrics in sorted(evaluations.items())],
+        "evaluations": [
+            {"step": step, **metrics} for step, metrics in sorted(history.evaluations.items())
+        ],
         "training_reward": _training_reward(steps),
         "tokens": _tokens(steps),
         "lengths": _lengths(steps),
         "prompts": {
-            "trained": sum(step.num_prompts_trained for step in steps),
-            "deferred": sum(step.num_prompts_deferred for step in steps),
-            "long_queue": accounting.long_queue,
+            "trained": sum(step.prompts.trained for step in steps),
+            "deferred": sum(step.prompts.deferred for step in steps),
+            "long_queue": len(history.queue),
             "dropped": dropped,
         },
         "samples": {
-            "launched": sum(step.num_samples_launched for step in steps),
-            "trained": sum(step.num_samples_trained for step in steps),
-            "aborted": sum(step.num_samples_aborted for step in steps),
-            "failed": sum(step.num_samples_failed for step in steps),
-            "no_verdict": _add_up(step.no_verdict for step in steps),
+            "launched": sum(step.samples.launched for step in steps),
+            "trained": sum(step.samples.trained for step in steps),
+            "aborted": sum(step.samples.aborted for step in steps),
+            "failed": sum(step.samples.failed for step in steps),
+            "no_verdict": _add_up(step.samples.no_verdict for step in steps),
         },
         "streaming": {
-            "samples": sum(step.num_samples_streamed for step in steps),
-            "steps": sum(step.num_samples_streamed > 0 for step in steps),
-            "steps_without": _add_up({s.not_streamed: 1} for s in steps if s.not_streamed),
+            "samples": sum(step.samples.streamed for step in steps),
+            "steps": sum(step.samples.streamed > 0 for step in steps),
+            "steps_without": _add_up({reason: 1} for reason in not_streamed if reason),
         },
         "checks": {
             name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
         },
-        **dict.fromkeys(sorted(marks), True),
+        **dict.fromkeys(sorted(history.marks), True),
     }
 
 
@@ -118,10 +117,10 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
                 "mean_step_s": _mean([step.step_s for step in of_kind]),
                 "mean_rollout_s": _mean([step.rollout_s for step in of_kind]),
                 "median_tokens": _mean(
-                    [s.trained_lengths.median for s in of_kind if s.trained_lengths]
+                    [s.lengths.trained.median for s in of_kind if s.lengths.trained]
                 ),
                 "longest_tokens": max(
-                    (s.trained_lengths.max for s in of_kind if s.trained_lengths), default=None
+                    (s.lengths.trained.max for s in of_kind if s.lengths.trained), default=None
                 ),
             }
             for kind, of_kind in kinds.items()
@@ -130,13 +129,13 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, float | None]:
-    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    rewards = [step.rewards.mean for step in steps if step.rewards.mean is not None]
     return {"first": _mean(rewards[:_LAST_STEPS]), "last": _mean(rewards[-_LAST_STEPS:])}
 
 
 def _lengths(steps: list[StepSummary]) -> dict[str, float | None]:
-    """Trained lengths against the policy's own, over the last steps (see `StepSummary.lengths`)."""
-    last = steps[-1].lengths if steps else {}
+    """Trained lengths against the policy's own, over the last steps (see `LengthBias`)."""
+    last = steps[-1].lengths.bias if steps else {}
     names = {
         "trained_mean": "length/trained_mean",
         "policy_mean": "length/policy_mean",
@@ -149,8 +148,8 @@ def _lengths(steps: list[StepSummary]) -> dict[str, float | None]:
 
 
 def _tokens(steps: list[StepSummary]) -> dict[str, float | None]:
-    generated = sum(step.tokens_generated for step in steps)
-    trained = sum(step.tokens_trained for step in steps)
+    generated = sum(step.tokens.generated for step in steps)
+    trained = sum(step.tokens.trained for step in steps)
     return {
         "generated": generated,
         "trained": trained,

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
-from rollpacker.report.spans import Excerpt, Outcome, StepSpans, iterate_steps, read_steps
+from rollpacker.report.spans import Excerpt, read_steps
+from rollpacker.report.step_history import Outcome, StepHistory
 from rollpacker.report.writing import replacing
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def draw_timeline(
     return draw_steps(shown, out_png)
 
 
-def draw_steps(steps: Sequence[StepSpans], out_png: str | Path) -> list[int]:
+def draw_steps(steps: Sequence[StepHistory], out_png: str | Path) -> list[int]:
     """`draw_timeline` for steps at hand. Raises `ValueError` if none of them launched a sample."""
     shown = [step for step in steps if step.samples]
     if not shown:
@@ -113,7 +115,7 @@ def draw_comparison(
     _finish(figure, axes[-1], [step for shown in both for step in shown], Path(out))
 
 
-def _choose(events_path: str | Path, steps: range) -> list[StepSpans]:
+def _choose(events_path: str | Path, steps: range) -> list[StepHistory]:
     shown = [step for step in read_steps(EventLog(events_path), steps=steps) if step.samples]
     if not shown:
         wanted = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps.start}"
@@ -147,7 +149,7 @@ class _Clock:
     end_s: float
     cuts: list[tuple[float, float]]
 
-    def __init__(self, steps: Sequence[StepSpans]) -> None:
+    def __init__(self, steps: Sequence[StepHistory]) -> None:
         self.start_s = _begin(steps[0])
         self.cuts = sorted(
             (phase.start_s, phase.end_s)
@@ -175,7 +177,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _begin(step: StepSpans) -> float:
+def _begin(step: StepHistory) -> float:
     return step.start_s if step.rollout_start_s is None else step.rollout_start_s
 
 
@@ -202,7 +204,7 @@ def _figure(
     return figure, [axes for row, axes in enumerate(rows) if row != blank]
 
 
-def _draw_samples(axes: Axes, steps: Sequence[StepSpans], clock: _Clock, lanes: int) -> None:
+def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int) -> None:
     """One bar a sample; a round's samples are stacked by the time they took, the longest at the
     bottom."""
     from matplotlib.collections import PatchCollection
@@ -222,7 +224,7 @@ def _draw_samples(axes: Axes, steps: Sequence[StepSpans], clock: _Clock, lanes: 
     axes.set_ylim(-0.5, lanes + 0.5)
 
 
-def _draw_band(axes: Axes, steps: Sequence[StepSpans], clock: _Clock) -> None:
+def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
     """What the run did: rollout in grey, the other phases in colour."""
     for step in steps:
         if step.rollout_start_s is not None:
@@ -237,7 +239,7 @@ def _draw_band(axes: Axes, steps: Sequence[StepSpans], clock: _Clock) -> None:
 
 
 def _label_steps(
-    axes: Axes, steps: Sequence[StepSpans], clock: _Clock, lanes: int, *, short: bool = False
+    axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int, *, short: bool = False
 ) -> None:
     """A faint line where a step begins and the round's kind above it, where there is room for
     it."""
@@ -267,7 +269,7 @@ def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11.5, color=_INK, pad=18, fontweight="bold")
 
 
-def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepSpans], out: Path) -> None:
+def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepHistory], out: Path) -> None:
     from matplotlib.patches import Patch
 
     bottom.set_xlabel("seconds", color=_FAINT, fontsize=9)

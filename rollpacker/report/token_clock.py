@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollpacker.core.commands import Launch, RoundKind
-from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.records import Entry, Record, Session
+from rollpacker.core.records import Entry
+from rollpacker.report.history import iterate_steps
+from rollpacker.report.step_history import RoundHistory, SampleHistory, StepHistory
 
 
 class ClockError(ValueError):
@@ -45,98 +44,22 @@ class Stretch(NamedTuple):
         return self.steps * self.cached + self.running * self.steps * (self.steps - 1) // 2
 
 
-class End(NamedTuple):
-    time_s: float
-    sample: SampleId
-    num_tokens: int
+def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
+    """The rounds whose samples all ended, in order, those of steps without a commit included."""
+    for step in iterate_steps(entries, unfinished=True):
+        yield from finished_rounds(step)
 
 
-@dataclass(slots=True)
-class LoggedRound:
-    """One round's generation, as logged."""
-
-    kind: RoundKind
-    start_s: float
-    """When the samples were launched."""
-    samples: tuple[SampleId, ...]
-    slots: int | None
-    """Of the engine, as the session's first line told."""
-    number: int
-    """Of `Launch.round`."""
-    ends: list[End] = field(default_factory=list)
-    """In log order."""
-    irregular: bool = False
-    """A sample failed or was launched again: the clock cannot be told."""
-
-    @property
-    def rollout_s(self) -> float:
-        """Seconds from the launch to the last end."""
-        return self.ends[-1].time_s - self.start_s
+def finished_rounds(step: StepHistory) -> list[RoundHistory]:
+    return [round_ for round_ in step.rounds if round_.end_s is not None and round_.ends]
 
 
-class RoundFold:
-    """Feed it a log's entries; it answers with a round when all of its samples have ended."""
-
-    def __init__(self) -> None:
-        self._current: LoggedRound | None = None
-        self._live: set[SampleId] = set()
-        self._slots: int | None = None
-
-    def feed(self, entry: Entry) -> LoggedRound | None:
-        if isinstance(entry, Session):
-            self._current, self._slots = None, entry.slots
-            self._live.clear()
-        if not isinstance(entry, Record):
-            return None
-        self._end_sample(entry)
-        for command in entry.commands:
-            if isinstance(command, Launch):
-                self._launch(command, entry.time_s)
-        if self._current is None or self._live:
-            return None
-        done, self._current = self._current, None
-        return done
-
-    def _end_sample(self, record: Record) -> None:
-        event = record.event
-        if not isinstance(event, SampleGenerated | SampleAborted | SampleFailed):
-            return
-        if self._current is None or event.sample not in self._live:
-            return
-        self._live.discard(event.sample)
-        if isinstance(event, SampleFailed):
-            self._current.irregular = True
-        else:
-            self._current.ends.append(End(record.time_s, event.sample, event.num_tokens))
-
-    def _launch(self, command: Launch, time_s: float) -> None:
-        if self._current is not None and command.round != self._current.number:
-            self._current = None  # lines are missing: its end was never logged
-            self._live.clear()
-        self._live.update(command.samples)
-        if self._current is None:
-            self._current = LoggedRound(
-                command.kind, time_s, command.samples, self._slots, command.round
-            )
-        else:
-            self._current.irregular = True
-
-
-def iterate_rounds(entries: Iterable[Entry]) -> Iterator[LoggedRound]:
-    """The rounds whose samples all ended, in order."""
-    fold = RoundFold()
-    for entry in entries:
-        done = fold.feed(entry)
-        if done is not None and done.ends:
-            yield done
-
-
-def stretches(round_: LoggedRound, *, slots: int | None) -> list[Stretch]:
+def stretches(round_: RoundHistory, *, slots: int | None) -> list[Stretch]:
     """The round between its ends, in order; `slots` None: everything is admitted at once.
 
     Raises `ClockError` if the ends contradict such an engine.
     """
-    if round_.irregular:
+    if round_.is_irregular:
         raise ClockError("a sample failed or was launched again")
     engine = _Engine(round_.samples, slots)
     found = []
@@ -147,8 +70,9 @@ def stretches(round_: LoggedRound, *, slots: int | None) -> list[Stretch]:
             continue
         clock = engine.clock_of(end)
         if clock > engine.clock or engine.num_admitted:
-            found.append(engine.advance(clock, ended, end.time_s - last_s))
-            last_s, ended = end.time_s, 0
+            assert end.end_s is not None
+            found.append(engine.advance(clock, ended, end.end_s - last_s))
+            last_s, ended = end.end_s, 0
         engine.remove(end.sample)
         ended += 1
     return found
@@ -173,7 +97,7 @@ class _Engine:
             self._sum_admitted_at += self.clock
             self.num_admitted += 1
 
-    def clock_of(self, end: End) -> int:
+    def clock_of(self, end: SampleHistory) -> int:
         """When this sample ends. What waits is admitted first, if the clock must go on for it."""
         if self._slots is not None and self._clock_if_running(end) != self.clock:
             self._admit()
@@ -185,7 +109,7 @@ class _Engine:
             )
         return clock
 
-    def _clock_if_running(self, end: End) -> int | None:
+    def _clock_if_running(self, end: SampleHistory) -> int | None:
         admitted_at = self._admitted_at.get(end.sample)
         return None if admitted_at is None else admitted_at + end.num_tokens - 1
 

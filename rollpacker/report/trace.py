@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.report.log import EventLog
-from rollpacker.report.spans import Outcome, Phase, StepSpans, read_steps
+from rollpacker.report.spans import read_steps
+from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
@@ -48,7 +49,7 @@ def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 5
     return len(steps)
 
 
-def write_steps_trace(steps: Sequence[StepSpans], out: str | Path) -> None:
+def write_steps_trace(steps: Sequence[StepHistory], out: str | Path) -> None:
     """`write_trace` for steps at hand."""
     with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -57,7 +58,7 @@ def write_steps_trace(steps: Sequence[StepSpans], out: str | Path) -> None:
         file.write("\n]}\n")
 
 
-def _trace_events(steps: Sequence[StepSpans]) -> Iterator[dict[str, Any]]:
+def _trace_events(steps: Sequence[StepHistory]) -> Iterator[dict[str, Any]]:
     yield _name("process_name", _RUN, 0, "run")
     yield _name("process_name", _SAMPLES, 0, "samples")
     for name, track in _TRACKS.items():
@@ -84,7 +85,7 @@ def _phase(phase: Phase, step: int) -> dict[str, Any]:
     return _span(name, _RUN, track, phase.start_s, phase.end_s, {"step": step})
 
 
-def _live_counter(step: StepSpans) -> Iterator[dict[str, Any]]:
+def _live_counter(step: StepHistory) -> Iterator[dict[str, Any]]:
     """How many samples are live, a point at each change."""
     changes: dict[float, int] = {}
     for span in step.samples.values():
@@ -103,7 +104,7 @@ def _live_counter(step: StepSpans) -> Iterator[dict[str, Any]]:
         }
 
 
-def _sample_spans(step: StepSpans) -> Iterator[tuple[int, dict[str, Any]]]:
+def _sample_spans(step: StepHistory) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each sample's span with its lane: the lowest one that is free when it starts."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -120,7 +121,7 @@ def _sample_spans(step: StepSpans) -> Iterator[tuple[int, dict[str, Any]]]:
         arguments = {
             "id": str(span.sample),
             "step": step.step,
-            "tokens": span.tokens,
+            "tokens": span.num_tokens,
             "reward": span.reward,
         }
         name = str(span.outcome)

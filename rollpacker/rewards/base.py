@@ -167,36 +167,3 @@ class RewardConfig:
             raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
         if self.tasks is not None and not self.tasks:
             raise ValueError("tasks must name at least one task; leave it out to judge every row")
-
-
-I_ACCEPT = "I accept that model-written code runs without isolation"
-"""What `sandbox.allow_unsandboxed_code` must say, word by word."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxConfig:
-    """Where untrusted programs run (`sandbox.*`)."""
-
-    backend: Literal["auto", "bwrap", "http"] = "auto"
-    """auto: http if a url is set, else bwrap."""
-    url: str | None = None
-    """http only: of a service that speaks SandboxFusion's protocol, such as http://host:8080."""
-    token_env: str | None = None
-    """http only: the environment variable that holds the bearer token."""
-    memory_mb: int = 512
-    """Of a whole run, children included."""
-    disk_mb: int = 64
-    output_kb: int = 1024
-    allow_unsandboxed_code: str | None = None
-    """Run programs as plain processes of your own user where nothing isolates them. Must be the
-    sentence `I accept that model-written code runs without isolation`; every metric file is then
-    marked."""
-
-    def __post_init__(self) -> None:
-        for name in ("memory_mb", "disk_mb", "output_kb"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.backend == "http" and self.url is None:
-            raise ValueError("backend http needs a url")
-        if self.allow_unsandboxed_code not in (None, I_ACCEPT):
-            raise ValueError(f'allow_unsandboxed_code must be exactly "{I_ACCEPT}"')

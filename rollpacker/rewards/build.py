@@ -5,35 +5,55 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart, SandboxConfig
-from rollpacker.rewards.functions.part import RewardFunction
+from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
+from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
 from rollpacker.rewards.judge.completer import MakeCompleter
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
+from rollpacker.sandbox.base import SandboxConfig
 
-BUILT_IN: dict[str, str] = {
-    "math": "rollpacker.rewards.math.part:MathReward",
-    "code": "rollpacker.rewards.code.grading:CodeReward",
-    "judge": "rollpacker.rewards.judge.part:JudgeReward",
-    "reward_model": "rollpacker.rewards.reward_model:RewardModel",
-    "reasoning_gym": "rollpacker.rewards.reasoning_gym:ReasoningGymScorer",
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """Where a built-in reward lives; imported when it is named."""
+
+    made: str
+    """`module:name` of what makes it: a part, of its config and what the run shares; or, for a
+    plain function that is made and called in a worker, of `arguments`."""
+    config: str
+    """`module:name` of the dataclass whose fields are the reward's `arguments`."""
+    in_worker: bool = False
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "math": BuiltIn(
+        "rollpacker.rewards.math.reward:MathReward", "rollpacker.rewards.math.reward:MathConfig"
+    ),
+    "code": BuiltIn(
+        "rollpacker.rewards.code.grading:CodeReward", "rollpacker.rewards.code.grading:CodeConfig"
+    ),
+    "judge": BuiltIn(
+        "rollpacker.rewards.judge.reward:JudgeReward", "rollpacker.rewards.judge.config:JudgeConfig"
+    ),
+    "reward_model": BuiltIn(
+        "rollpacker.rewards.reward_model:make",
+        "rollpacker.rewards.reward_model:RewardModelConfig",
+        in_worker=True,
+    ),
+    "reasoning_gym": BuiltIn(
+        "rollpacker.rewards.reasoning_gym:make",
+        "rollpacker.rewards.reasoning_gym:ReasoningGymConfig",
+        in_worker=True,
+    ),
 }
-"""Imported when they are named."""
-
-FACTORIES = ("reward_model", "reasoning_gym")
-"""Their instances are plain functions, made of `arguments` in a worker and called there. The others
-are parts made of config, name and what the run shares."""
 
 SANDBOXED = ("math", "code")
 """They share one sandbox."""
-
-_CHECKED_HERE = ("reasoning_gym",)
-"""Factories whose `check` looks at the rows, in this process."""
 
 
 def build_reward(
@@ -75,21 +95,27 @@ def _part(config: RewardConfig, shared: Shared) -> RewardPart:
     return RewardFunction(config)
 
 
-def _built_in(config: RewardConfig, shared: Shared) -> RewardPart:
-    name = config.function
-    module, _, attribute = BUILT_IN[name].partition(":")
-    found: Any = getattr(importlib.import_module(module), attribute)
-    if config.shape not in ("auto", "trl"):
-        raise RewardError(f"reward {name} is built in and has no shape; take {config.shape} out.")
-    parameters = inspect.signature(found).parameters.values()
-    if name not in FACTORIES:
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        refuse_unknown(config.arguments, known, name)
-        part: RewardPart = found(config, config.name or name, shared, **config.arguments)
+def _built_in(entry: RewardConfig, shared: Shared) -> RewardPart:
+    name, row = entry.function, BUILT_IN[entry.function]
+    if entry.shape not in ("auto", "trl"):
+        raise RewardError(f"reward {name} is built in and has no shape; take {entry.shape} out.")
+    config_class = _found(row.config)
+    known = [field.name for field in dataclasses.fields(config_class) if field.init]
+    refuse_unknown(entry.arguments, known, name)
+    try:
+        config = config_class(**entry.arguments)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {entry.name or name}: {error}") from None
+    make = _found(row.made)
+    if not row.in_worker:
+        part: RewardPart = make(config, entry=entry, name=entry.name or name, shared=shared)
         return part
-    refuse_unknown(config.arguments, [p.name for p in parameters], name)
-    check = found(**config.arguments).check if name in _CHECKED_HERE else None
-    config = dataclasses.replace(config, name=config.name or name, shape="trl")
-    if config.workers == "auto":  # a factory knows best how often it fits into this machine
-        config = dataclasses.replace(config, workers=getattr(found, "WORKERS", None) or "auto")
-    return RewardFunction(config, factory=BUILT_IN[name], check=check)
+    entry = dataclasses.replace(entry, name=entry.name or name, shape="trl")
+    if entry.workers == "auto":  # a model knows best how often it fits into this machine
+        entry = dataclasses.replace(entry, workers=getattr(config_class, "WORKERS", "auto"))
+    return RewardFunction(entry, factory=row.made, check=getattr(config, "check", None))
+
+
+def _found(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

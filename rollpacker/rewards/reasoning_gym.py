@@ -12,8 +12,10 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rollpacker.imports import require
 from rollpacker.rewards.base import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
@@ -21,31 +23,48 @@ _SOUND = {"number_sorting"}
 """It evaluates the row's own answer, not the model's."""
 
 
-class ReasoningGymScorer:
-    """Scores completions of rows made by `kind: reasoning_gym`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGymConfig:
+    """`arguments` of the reward. Raises `ValueError` for what cannot be."""
 
-    `answer_regex` finds the answer in the completion: its last match that is not empty, the first
-    group if it has one; no match scores 0. Without it the whole completion is the answer.
-    `require_stop`: a response that was cut off scores 0. `allow_evaluation`: accept tasks whose
-    scorers run the model's answer as code.
-    """
+    answer_regex: str | None = None
+    """Finds the answer in the completion: its last match that is not empty, the first group if it
+    has one; no match scores 0. None: the whole completion is the answer."""
+    require_stop: bool = False
+    """A response that was cut off scores 0."""
+    allow_evaluation: bool = False
+    """Accept tasks whose scorers run the model's answer as code."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.answer_regex or "")
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"answer_regex {self.answer_regex!r} is no regular expression: {error}."
+            ) from None
+
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` for a task that cannot be scored, before any is."""
+        scorer = ReasoningGymScorer(self)
+        tasks = {(row["task"], json.dumps(row["task_options"], default=str)): row for row in rows}
+        for row in tasks.values():
+            scorer.of(row["task"], row["task_options"])
+
+
+def make(**arguments: Any) -> ReasoningGymScorer:
+    """The reward, in the worker that calls it."""
+    return ReasoningGymScorer(ReasoningGymConfig(**arguments))
+
+
+class ReasoningGymScorer:
+    """Scores completions of rows made by `kind: reasoning_gym`."""
 
     __name__ = "reasoning_gym"
 
-    def __init__(
-        self,
-        answer_regex: str | None = None,
-        require_stop: bool = False,
-        allow_evaluation: bool = False,
-    ) -> None:
-        try:
-            self._pattern = re.compile(answer_regex) if answer_regex is not None else None
-        except (re.error, TypeError) as error:
-            raise RewardError(
-                f"reasoning_gym: answer_regex {answer_regex!r} is no regular expression: {error}."
-            ) from None
-        self._require_stop = require_stop
-        self._allow_evaluation = allow_evaluation
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        regex = config.answer_regex
+        self._config = config
+        self._pattern = None if regex is None else re.compile(regex)
         self._scorers: dict[tuple[str, str], Any] = {}
 
     def __call__(
@@ -70,12 +89,6 @@ class ReasoningGymScorer:
         )
         return [self._score(*row) for row in rows]
 
-    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` for a task that cannot be scored, before any is."""
-        tasks = {(row["task"], json.dumps(row["task_options"], default=str)): row for row in rows}
-        for row in tasks.values():
-            self._scorer(row["task"], row["task_options"])
-
     def _score(
         self,
         completion: Any,
@@ -86,8 +99,8 @@ class ReasoningGymScorer:
         task: str,
         task_options: Mapping[str, Any],
     ) -> float:
-        scorer = self._scorer(task, task_options)
-        if self._require_stop and finish_reason != "stop":
+        scorer = self.of(task, task_options)
+        if self._config.require_stop and finish_reason != "stop":
             return 0.0
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         found = self._answer(text)
@@ -103,13 +116,15 @@ class ReasoningGymScorer:
         found = [match.group(group) or "" for match in self._pattern.finditer(text)]
         return next((answer.strip() for answer in reversed(found) if answer.strip()), None)
 
-    def _scorer(self, task: str, options: Mapping[str, Any]) -> Any:
+    def of(self, task: str, options: Mapping[str, Any]) -> Any:
+        """The task's scorer. Raises `RewardError` if it must not be used."""
         key = (task, json.dumps(options, sort_keys=True, default=str))
         if key not in self._scorers:
+            require("reasoning_gym", extra="gym", what="the reward reasoning_gym")
             import reasoning_gym
 
             dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **options)
-            if not self._allow_evaluation and evaluates_answers(dataset, task):
+            if not self._config.allow_evaluation and evaluates_answers(dataset, task):
                 raise RewardError(
                     f"reasoning_gym: the scorer of task {task} runs the model's answer as Python"
                     " code, which can do anything that you can. Leave the task out, or accept that"

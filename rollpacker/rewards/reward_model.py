@@ -11,10 +11,12 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rollpacker.rewards.base import RewardError
+from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
@@ -22,51 +24,76 @@ MAX_TOKENS = 4096
 """Where neither the user nor the model names a limit."""
 
 
-class RewardModel:
-    """Scores completions with a model that has one output (`num_labels=1`). Loads at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelConfig:
+    """`arguments` of the reward. Raises `ValueError` for what cannot be."""
 
-    `model_path`: a Hugging Face folder. Chat prompts go through its chat template, the completion
-    as the assistant's message; a text prompt is followed by the completion as it is.
-    `max_tokens`: longer texts lose their beginning, since the score is read at the end; null: the
-    model's own limit. `batch_size`: texts in one forward pass, in the order of their length.
-    `device`, `dtype`: as of `model`, auto: CUDA with bfloat16 if there is one, else CPU with
-    float32. In float32 a score does not depend on what else is in the batch, but for rounding (less
-    than 1e-5 of it); bfloat16 rounds to about 1e-2.
-    The value is `(output - mean) / std`, then with `normalize="sigmoid"` a number from 0 to 1.
-    `threads`: of torch on a CPU.
-    """
-
-    __name__ = "reward_model"
-    WORKERS = 1
+    WORKERS: ClassVar[int] = 1
     """Each holds a copy of the model."""
 
-    def __init__(
-        self,
-        model_path: str,
-        max_tokens: int | None = None,
-        batch_size: int = 8,
-        device: str = "auto",
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        normalize: Literal["none", "sigmoid"] = "none",
-        mean: float = 0.0,
-        std: float = 1.0,
-        threads: int = 1,
-    ) -> None:
-        _check_arguments(max_tokens, batch_size, device, dtype, normalize, mean, std, threads)
-        self._path = checked_folder(model_path)
-        self._batch_size = batch_size
-        self._normalize, self._mean, self._std = normalize, mean, std
-        self._told_cut = False
-        self._load(device, dtype, threads)
+    model_path: str
+    """A Hugging Face folder. Chat prompts go through its chat template, the completion as the
+    assistant's message; a text prompt is followed by the completion as it is."""
+    max_tokens: int | None = None
+    """Longer texts lose their beginning, since the score is read at the end. None: the model's own
+    limit."""
+    batch_size: int = 8
+    """Texts in one forward pass, in the order of their length."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on CUDA, else float32. In float32 a score does not depend on what else is in
+    the batch, but for rounding (less than 1e-5 of it); bfloat16 rounds to about 1e-2."""
+    normalize: Literal["none", "sigmoid"] = "none"
+    """The value is `(output - mean) / std`; sigmoid makes it a number from 0 to 1."""
+    mean: float = 0.0
+    std: float = 1.0
+    threads: int = 1
+    """Of torch on a CPU."""
+
+    def __post_init__(self) -> None:
+        least = min(
+            self.batch_size, self.threads, 1 if self.max_tokens is None else self.max_tokens
+        )
+        if least < 1:
+            raise ValueError("max_tokens, batch_size and threads must be at least 1.")
+        if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
+            raise ValueError(f"mean and std must be numbers, std > 0, not {self.mean, self.std}.")
+        for name, allowed in (
+            ("device", ("auto", "cpu", "cuda")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("normalize", ("none", "sigmoid")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}."
+                )
+
+
+def make(**arguments: Any) -> RewardModel:
+    """The reward, in the worker that calls it."""
+    return RewardModel(RewardModelConfig(**arguments))
+
+
+class RewardModel:
+    """Scores completions with a model that has one output (`num_labels=1`). Loads at once."""
+
+    __name__ = "reward_model"
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self._config = config
+        self._path = checked_folder(config.model_path)
+        self._warn_once = WarnOnce(logger)
+        self._load(config.device, config.dtype, config.threads)
         own = self._own_limit()
-        self._max_tokens = min(max_tokens or own, own)
+        self._max_tokens = min(config.max_tokens or own, own)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """One value each, in their order; NaN where the model's output is not a number."""
         tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
         values = [math.nan] * len(tokens)
-        size = self._batch_size if self._pad is not None else 1
+        size = self._config.batch_size if self._pad is not None else 1
         for start in range(0, len(order), size):
             batch = order[start : start + size]
             outputs = self._outputs([tokens[index] for index in batch])
@@ -168,9 +195,8 @@ class RewardModel:
     def _cut(self, ids: list[int]) -> list[int]:
         if not ids:
             raise ValueError("prompt and completion have no tokens")
-        if len(ids) > self._max_tokens and not self._told_cut:
-            self._told_cut = True
-            logger.warning(
+        if len(ids) > self._max_tokens:
+            self._warn_once(
                 "reward_model: a text of %d tokens loses its beginning (max_tokens=%d)",
                 len(ids),
                 self._max_tokens,
@@ -178,8 +204,8 @@ class RewardModel:
         return ids[-self._max_tokens :]
 
     def _value(self, output: float) -> float:
-        value = (output - self._mean) / self._std
-        if self._normalize == "none" or math.isnan(value):
+        value = (output - self._config.mean) / self._config.std
+        if self._config.normalize == "none" or math.isnan(value):
             return value
         return 1 / (1 + math.exp(-value)) if value > -700 else 0.0
 
@@ -230,31 +256,6 @@ def _json(file: Path, path: str) -> Mapping[str, Any]:
     return found
 
 
-def _check_arguments(
-    max_tokens: int | None,
-    batch_size: int,
-    device: str,
-    dtype: str,
-    normalize: str,
-    mean: float,
-    std: float,
-    threads: int,
-) -> None:
-    if min(batch_size, threads, 1 if max_tokens is None else max_tokens) < 1:
-        raise RewardError("reward_model: max_tokens, batch_size and threads must be at least 1.")
-    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise RewardError(f"reward_model: mean and std must be numbers, std > 0, not {mean, std}.")
-    for name, value, allowed in (
-        ("device", device, ("auto", "cpu", "cuda")),
-        ("dtype", dtype, ("auto", "float32", "bfloat16")),
-        ("normalize", normalize, ("none", "sigmoid")),
-    ):
-        if value not in allowed:
-            raise RewardError(
-                f"reward_model: {name} must be one of {', '.join(allowed)}, not {value!r}."
-            )
-
-
 def _device(name: str) -> Any:
     import torch
 
@@ -272,11 +273,11 @@ def _quiet() -> Iterator[None]:
 
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # theirs
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # theirs

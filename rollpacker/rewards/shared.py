@@ -10,9 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rollpacker.rewards.base import SandboxConfig
 from rollpacker.rewards.judge.completer import MakeCompleter
-from rollpacker.rewards.sandbox.base import Capabilities, Sandbox, SandboxUnavailable
+from rollpacker.sandbox.base import Capabilities, Sandbox, SandboxConfig, SandboxUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Shared:
         self._capabilities = box.capabilities
 
     def _context(self, backend: str) -> AbstractAsyncContextManager[Sandbox]:
-        from rollpacker.rewards.sandbox import open_sandbox
+        from rollpacker.sandbox import open_sandbox
 
         config = self.config
         return open_sandbox(

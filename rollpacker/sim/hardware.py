@@ -1,9 +1,14 @@
-"""What models and GPUs are made of: public shapes and datasheet numbers, nothing measured."""
+"""What models and GPUs are made of. The numbers are in `hardware.yaml`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of one number."""
@@ -43,31 +48,6 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
-MODELS: dict[str, ModelShape] = {
-    "qwen2.5-0.5b": ModelShape(layers=24, hidden=896, kv_heads=2, head_dim=64, params=494_032_768),
-    "qwen2.5-1.5b": ModelShape(
-        layers=28, hidden=1536, kv_heads=2, head_dim=128, params=1_543_714_304
-    ),
-    "qwen2.5-3b": ModelShape(
-        layers=36, hidden=2048, kv_heads=2, head_dim=128, params=3_085_938_688
-    ),
-    "qwen2.5-7b": ModelShape(
-        layers=28, hidden=3584, kv_heads=4, head_dim=128, params=7_615_616_512
-    ),
-    "qwen2.5-14b": ModelShape(
-        layers=48, hidden=5120, kv_heads=8, head_dim=128, params=14_770_033_664
-    ),
-    "qwen2.5-32b": ModelShape(
-        layers=64, hidden=5120, kv_heads=8, head_dim=128, params=32_763_876_352
-    ),
-    "qwen2.5-72b": ModelShape(
-        layers=80, hidden=8192, kv_heads=8, head_dim=128, params=72_706_203_648
-    ),
-    "qwen3-8b": ModelShape(layers=36, hidden=4096, kv_heads=8, head_dim=128, params=8_190_735_360),
-}
-"""Published shapes, by name."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
     """One GPU by its datasheet."""
@@ -90,21 +70,17 @@ class GpuSpec:
                 raise ValueError(f"{name} of a GPU must be more than 0, not {value}")
 
 
-GPUS: dict[str, GpuSpec] = {
-    "a100": GpuSpec(
-        memory_gb=80, bandwidth_tb_s=2.039, tflops=312, nvlink_gb_s=600, source="datasheet, SXM4"
-    ),
-    "h100": GpuSpec(
-        memory_gb=80, bandwidth_tb_s=3.35, tflops=989, nvlink_gb_s=900, source="datasheet, SXM5"
-    ),
-    "h200": GpuSpec(
-        memory_gb=141, bandwidth_tb_s=4.8, tflops=989, nvlink_gb_s=900, source="datasheet, SXM5"
-    ),
-    "h800": GpuSpec(
-        memory_gb=80, bandwidth_tb_s=3.35, tflops=989, nvlink_gb_s=400, source="datasheet, SXM5"
-    ),
-    "h20": GpuSpec(
-        memory_gb=96, bandwidth_tb_s=4.0, tflops=148, nvlink_gb_s=900, source="datasheet, SXM5"
-    ),
-}
-"""By name. Where a datasheet prints tensor-core rates with sparsity only, this is half of them."""
+def read_tables(name: str) -> dict[str, Any]:
+    """The tables of a YAML file beside this module."""
+    text = resources.files(__package__).joinpath(name).read_text("utf-8")
+    tables: dict[str, Any] = yaml.safe_load(text)
+    return tables
+
+
+_TABLES = read_tables("hardware.yaml")
+
+MODELS: Mapping[str, ModelShape] = {k: ModelShape(**v) for k, v in _TABLES["models"].items()}
+"""Published shapes, by name."""
+
+GPUS: Mapping[str, GpuSpec] = {k: GpuSpec(**v) for k, v in _TABLES["gpus"].items()}
+"""By name."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.plan_ideas import Candidate, Idea
 from rollpacker.sim.result import SystemResult
 
@@ -27,11 +27,11 @@ def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, f
         return {"plain": 1.0}
     if tail.chooses:
         return None
-    launched = tail.num_prompts(prompts_per_step)
+    launched = tail.factors.num_prompts(prompts_per_step)
     counts = {"short": 1.0, "cascade": 0.0}
     deferred = float(launched - prompts_per_step)
     for tier in tail.tiers:
-        launched = tier.num_prompts(prompts_per_step)
+        launched = tier.factors.num_prompts(prompts_per_step)
         races = deferred / launched
         counts["cascade"] += races
         deferred = races * (launched - prompts_per_step)

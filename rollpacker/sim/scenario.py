@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rollpacker.config.check import Checker, field_types
-from rollpacker.config.document import ConfigError, nearest, parse_document, read_text
+from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.load import load_config
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
-from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS
+from rollpacker.sim.presets import SWITCHES, SYSTEMS
+from rollpacker.sim.scenario_checks import at_least_one, check_known, check_seconds, listed
+from rollpacker.sim.unkind import UnkindConfig
+from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 SHARE_TOLERANCE = 0.01
 """Shares may miss 1 by so much: 0.34 + 0.33 + 0.33 and three times 0.333 are both fine."""
@@ -30,8 +33,6 @@ MIN_SPEC, MAX_SPEC = 1e-6, 1e9
 MAX_GPUS = 1_000_000
 MAX_SAMPLES = 10_000_000
 """Of a step, and of the steps that an oracle sorts together: what fits into memory."""
-MAX_SECONDS = 1e9
-"""Of any one thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,11 @@ class Cluster:
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "gpus", "gpus_per_node")
+        at_least_one(self, "gpus", "gpus_per_node")
         if self.gpus > MAX_GPUS:
             raise ValueError(f"gpus must be at most {MAX_GPUS:,}, not {self.gpus:,}")
         if isinstance(self.gpu, str):
-            _check_known("gpu", self.gpu, GPUS)
+            check_known("gpu", self.gpu, GPUS)
         else:
             for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
                 value = getattr(self.gpu, name)
@@ -87,9 +88,9 @@ class Speculation:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speedup) and self.speedup >= 1):
             raise ValueError(f"speedup must be at least 1, not {self.speedup}")
-        _at_least_one(self, "max_live")
+        at_least_one(self, "max_live")
         for kind in self.kinds:
-            _check_known("kinds", kind, [known.value for known in RoundKind])
+            check_known("kinds", kind, [known.value for known in RoundKind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +111,8 @@ class RolloutSpec:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
-        _at_least_one(self, "prompt_tokens")
+        at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
+        at_least_one(self, "prompt_tokens")
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt must be at least 2, not {self.samples_per_prompt}"
@@ -123,127 +124,7 @@ class RolloutSpec:
                 f"than can be simulated ({MAX_SAMPLES:,}): lower one of them"
             )
         if self.max_running is not None:
-            _at_least_one(self, "max_running")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthLaw:
-    """How long responses are (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles` and
-    `trace`."""
-
-    preset: str | None = None
-    quantiles: Mapping[float, int] | None = None
-    """Tokens by quantile; the logarithm is linear between them. Below the lowest it falls to one
-    token, above the highest it stays. An override sets the whole mapping."""
-    trace: str | None = None
-    """A JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]} per
-    prompt. Of the second kind the prompts come in the file's order, and what follows here has no
-    effect. The path is relative to the folder that the command is run in."""
-    within_prompt_correlation: float = 0.05
-    """Of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the prompt."""
-    hard_prompts: float = 0.0
-    """This share of the prompts is hard: ..."""
-    hard_prompt_cap_probability: float = 0.15
-    """... each of their responses runs to the cap with this probability."""
-
-    def __post_init__(self) -> None:
-        given = [n for n in ("preset", "quantiles", "trace") if getattr(self, n) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) if given else "none"
-            raise ValueError(f"set exactly one of preset, quantiles and trace; set: {found}")
-        if self.preset is not None:
-            _check_known("preset", self.preset, LENGTH_LAWS)
-        if self.quantiles is not None:
-            _check_quantiles("quantiles", self.quantiles, smallest=1)
-        if self.trace == "":
-            raise ValueError("trace is empty: give the name of a JSONL file")
-        for name in ("within_prompt_correlation", "hard_prompts", "hard_prompt_cap_probability"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
-
-    @property
-    def quantile_law(self) -> Mapping[float, int] | None:
-        """The quantiles, whether written or by preset; None for a trace."""
-        return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardStage:
-    """The prompts that are checked in one way (`rewards.N.*`). What is not set comes from the kind
-    (`presets.REWARD_KINDS`)."""
-
-    kind: Literal["math", "code", "judge", "none"]
-    share: float
-    """Of the prompts."""
-    seconds_quantiles: Mapping[float, float] | None = None
-    """Seconds of one check by quantile (math, code); the logarithm is linear between them, and
-    beyond both ends it stays."""
-    workers: int | None = None
-    """Checks at once (math, code)."""
-    calls_per_s: float | None = None
-    """Calls that are answered per second (judge)."""
-    slowest_correct_s: float | None = None
-    """No answer that takes longer to check is correct (math, code). None: the kind's limit; with
-    the kind's own times, what is known of them."""
-    check_truncated: bool = True
-    """Also responses that were cut off at the limit are checked. False: they are wrong at once, as
-    a program without an end is."""
-    lengths: LengthLaw | None = None
-    """Response lengths of these prompts; None: the scenario's."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be more than 0 and at most 1, not {self.share}")
-        pool = ("seconds_quantiles", "workers", "slowest_correct_s")
-        meant = {"math": pool, "code": pool, "judge": ("calls_per_s",), "none": ()}[self.kind]
-        for name in (*pool, "calls_per_s"):
-            if getattr(self, name) is not None and name not in meant:
-                takes = f"it takes {', '.join(meant)}" if meant else "it takes no time"
-                raise ValueError(
-                    f"{name} means nothing for kind={self.kind} ({takes}): leave it out"
-                )
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(
-                f"workers must be at least 1, not {self.workers}, or nothing is ever checked"
-            )
-        if self.seconds_quantiles is not None:
-            _check_quantiles(
-                "seconds_quantiles", self.seconds_quantiles, smallest=0, largest=MAX_SECONDS
-            )
-        for name in ("calls_per_s", "slowest_correct_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_SECONDS:
-                raise ValueError(
-                    f"{name} must be more than 0 and at most {MAX_SECONDS:g}, not {value}"
-                )
-
-    @property
-    def num_workers(self) -> int:
-        """Checks at once: a judge is one worker that takes 1 / calls_per_s; 0 for none."""
-        if self.kind == "judge":
-            return 1
-        return self.workers or REWARD_KINDS[self.kind].workers or 0
-
-    @property
-    def seconds_law(self) -> Mapping[float, float] | None:
-        """Seconds that one check keeps a worker, by quantile; None if there is no check."""
-        if self.kind == "judge":
-            rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
-            assert rate is not None
-            return {0.5: 1 / rate}
-        return self.seconds_quantiles or REWARD_KINDS[self.kind].seconds_quantiles
-
-    @property
-    def limit_s(self) -> float | None:
-        """A check that takes longer has failed, whatever the deadline in force."""
-        return REWARD_KINDS[self.kind].limit_s
-
-    @property
-    def correct_within_s(self) -> float:
-        """No answer that takes longer is correct; infinite if time says nothing."""
-        kind = REWARD_KINDS[self.kind]
-        known = kind.slowest_correct_s if self.seconds_quantiles is None else None
-        return self.slowest_correct_s or known or kind.limit_s or math.inf
+            at_least_one(self, "max_running")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +138,8 @@ class TrainSpec:
     """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
-        _check_seconds("fixed_s", self.fixed_s)
+        at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
+        check_seconds("fixed_s", self.fixed_s)
 
     @property
     def replica_gpus(self) -> int:
@@ -328,15 +209,17 @@ class Scenario:
     parallelism_planner: ParallelismSwitch = field(default_factory=ParallelismSwitch)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
     oracle: OracleSpec = field(default_factory=OracleSpec)
+    unkind: UnkindConfig | None = None
+    """What goes wrong: engines that fail, verdicts that get lost; None: nothing."""
     steps: int = 40
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "steps")
-        _check_seconds("sync_s", self.sync_s)
+        at_least_one(self, "steps")
+        check_seconds("sync_s", self.sync_s)
         if isinstance(self.model, str):
-            _check_known("model", self.model, MODELS)
-        _check_known("system", self.system, SYSTEMS)
+            check_known("model", self.model, MODELS)
+        check_known("system", self.system, SYSTEMS)
         self._check_rewards()
         self._check_lengths()
         self._check_degrees()
@@ -426,7 +309,7 @@ class Scenario:
             if node % degree:
                 raise ValueError(
                     f"{name} must divide the GPUs of a node ({node}), not be {degree}: take "
-                    f"{_listed(d for d in range(1, node + 1) if node % d == 0)}"
+                    f"{listed(d for d in range(1, node + 1) if node % d == 0)}"
                 )
         replica = self.train.replica_gpus
         if gpus % replica:
@@ -491,7 +374,7 @@ def with_system(scenario: Scenario, system: str) -> Scenario:
     """
     if system == scenario.system:
         return scenario
-    _check_known("system", system, SYSTEMS)
+    check_known("system", system, SYSTEMS)
     checker = Checker({})
     types = field_types(Scenario)
     switches = {
@@ -505,53 +388,3 @@ def _preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The switches of the system that a scenario file names; nothing if there is no such system."""
     name = tree.get("system", "rollpacker")
     return SYSTEMS.get(name, {}) if isinstance(name, str) else {}
-
-
-def _at_least_one(owner: object, *names: str) -> None:
-    for name in names:
-        if getattr(owner, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(owner, name)}")
-
-
-def _check_seconds(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be 0 or more seconds, not {value}")
-    if value is not None and value > MAX_SECONDS:
-        raise ValueError(f"{name} must be at most {MAX_SECONDS:g} seconds, not {value:g}")
-
-
-def _check_known(name: str, value: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if value not in known:
-        raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{nearest(value, known)}')
-
-
-def _check_quantiles(
-    name: str, quantiles: Mapping[float, float], smallest: float, largest: float = math.inf
-) -> None:
-    if not quantiles:
-        raise ValueError(f"{name} must have at least one entry, such as 0.5: {smallest or 0.1}")
-    last: tuple[float, float] | None = None
-    for quantile, value in sorted(quantiles.items()):
-        if not 0 < quantile <= 1:
-            raise ValueError(
-                f"{name} has the quantile {quantile:g}; quantiles lie above 0 and not above 1"
-            )
-        if not math.isfinite(value) or value < smallest or value <= 0:
-            least = f"at least {smallest:g}" if smallest else "more than 0"
-            raise ValueError(f"{name} has {value:g} at {quantile:g}; it must be {least}")
-        if value > largest:
-            raise ValueError(
-                f"{name} has {value:g} at {quantile:g}; it must be at most {largest:g}"
-            )
-        if last is not None and value < last[1]:
-            raise ValueError(
-                f"{name} must not fall: {value:g} at {quantile:g} is less than {last[1]:g} at "
-                f"{last[0]:g}"
-            )
-        last = (quantile, value)
-
-
-def _listed(values: Iterable[int]) -> str:
-    *most, last = (str(value) for value in values)
-    return f"{', '.join(most)} or {last}" if most else last

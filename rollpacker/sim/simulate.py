@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollpacker.bus import Sink
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.records import Record
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import DeviceLayout
 from rollpacker.sim.latency import Calibration, DatasheetModel
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
-from rollpacker.sim.scenario import RewardStage, Scenario
-from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
+from rollpacker.sim.workload_spec import RewardStage
 
 SYNCHRONOUS_JUDGE_SHARE = 0.61
 """Of its rate, what a judge reaches when a step's calls come as one batch after the rollout. Fitted
@@ -30,7 +32,7 @@ def simulate(
     scenario: Scenario,
     *,
     calibration: Calibration | None = None,
-    observe: Callable[[Record], None] | None = None,
+    observe: Sink | None = None,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
     """Run `scenario.steps` steps of the scenario's system.
@@ -40,7 +42,12 @@ def simulate(
     """
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
-        job_config(scenario, machine), machine, Workload(scenario), observe=observe
+        job_config(scenario, machine),
+        machine,
+        Workload(scenario),
+        unkind=scenario.unkind,
+        seed=scenario.seed,
+        observe=observe,
     )
     return simulation.run(scenario.steps, progress)
 
@@ -98,6 +105,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         ),
         stream=scenario.stream_trainer,
         layouts=layouts,
+        speculate=() if rollout.speculation is None else rollout.speculation.kinds,
     )
 
 

@@ -18,19 +18,21 @@ import numpy as np
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.commands import TrainOn
-from rollpacker.core.events import SampleGenerated
-from rollpacker.core.ids import SampleId
-from rollpacker.core.length_model import LengthModel, PromptLengths, choose_length_model
-from rollpacker.core.records import LogError, Record
-from rollpacker.report.accounting import Accounting, StepSummary
-from rollpacker.report.fit import FittedRun, fit_run
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.fit import choose_length_model
+from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.records import LogError
+from rollpacker.report.accounting import Accounting
+from rollpacker.report.fit import fit_run
+from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.step_summary import StepSummary
 from rollpacker.sim.latency import MeasuredModel, StepCost
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
-from rollpacker.sim.scenario import RewardStage
-from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
+from rollpacker.sim.workload_spec import RewardStage
 
 CONFIG_FILE = "config.yaml"
 MODELLED = (
@@ -135,21 +137,13 @@ class RunModel:
         """The run itself, in the terms of a simulation."""
         accounting = Accounting(slots=self.fitted.slots)
         steps: list[StepResult] = []
-        lengths: dict[SampleId, int] = {}
         trained: list[int] = []
         for entry in EventLog(events_path(self.folder)):
+            step = accounting.history.step
             summary = accounting.feed(entry)
-            if summary is not None and summary.num_samples_trained:
+            if summary is not None and summary.samples.trained:
                 steps.append(_step_result(summary))
-            if not isinstance(entry, Record):
-                continue
-            if isinstance(entry.event, SampleGenerated):
-                lengths[entry.event.sample] = entry.event.num_tokens
-            for command in entry.commands:
-                if isinstance(command, TrainOn):
-                    samples = (sample for group in command.groups for sample in group)
-                    trained += [lengths[s] for s in samples if s in lengths]
-                    lengths.clear()
+                trained += [sample.num_tokens for sample in step.trained_samples()]
         own = np.concatenate([np.asarray(pool) for pool in self._pools.values()])
         p95 = float(np.quantile(own, 0.95))
         bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
@@ -247,10 +241,10 @@ def _step_result(step: StepSummary) -> StepResult:
         total_s=step.step_s,
         tensor_parallel=1,
         preemptions=0,
-        max_response_tokens=step.trained_lengths.max if step.trained_lengths else 0,
-        tokens_generated=step.tokens_generated,
-        tokens_trained=step.tokens_trained,
-        num_trained=step.num_samples_trained,
+        max_response_tokens=step.lengths.trained.max if step.lengths.trained else 0,
+        tokens_generated=step.tokens.generated,
+        tokens_trained=step.tokens.trained,
+        num_trained=step.samples.trained,
         num_streamed=0,
     )
 

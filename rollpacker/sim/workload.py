@@ -15,38 +15,25 @@ Values are drawn for blocks of prompts at once and kept for as long as rounds co
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rollpacker.config.document import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.sim.scenario import LengthLaw, RewardStage, Scenario
-
-FloatArray = NDArray[np.floating[Any]]
-IntArray = NDArray[np.int64]
+from rollpacker.sim.length_laws import CHUNK, FloatArray, IntArray, Lengths, PoolLengths, lengths_of
+from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.workload_spec import RewardStage
 
 BLOCK_ROWS = 512
 """Prompts drawn at once."""
-CHUNK = 16
-"""Responses of a prompt drawn at once."""
 MAX_BLOCKS = 64
 """Drawn blocks kept, of lengths and of verdicts each."""
 CORRECT_SHARE = 0.5
 """Of the answers that are in time."""
-
-_STEPS_PER_UNIT = 2048
-_MAX_SCORE = 8.0
-_SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
-"""Grid of normal scores, on which length laws are tabulated."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 
@@ -57,9 +44,7 @@ class Workload:
     def __init__(self, scenario: Scenario) -> None:
         """Raises `ConfigError` if a trace cannot be read."""
         cap = scenario.rollout.max_response_tokens
-        parts = [
-            _Part(stage, _lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages
-        ]
+        parts = [_Part(stage, lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages]
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
         self._set_up(parts, scenario.seed, None, window, scenario.rollout.samples_per_prompt)
 
@@ -86,7 +71,7 @@ class Workload:
         """
         workload = cls.__new__(cls)
         stage = stage or RewardStage(kind="none", share=1.0)
-        lengths = _PoolLengths(list(pools.values()), max_response_tokens)
+        lengths = PoolLengths(list(pools.values()), max_response_tokens)
         parts = [_Part(stage, lengths)]
         workload._set_up(parts, seed, tuple(pools), reorder_prompts, samples_per_prompt)
         return workload
@@ -247,121 +232,12 @@ class Workload:
         return ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """What a trace file holds: lengths of responses, or lists of them by prompt."""
-
-    lengths: tuple[int, ...] = ()
-    pools: tuple[tuple[int, ...], ...] = ()
-
-
-class _Lengths(Protocol):
-    """Where the lengths of a part's responses come from."""
-
-    cap: int
-    hard_prompts: float
-    hard_prompt_cap_probability: float
-
-    def draw(
-        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
-    ) -> IntArray:
-        """Lengths (N, CHUNK) of the responses chunk * CHUNK, ... of N prompts: their place among
-        the part's prompts, their normal scores (N,), and the responses' (N, CHUNK)."""
-
-    def law(self) -> tuple[IntArray, FloatArray]:
-        """Possible lengths, and their probabilities; hard prompts left out."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A reward stage and its prompts' lengths."""
 
     stage: RewardStage
-    lengths: _Lengths
-
-
-class _TableLengths:
-    """Lengths by normal score."""
-
-    def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
-        self.cap = cap
-        self.hard_prompts = law.hard_prompts
-        self.hard_prompt_cap_probability = law.hard_prompt_cap_probability
-        self._shared = math.sqrt(law.within_prompt_correlation)
-        self._own = math.sqrt(1 - law.within_prompt_correlation)
-        self._table = np.clip(table, 1, cap)
-
-    def draw(
-        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
-    ) -> IntArray:
-        z = self._shared * u[:, None] + self._own * e
-        places = np.rint((z + _MAX_SCORE) * _STEPS_PER_UNIT).astype(np.int64)
-        chosen: IntArray = self._table[np.clip(places, 0, self._table.size - 1)]
-        return chosen
-
-    def law(self) -> tuple[IntArray, FloatArray]:
-        edges = _phi(np.concatenate([_SCORES - 0.5 / _STEPS_PER_UNIT, [np.inf]]))
-        edges[0] = 0.0
-        return self._table, np.diff(edges)
-
-
-class _PoolLengths:
-    """Recorded lengths of each prompt: first as recorded, then drawn from them."""
-
-    hard_prompts = 0.0
-    hard_prompt_cap_probability = 0.0
-
-    def __init__(self, pools: Sequence[Sequence[int]], cap: int) -> None:
-        if not pools or not all(pools):
-            raise ValueError("every prompt needs at least one recorded length, and there is none")
-        self.cap = cap
-        self._pools = [np.clip(np.asarray(pool, dtype=np.int64), 1, cap) for pool in pools]
-
-    def draw(
-        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
-    ) -> IntArray:
-        lengths = np.empty(e.shape, dtype=np.int64)
-        uniforms = _phi(e)
-        for at, rank in enumerate(ranks.tolist()):
-            turn, place = divmod(rank, len(self._pools))
-            pool = self._pools[place]
-            drawn = np.minimum((uniforms[at] * pool.size).astype(np.int64), pool.size - 1)
-            lengths[at] = pool[drawn]
-            if not turn and not attempt:
-                recorded = pool[chunk * CHUNK : (chunk + 1) * CHUNK]
-                lengths[at, : recorded.size] = recorded
-        return lengths
-
-    def law(self) -> tuple[IntArray, FloatArray]:
-        share = 1 / len(self._pools)
-        weights = [np.full(pool.size, share / pool.size) for pool in self._pools]
-        return np.concatenate(self._pools), np.concatenate(weights)
-
-
-def _lengths_of(law: LengthLaw, cap: int) -> _Lengths:
-    if law.trace is not None:
-        trace = _read_trace(law.trace)
-        if trace.pools:
-            return _PoolLengths(trace.pools, cap)
-        return _TableLengths(_empirical_table(trace.lengths), law, cap)
-    assert law.quantile_law is not None
-    return _TableLengths(_quantile_table(law.quantile_law), law, cap)
-
-
-def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
-    """Tokens at each of `_SCORES`: log-linear between quantiles, down to one token at 0."""
-    at = sorted(quantiles)
-    logs = np.log([quantiles[q] for q in at])
-    tokens = np.exp(np.interp(_phi(_SCORES), [0.0, *at], [0.0, *logs]))
-    table: IntArray = np.rint(tokens).astype(np.int64)
-    return table
-
-
-def _empirical_table(lengths: Sequence[int]) -> IntArray:
-    """Tokens at each of `_SCORES`: the recorded length of that rank."""
-    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
-    ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
-    return ordered[np.clip(ranks, 0, ordered.size - 1)]
+    lengths: Lengths
 
 
 def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
@@ -429,99 +305,3 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
     radius = np.sqrt(-2 * np.log1p(-radius))
     angle *= 2 * np.pi
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-
-
-@functools.cache
-def _phi_table() -> FloatArray:
-    return np.array([0.5 * math.erfc(-score / math.sqrt(2)) for score in _SCORES])
-
-
-def _phi(scores: FloatArray) -> FloatArray:
-    """The normal distribution function, to 3e-8."""
-    values: FloatArray = np.interp(scores, _SCORES, _phi_table(), left=0.0, right=1.0)
-    return values
-
-
-# -- trace files -------------------------------------------------------------------
-
-
-def _read_trace(path: str) -> _Trace:
-    """Raises `ConfigError` that names the line and says what can still be used."""
-    try:
-        content = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{path}: the trace of lengths cannot be read ({reason}). Paths are relative to the "
-            "folder that the command is run in."
-        ) from None
-    lengths: list[int] = []
-    pools: list[tuple[int, ...]] = []
-    prompts: dict[Any, int] = {}
-    for number, line in _lines(content):
-        found = _trace_line(line)
-        problem = found if isinstance(found, str) else ""
-        if not problem and isinstance(found, tuple):
-            name, values = found
-            if lengths:
-                problem = "names a prompt, the lines before do not"
-            elif name in prompts:
-                problem = f"has the prompt of line {prompts[name]} again"
-            else:
-                prompts[name] = number
-                pools.append(values)
-        elif not problem:
-            assert isinstance(found, int)
-            if pools:
-                problem = "names no prompt, the lines before do"
-            lengths.append(found)
-        if problem:
-            raise ConfigError(f"{path}, line {number}: {problem}. {_usable(number)}")
-    if not lengths and not pools:
-        raise ConfigError(
-            f"{path}: the trace holds no lengths. Write one JSON object per line, such as "
-            '{"length": 120} or {"prompt": "a", "lengths": [120, 95]}.'
-        )
-    return _Trace(lengths=tuple(lengths), pools=tuple(pools))
-
-
-def _usable(number: int) -> str:
-    if number == 1:
-        return "Nothing before it can be used; is it a trace of lengths?"
-    before = "The line" if number == 2 else f"The {number - 1} lines"
-    return f"{before} before it can be used: head -n {number - 1} keeps what is good."
-
-
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield number, line
-
-
-def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
-    """A length, a prompt's name with its lengths, or what is wrong with the line."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return "is no JSON (cut off?)"
-    if not isinstance(value, dict) or ("length" in value) == ("lengths" in value):
-        return 'must be {"length": n} or {"prompt": id, "lengths": [n, ...]}'
-    if "length" in value:
-        length = value["length"]
-        problem = f"has the length {_shown(length)}, not a whole number from 1 on"
-        return length if _is_length(length) else problem
-    lengths, prompt = value["lengths"], value.get("prompt")
-    if not isinstance(prompt, str | int):
-        return "has lengths, but no prompt with a text or a number as its name"
-    if not isinstance(lengths, list) or not lengths or not all(map(_is_length, lengths)):
-        return f"has the lengths {_shown(lengths)}, not a list of whole numbers from 1 on"
-    return str(prompt), tuple(lengths)
-
-
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -216,8 +216,10 @@ class Trainer(Protocol):
     """`accumulate` any number of times, then `apply` once: one optimizer step. `rescale` comes
     between two of them if the first samples had to be weighted provisionally."""
 
-    version: int
-    """Optimizer steps applied so far."""
+    @property
+    def version(self) -> int:
+        """Optimizer steps applied so far."""
+        ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """What the algorithm's advantages need to know of these responses, under the weights as

@@ -41,7 +41,8 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
     """What a step of this run launches and trains on."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
-    short_prompts, short_samples = tail.num_prompts(prompts), tail.num_samples(samples)
+    short_prompts = tail.factors.num_prompts(prompts)
+    short_samples = tail.factors.num_samples(samples)
     trained = prompts * samples
     longest = longest_sample(config)
     rows = max(config.train.micro_batch_tokens // longest, 1)
@@ -52,7 +53,7 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
         short_samples_per_prompt=short_samples,
         short_samples=short_prompts * short_samples,
         cascade_rounds=tuple(
-            (tier.num_prompts(prompts), tier.num_samples(samples))
+            (tier.factors.num_prompts(prompts), tier.factors.num_samples(samples))
             for tier in tail.tiers
             if tail.enabled
         ),

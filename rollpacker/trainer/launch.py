@@ -1,39 +1,49 @@
 """Starting the trainer's processes and talking to them.
 
-The run's own process listens; every rank connects to it and then obeys, one call at a time. Started
-by RollPacker itself, all ranks are its children on this machine. Under `torchrun` rank 0 is the
-run's own process, which starts one child to be the trainer's rank 0, and the other ranks become
-workers themselves; they learn from torchrun's store where to connect.
+    started by RollPacker   every rank is a child of the run's process, with an inherited line to it
+    under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
+                            the other ranks become workers themselves and knock at its port: address
+                            and token lie in torchrun's store
+
+Every rank obeys one call at a time, and a call is made on all of them at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
-import secrets
-import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rollpacker.processes.child import Child
+from rollpacker.processes.line import Line, LineEnded, ready
+from rollpacker.processes.listener import HELLO, Listener, connect
 from rollpacker.trainer.base import TrainerProcessError
 
-ADDRESS = "ROLLPACKER_TRAINER_ADDRESS"
-"""host:port of the run's own process, in a worker's environment."""
-KEY = "ROLLPACKER_TRAINER_KEY"
-"""Secret that both sides of the connection prove to know, in hex."""
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
+
+LINE_FD = "ROLLPACKER_TRAINER_LINE"
+"""Descriptor of the line to the run's own process, in its child's environment."""
 START_S = 300.0
-"""How long all ranks may take to connect: they load torch first."""
+"""How long all ranks may take to say hello: they load torch first."""
 END_S = 5.0
 """How long a rank may take to end by itself."""
 GRACE_S = 30.0
 """How long the others may take once a rank has failed: they may wait for it in a joint call."""
+LOOK_S = 5.0
+"""Ranks that take longer to answer are looked at so often: a signal may have stopped them."""
+WELCOME, CALL, RESULT, ERROR = range(HELLO + 1, HELLO + 5)
+"""Kinds of messages besides `HELLO`."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,8 @@ class Torchrun:
 
     rank: int
     world_size: int
+    local_world_size: int
+    """How many of the processes are on this machine."""
     master: tuple[str, int]
     has_store: bool
     """torchrun's agent keeps the store; else rank 0 does."""
@@ -52,11 +64,12 @@ class Torchrun:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
         """None if torchrun did not start this process."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if not all(name in environment for name in names) or ADDRESS in environment:
+        if not all(name in environment for name in names) or LINE_FD in environment:
             return None
         return cls(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "0")),
             master=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
             has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
@@ -64,82 +77,160 @@ class Torchrun:
 
     @property
     def store_key(self) -> str:
-        """Where rank 0 says how it can be reached."""
+        """The name in the store under which rank 0 says how it can be reached."""
         return f"rollpacker/trainer/{self.restart}"
 
-    def store(self) -> Any:
-        from torch.distributed import TCPStore
-
+    def store(self) -> TCPStore:
         host, port = self.master
-        return TCPStore(host, port, is_master=self.rank == 0 and not self.has_store)
+        return _store(host, port, is_master=self.rank == 0 and not self.has_store)
+
+    def listener(self) -> Listener:
+        """Listen at the one address where the other ranks reach this process. Raises
+        `ValueError`."""
+        if self.local_world_size == self.world_size:
+            return Listener("127.0.0.1")
+        host = self.master[0]
+        for address in (*_addresses(host), *_own_address()):
+            with contextlib.suppress(OSError):  # not one of this machine's: a proxy's, say
+                return Listener(address)
+        raise ValueError(
+            f"MASTER_ADDR is {host}, where processes on other machines cannot reach this one: "
+            "start torchrun with --master-addr, or --rdzv-endpoint, as they know this machine"
+        )
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of a host that other machines can reach."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return []
+    return sorted(address for address in found if not address.startswith(("127.", "::1")))
+
+
+def _own_address() -> list[str]:
+    """Return the address from which this machine reaches others. Sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody's
+        return [str(probe.getsockname()[0])]
+    return []
 
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One worker, as the run's own process sees it."""
+    """One worker as the run's own process sees it."""
 
     number: int
     pid: int
-    connection: Connection
-    process: subprocess.Popen[bytes] | None
-    """None: torchrun's child, not ours."""
+    line: Line
+    child: Child | None
+    """None if torchrun started it."""
 
     def how_it_ended(self) -> str:
-        """In words, once its connection is closed."""
-        if self.process is None:
-            return "closed its connection"
-        try:
-            code = self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection, but lives"
-        if code < 0:
-            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"ended with exit code {code}"
+        """Say it in words, once its line has ended."""
+        if self.child is None:
+            return "hung up"
+        how = self.child.how_ended(END_S)
+        return "hung up, but lives" if how is None else f"ended by itself ({how})"
+
+    def is_stopped(self) -> bool:
+        return self.child is not None and self.child.is_stopped()
+
+    def __str__(self) -> str:
+        return f"process {self.number} of the trainer (pid {self.pid})"
 
 
 class Ranks:
-    """All workers of a trainer. Calls are made on all of them at once."""
+    """All workers of a trainer."""
 
     def __init__(self, num_processes: int) -> None:
         """Start them; `connect` before the first call."""
-        self._key = secrets.token_bytes(32)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._store: Any = None
-        """Kept alive: this process serves it, unless torchrun does."""
         self.num_processes = num_processes
         self.all: list[Rank] = []
+        self._started: list[Rank] = []
+        """Those that are children of this process."""
+        self._calling = threading.Lock()
+        self._listener: Listener | None = None
+        self._store: TCPStore | None = None
+        """It must live as long as the ranks: this process serves it unless torchrun does."""
         torchrun = Torchrun.from_environment()
-        self._is_torchrun = torchrun is not None
         if torchrun is not None and torchrun.rank > 0:
             raise ValueError(
                 f"this is rank {torchrun.rank} of torchrun, and only rank 0 drives the run: start "
                 "it as `torchrun ... -m rollpacker.cli.main train CONFIG`, which makes the others "
                 "workers"
             )
-        host = "127.0.0.1" if torchrun is None else "0.0.0.0"
-        self._listener = Listener((host, 0), backlog=num_processes, authkey=self._key)
-        port = self._listener.address[1]
         try:
             if torchrun is None:
                 for rank in range(num_processes):
-                    self._start(rank, f"127.0.0.1:{port}", _local(rank, num_processes))
+                    self._start(rank, _local(rank, num_processes))
             else:
+                self._listener = torchrun.listener()
+                where = self._listener.host, self._listener.port, self._listener.token.hex()
                 self._store = torchrun.store()
-                address = f"{torchrun.master[0]}:{port}"
-                self._store.set(torchrun.store_key, f"{address} {self._key.hex()}")
-                self._start(0, f"127.0.0.1:{port}", {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+                self._store.set(torchrun.store_key, json.dumps(where))
+                self._start(0, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
         except BaseException:
             self.close()
             raise
 
+    def _start(self, number: int, environment: Mapping[str, str]) -> None:
+        line, theirs = Line.pair()
+        with theirs:
+            child = Child.start(
+                [sys.executable, "-m", "rollpacker.trainer.worker"],
+                f"rank {number}",
+                guarded=False,  # it ends with its line
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **environment, LINE_FD: str(theirs.fileno())},
+            )
+        self._started.append(Rank(number=number, pid=child.pid, line=line, child=child))
+
     def connect(self) -> None:
         """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
-        if not self._is_torchrun:
-            from torch.distributed import TCPStore
-
+        environment: dict[str, str] = {}
+        if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.all = self._accepted(self.num_processes)
+            self._store = _store_on_loopback()
+            environment = _served_at(self._store.port)
+        found = self._greeted()
+        for rank in found:
+            with contextlib.suppress(LineEnded):  # the first call says so
+                rank.line.send(WELCOME, payload=json.dumps(environment).encode())
+        self.all = found
+        if self._listener is not None:
+            self._listener.close()
+
+    def _greeted(self) -> list[Rank]:
+        """Wait for the hello of every rank, and return the ranks by number."""
+        found: dict[int, Rank] = {}
+        until = time.monotonic() + START_S
+        while len(found) < self.num_processes:
+            self._check_started()
+            if time.monotonic() > until:
+                missing = sorted(set(range(self.num_processes)) - set(found))
+                raise TrainerProcessError(
+                    f"processes {missing} of the trainer did not report within {START_S:.0f} s"
+                )
+            own = {rank.line: rank for rank in self._started if rank.number not in found}
+            for line in ready(own, 0.0 if self._listener is not None else 0.2):
+                with contextlib.suppress(LineEnded, TimeoutError):  # seen above
+                    line.receive(1.0)
+                    found[own[line].number] = own[line]
+            if self._listener is not None:
+                for line, hello in self._listener.accept(0.2):
+                    number, pid = json.loads(hello)
+                    found[number] = Rank(number=number, pid=pid, line=line, child=None)
+        return [found[number] for number in range(self.num_processes)]
+
+    def _check_started(self) -> None:
+        for rank in self._started:
+            assert rank.child is not None
+            if (how := rank.child.how_ended()) is not None:
+                raise TrainerProcessError(
+                    f"process {rank.number} of the trainer ended before it was ready ({how}); its "
+                    "messages stand above"
+                )
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`method(*arguments[rank])` on every rank; their results, in order.
@@ -148,138 +239,128 @@ class Ranks:
         meanwhile ends all: `TrainerProcessError`. So does an error of one rank that others wait
         for longer than `GRACE_S`.
         """
-        for rank, values in zip(self.all, arguments, strict=True):
-            try:
-                rank.connection.send((method, values))
-            except OSError:
-                self._ended(rank, method)
-        results: dict[int, Any] = {}
-        errors: dict[int, BaseException] = {}
-        waiting = {rank.connection: rank for rank in self.all}
+        from rollpacker.trainer.calls import codec, error_of
+
+        with self._calling:
+            for rank, values in zip(self.all, arguments, strict=True):
+                try:
+                    rank.line.send(CALL, payload=codec().encode((method, values)))
+                except LineEnded:
+                    self._ended(rank, method)
+            replies = self._replies(method)
+        errors = [error_of(said) for kind, said in replies.values() if kind == ERROR]
+        if errors:
+            raise min(errors, key=lambda error: not _names_samples(error))
+        return [codec().decode(replies[rank.number][1]) for rank in self.all]
+
+    def _replies(self, method: str) -> dict[int, tuple[int, bytes]]:
+        """Return kind and content of each rank's reply, in order of the ranks. Some are missing if
+        one has failed and others waited too long."""
+        found: dict[int, tuple[int, bytes]] = {}
+        waiting = {rank.line: rank for rank in self.all}
+        stopped: set[int] = set()
+        heard_at = time.monotonic()
         while waiting:
-            ready = wait(list(waiting), timeout=GRACE_S if errors else None)
-            if not ready:
+            for line in ready(waiting, min(LOOK_S, GRACE_S)):
+                heard_at = time.monotonic()
+                try:
+                    messages = line.read()
+                except LineEnded:
+                    self._ended(waiting[line], method)
+                for message in messages:
+                    found[waiting.pop(line).number] = message.kind, message.payload
+            failed = any(kind == ERROR for kind, _ in found.values())
+            if failed and waiting and time.monotonic() - heard_at >= GRACE_S:
                 self._kill()
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
-                try:
-                    succeeded, value = connection.recv()
-                except (EOFError, OSError):
-                    self._ended(rank, method)
-                (results if succeeded else errors)[rank.number] = value
-        if errors:
-            raise min(errors.items(), key=lambda item: (not _names_samples(item[1]), item[0]))[1]
-        return [results[rank.number] for rank in self.all]
+            for rank in waiting.values():
+                if rank.number not in stopped and rank.is_stopped():
+                    stopped.add(rank.number)
+                    logger.warning(
+                        "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
+                    )
+        return dict(sorted(found.items()))
+
+    def _ended(self, rank: Rank, method: str) -> None:
+        """End all and raise: the others would wait for this one in a joint call for ever."""
+        how = rank.how_it_ended()
+        self._kill()
+        raise TrainerProcessError(
+            f"{rank} {how} during {method!r}. No update of this step was kept; --resume goes on "
+            "from the last checkpoint"
+        )
+
+    def _kill(self) -> None:
+        for rank in (*self._started, *self.all):
+            if rank.child is not None:
+                rank.child.kill()
+            else:
+                rank.line.hang_up()
 
     def close(self) -> None:
         """End all of them. Idempotent."""
         if not self.all:  # they may still load their libraries
             self._kill()
         for rank in self.all:
-            _hang_up(rank.connection)  # a worker ends when its connection does
-        deadline = time.monotonic() + END_S
-        for process in self._processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._listener.close()
-
-    def _ended(self, rank: Rank, method: str) -> None:
-        """The others would wait for it in a collective call for ever."""
-        how = rank.how_it_ended()
-        self._kill()
-        raise TrainerProcessError(
-            f"process {rank.number} of the trainer (pid {rank.pid}) {how} during {method!r}. No "
-            "update of this step was kept; --resume goes on from the last checkpoint"
-        )
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for rank in self.all:
-            if rank.process is None:
-                _hang_up(rank.connection)
-
-    def _start(self, rank: int, address: str, environment: Mapping[str, str]) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollpacker.trainer.worker"],
-            env={**os.environ, **environment, ADDRESS: address, KEY: self._key.hex()},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the run's own process
-        )
-        self._processes.append(process)
-
-    def _accepted(self, count: int) -> list[Rank]:
-        found: dict[int, Rank] = {}
-        deadline = time.monotonic() + START_S
-        socket_ = self._listener._listener._socket  # type: ignore[attr-defined]
-        socket_.settimeout(0.5)
-        while len(found) < count:
-            for rank, process in enumerate(self._processes):
-                if process.poll() is not None:
-                    raise TrainerProcessError(
-                        f"process {rank} of the trainer ended before it was ready (exit code "
-                        f"{process.returncode}); its messages stand above"
-                    )
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(count)) - set(found))
-                raise TrainerProcessError(
-                    f"processes {missing} of the trainer did not connect within {START_S:.0f} s"
-                )
-            # Anybody may knock at the port, and a rank that dies while it does is seen above.
-            with contextlib.suppress(TimeoutError, AuthenticationError, EOFError, ConnectionError):
-                connection = self._listener.accept()
-                number, pid = connection.recv()
-                connection.send(None if self._is_torchrun else _served_at(self._store.port))
-                ours = [p for p in self._processes if p.pid == pid]
-                found[number] = Rank(
-                    number=number,
-                    pid=pid,
-                    connection=connection,
-                    process=ours[0] if ours else None,
-                )
-        return [found[number] for number in range(count)]
+            rank.line.hang_up()  # a worker ends when its line does
+        until = time.monotonic() + END_S
+        for rank in self._started:
+            assert rank.child is not None
+            if rank.child.how_ended(max(until - time.monotonic(), 0)) is None:
+                rank.child.kill()
+            rank.child.close()
+        if self._listener is not None:
+            self._listener.close()
+        with self._calling:  # a call in another thread has heard it by now
+            for rank in (*self._started, *self.all):
+                rank.line.close()
 
 
-def connect_to_run() -> Connection:
-    """A worker's side: the connection to the run's own process."""
-    if ADDRESS in os.environ:
-        address, key = os.environ[ADDRESS], os.environ.pop(KEY)
+def line_to_run() -> Line:
+    """Return a worker's line to the run's own process. Raises `OSError` and `LineEnded`."""
+    if LINE_FD in os.environ:
+        line = Line.inherited(int(os.environ[LINE_FD]))
+        line.send(HELLO)
     else:
         torchrun = Torchrun.from_environment()
         assert torchrun is not None, "neither RollPacker nor torchrun started this worker"
-        address, key = torchrun.store().get(torchrun.store_key).decode().split()
+        host, port, token = json.loads(torchrun.store().get(torchrun.store_key))
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is served already
-    host, _, port = address.rpartition(":")
-    connection = Client((host, int(port)), authkey=bytes.fromhex(key))
-    connection.send((int(os.environ["RANK"]), os.getpid()))
-    os.environ.update(connection.recv() or {})
-    return connection
+        hello = json.dumps((torchrun.rank, os.getpid())).encode()
+        line = connect(host, port, bytes.fromhex(token), hello)
+    os.environ.update(json.loads(line.receive().payload))
+    return line
+
+
+def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
+
+    return TCPStore(
+        host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def _store_on_loopback() -> TCPStore:
+    """Serve a store that only processes of this machine reach: left to itself, torch's listens on
+    every interface, whatever host it is given."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return _store("127.0.0.1", port, is_master=True, listen_fd=listening.detach())
 
 
 def _local(rank: int, size: int) -> dict[str, str]:
-    """What torchrun would say."""
+    """Return the environment that torchrun would give a rank of one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
 
 
 def _served_at(port: int) -> dict[str, str]:
-    """What torchrun would say of a store of its own."""
+    """Return the environment in which torchrun would say where its store is."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def _hang_up(connection: Connection) -> None:
-    """Both sides see its end, and so does a thread of ours that waits for it. Idempotent."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
-        shared.shutdown(socket.SHUT_RDWR)
 
 
 def _names_samples(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rollpacker.imports import require
 from rollpacker.trainer.base import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
@@ -39,10 +40,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
     Raises `ValueError`: peft is missing, no module has such a name, or a named module's weight is
     tied to another module's.
     """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ValueError("model.lora needs peft: pip install peft, or remove model.lora") from error
+    require("peft", extra="lora", what="model.lora")
+    import peft
+
     targets = list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class ProcessTrainer:
-    """Meets `train.base.Trainer`. Calls must not overlap; the driver awaits each.
+    """Meets `trainer.base.Trainer`. Calls must not overlap; the driver awaits each.
 
     `ranks` are started and not yet connected; they end with the trainer. `engine_weights` are what
     the engine's copy consists of: names, shapes and dtypes. Raises `TrainerProcessError` if a
@@ -113,11 +113,11 @@ class ProcessTrainer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
+        """The process ids, by rank."""
         return [rank.pid for rank in self._ranks.all]
 
     def _shares(self, rows: Sequence[ScoreRequest] | Sequence[TrainSample]) -> list[list[int]]:
-        """Which rows each rank takes."""
+        """Return the rows that each rank takes, by their place in `rows`."""
         lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
         return assign(lengths, len(self._ranks.all))
 

@@ -144,7 +144,8 @@ def read_rows(
     Raises `WarmupError` that names the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold U+0085, U+2028 and U+2029 within a text.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WarmupError(f"{path}: cannot read it: {reason}") from error

@@ -3,7 +3,8 @@
     setup(LearnerSetup)   once: join the other ranks, load the models
     score, accumulate, rescale, apply, save, load, write_weights, hashes
 
-It ends when its connection does, whatever it is doing: a run that is killed leaves none behind.
+It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
+behind.
 """
 
 from __future__ import annotations
@@ -14,20 +15,15 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollpacker.trainer.base import (
-    ScoreRequest,
-    TrainerError,
-    TrainerProcessError,
-    TrainSample,
-)
+from rollpacker.processes.line import Line, LineEnded
+from rollpacker.trainer.base import ScoreRequest, TrainSample
+from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
-from rollpacker.trainer.launch import ADDRESS, connect_to_run
+from rollpacker.trainer.launch import ERROR, LINE_FD, RESULT, line_to_run
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.weight_buffer import BufferLayout, WeightBuffer
 
@@ -37,7 +33,7 @@ end all ranks."""
 
 
 class Worker:
-    """The methods are what `Ranks.call` may ask for."""
+    """`calls.METHODS` of it are what `Ranks.call` may ask for."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -66,14 +62,14 @@ class Worker:
         self._learner.rescale(factor)
 
     def apply(self) -> Any:
-        """The outcome, and the FLOP/s that this rank's device could do."""
+        """Return the outcome, and the FLOP/s that this rank's device could do."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 
     def load(self, folder: Path) -> int:
-        """The version that was loaded."""
+        """Load a checkpoint and return its version."""
         self._learner.load(folder)
         return self._learner.version
 
@@ -90,63 +86,34 @@ class Worker:
         return self._learner.state_hashes()
 
 
-def serve(connection: Connection) -> None:
-    """Obey until the connection ends; then the process does."""
-    calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+def serve(line: Line) -> None:
+    """Obey until the line ends; then the process does."""
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             while True:
-                calls.put(connection.recv())
-        except (EOFError, OSError):
+                calls.put(line.receive().payload)
+        except LineEnded:
             os._exit(0)  # nobody is there any more; a collective call may never return
 
     threading.Thread(target=listen, name="calls", daemon=True).start()
     worker = Worker()
     while True:
-        method, arguments = calls.get()
+        kind, said = _obeyed(worker, calls.get())
         try:
-            reply = (True, getattr(worker, method)(*arguments))
-        except Exception as error:
-            reply = (False, _portable(error))
-        try:
-            connection.send(reply)
-        except OSError:
+            line.send(kind, payload=said)
+        except LineEnded:
             os._exit(0)
 
 
-def _portable(error: Exception) -> Exception:
-    """As the run's own process can raise it: foreign exceptions may not survive the way. Nor does a
-    traceback, by which that process tells a user's mistake from a bug."""
-    import torch
-
-    module = type(error).__module__
-    if module.startswith("rollpacker.") or isinstance(error, torch.OutOfMemoryError):
-        return error
-    if isinstance(error, OSError) and module == "builtins":
-        return error
-    if type(error) is ValueError and _raised_in(error).startswith("rollpacker."):
-        return error
-    if _is_of_another(error):
-        return TrainerProcessError(
-            f"process {os.environ['RANK']} of the trainer lost its connection to another one. No"
-            " update of this step was kept; --resume goes on from the last checkpoint"
-        )
-    traceback.print_exception(error)
-    return TrainerError(f"process {os.environ['RANK']} of the trainer failed: {error!r}")
-
-
-def _is_of_another(error: Exception) -> bool:
-    """Whether a joint call failed since another process is gone: that one is what to report."""
-    return "gloo/transport" in str(error) or "ncclRemoteError" in str(error)
-
-
-def _raised_in(error: Exception) -> str:
-    """The module that raised it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+def _obeyed(worker: Worker, call: bytes) -> tuple[int, bytes]:
+    try:
+        method, arguments = codec().decode(call)
+        assert method in METHODS, method
+        return RESULT, codec().encode(getattr(worker, method)(*arguments))
+    except Exception as error:
+        return ERROR, error_bytes(error)
 
 
 def main() -> None:
@@ -157,12 +124,12 @@ def main() -> None:
     import rollpacker.trainer.learner  # noqa: F401
 
     try:
-        connection = connect_to_run()
-    except (OSError, EOFError) as error:
+        line = line_to_run()
+    except (OSError, LineEnded) as error:
         sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
-    if ADDRESS not in os.environ:  # torchrun's child: it is told what the run's process is told,
+    if LINE_FD not in os.environ:  # torchrun's child: it is told what the run's process is told,
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ends the step first, with all ranks
-    serve(connection)
+    serve(line)
 
 
 if __name__ == "__main__":

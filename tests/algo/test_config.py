@@ -94,7 +94,7 @@ def test_what_an_algorithm_asks_for():
 
 
 def test_the_package_loads_no_torch():
-    code = "import sys, rollpacker.algo, rollpacker.algo.describe\nprint('torch' in sys.modules)\n"
+    code = "import sys, rollpacker.algo, rollpacker.algo.table\nprint('torch' in sys.modules)\n"
     code += "print(callable(rollpacker.algo.advantages), 'torch' in sys.modules)\n"
     code += "import rollpacker.algo.baselines\nprint(callable(rollpacker.algo.advantages))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

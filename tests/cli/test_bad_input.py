@@ -529,15 +529,39 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_can_be_resumed(command):
     assert not list(command.run.rglob("*.tmp*"))
 
 
-def test_a_reader_of_the_output_that_leaves(command, monkeypatch):
+def test_a_reader_of_the_output_that_leaves(command, monkeypatch, caplog):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        assert main(["train", str(command.config())]) == 5
-    assert "nobody reads the output any more" in command.capsys.readouterr().err
-    assert command.train("--resume") == 0
+        assert main(["train", str(command.config())]) == 0
     assert command.steps() == 3
+    assert caplog.text.count("standard output: Broken pipe; the run goes on without") == 1
+
+
+def test_a_full_disk_under_the_output_is_not_the_runs(command, monkeypatch, caplog):
+    with Path("/dev/full").open("w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["train", str(command.config())]) == 0
+    assert command.steps() == 3
+    assert caplog.text.count("standard output: No space left on device") == 1
+
+
+def test_checkpoints_that_are_out_of_sight_are_no_reason_to_begin_anew(command):
+    assert command.train() == 0
+    shutil.move(command.run / "checkpoints", command.folder / "away")
+    log = (command.run / "events.jsonl").read_bytes()
+    for make in (lambda: None, lambda: (command.run / "checkpoints").mkdir()):
+        make()
+        assert command.train("--resume", train__steps=4, seed=7) == 2
+        assert "tells of a checkpoint, but there is none in" in command.err
+    assert (command.run / "events.jsonl").read_bytes() == log
+    (command.run / "checkpoints").rmdir()
+    (command.run / "checkpoints").symlink_to(command.folder / "away")
+    assert command.train("--resume", train__steps=4) == 0
+    assert command.steps() == 4
+    assert command.train("--overwrite", train__steps=2) == 0
+    assert (command.run / "checkpoints").is_symlink() and command.steps() == 2
 
 
 # The other verbs.
@@ -587,6 +611,27 @@ def test_a_dry_run_loads_and_writes_nothing(command):
     assert command.train("--dry-run", model__path="/nope", data__train__path="/nope") == 0
     assert "is not on this machine" in command.out
     assert sorted(command.folder.rglob("*")) == before
+
+
+def test_what_changes_nothing_in_a_run_is_said(command, caplog):
+    said = "stream_trainer.kinds, stream_trainer.window: without effect"
+    changes = {"stream_trainer__kinds": ["plain"], "stream_trainer__window": [0.3, 0.5]}
+    assert command.train("--dry-run", **changes) == 0
+    assert said in command.out
+    assert command.train(**changes) == 0
+    assert caplog.text.count(said) == 1
+    assert command.train("--dry-run", stream_trainer__max_share=0.5) == 0
+    assert "without effect" not in command.out
+
+
+def test_the_dry_run_knows_whose_sources_are_balanced(command):
+    said = "balance_sources changes nothing"
+    tail = {"enabled": True, "balance_sources": True}
+    assert command.train("--dry-run", tail_batching=tail) == 0
+    assert said in command.out
+    config = Path(__file__).parents[2] / "configs" / "mixed-7b.yaml"
+    assert command("train", config, "--dry-run") == 0
+    assert said not in command.out
 
 
 @pytest.mark.parametrize(

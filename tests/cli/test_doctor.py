@@ -17,8 +17,8 @@ import pytest
 from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
-from rollpacker.rewards.base import I_ACCEPT, SandboxConfig
-from rollpacker.rewards.sandbox.base import Capabilities, SandboxUnavailable
+from rollpacker.imports import require
+from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 
 SEEN = Capabilities(
@@ -156,6 +156,7 @@ def test_a_good_config(capsys, config):
         ("data.train.prompt_column=promt", "data.train", "promt"),
         ("train.stepz=1", "config", "stepz"),
         ("runs_dir=/proc/nowhere", "disk", "not writable"),
+        ("model.lora={rank: 2, target_modules: [q_porj]}", "training", "q_porj"),
     ],
 )
 def test_what_is_wrong_with_a_config(override, name, words, config, capsys):
@@ -164,6 +165,20 @@ def test_what_is_wrong_with_a_config(override, name, words, config, capsys):
     code, found = look(capsys, config, override)
     assert code == 1
     assert found[name].level == "fail" and words in found[name].text
+
+
+def test_adapters_that_fit_are_nothing_to_tell(config, capsys):
+    code, found = look(capsys, config, "model.lora={rank: 2, target_modules: [q_proj]}")
+    assert code == 0 and "training" not in found
+
+
+def test_an_optional_part_that_is_not_there(config, capsys, monkeypatch):
+    def missing(_: object) -> None:
+        require("no_such_package", extra="lora", what="model.lora")
+
+    monkeypatch.setattr(trials, "training", missing)
+    code, found = look(capsys, config)
+    assert code == 1 and found["training"].cure == "pip install 'rollpacker[lora]'"
 
 
 def test_a_config_that_is_not_there(capsys):

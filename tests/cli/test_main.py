@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -29,19 +28,14 @@ def test_every_verb_has_its_help(verb, capsys):
     assert f"rollpacker {verb}" in capsys.readouterr().out
 
 
-def test_help_is_quick_and_light():
+def test_help_is_light():  # and quick: tests/test_layering.py
     code = (
         "import sys; from rollpacker.cli.main import main; main(['--help']);"
-        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'matplotlib', 'pydantic'};"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'matplotlib', 'pydantic', 'asyncio'};"
         "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
     )
-    best = float("inf")
-    for _ in range(5):  # the machine may be busy: the best of five counts
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - began)
-        assert done.returncode == 0, f"--help imported {done.stderr}"
-    assert best < 0.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, f"--help imported {done.stderr}"
 
 
 def test_version(capsys):

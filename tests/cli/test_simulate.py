@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollpacker.cli import simulate as verb
+from rollpacker.cli import simulations
 from rollpacker.cli.main import main
 from rollpacker.core import records
 from rollpacker.report.log import EventLog
@@ -264,15 +265,15 @@ def test_a_log_that_cannot_be_finished_is_not_there(folder, monkeypatch, capsys)
 
 def test_the_bar_appears_on_a_terminal_when_it_is_worthwhile(monkeypatch):
     bars = []
-    monkeypatch.setattr(verb._Bar, "_make", lambda self: bars.append(FakeBar()) or bars[-1])
+    monkeypatch.setattr(simulations._Bar, "_make", lambda self: bars.append(FakeBar()) or bars[-1])
     now = [0.0]
-    monkeypatch.setattr(verb.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(simulations.time, "monotonic", lambda: now[0])
     for terminal in (False, True):
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda t=terminal: t))
-        bar = verb._Bar(10)
+        bar = simulations._Bar(10)
         bar.show(1)
         assert not bars
-        now[0] += verb.BAR_AFTER_S
+        now[0] += simulations.BAR_AFTER_S
         bar.show(2)
         bar.show(3)
         bar.close()

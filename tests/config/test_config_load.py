@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollpacker.config.document import MAX_FILE_BYTES
 from rollpacker.config.load import ConfigError, differences, load_config, save_config, to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.rounds import Tier
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import Tier
 
 GOOD = """\
 name: small
@@ -246,6 +246,14 @@ class Anything:
     items: tuple[Inner, ...] = ()
     texts: tuple[str, ...] = ()
     free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def test_texts_with_any_line_break_survive_saving(tmp_path: Path) -> None:
+    for mark in ("\x85", "\u2028", "\u2029", "\r", "\r\n", "\n", "\x0c", "\x1c"):
+        texts = (mark, f"a{mark}b", f"{mark} a", f"a {mark}", f"a{mark}\nb")
+        config = Anything(number=1.0, flag=True, inner=Inner(text=texts[1]), texts=texts)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml", [], Anything) == config, repr(mark)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00$\r\x85\u2028\u2029"))

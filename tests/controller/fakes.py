@@ -20,9 +20,11 @@ from rollpacker.config.schema import (
 from rollpacker.controller.driver import Controller, Parts
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.cadence import Cadence
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job, JobConfig
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
 from rollpacker.data.cursor import PromptCursor
@@ -292,18 +294,31 @@ def make(
     trainer: FakeTrainer | None = None,
     reward: FakeReward | None = None,
     rewards: RewardScheduleConfig | None = None,
+    job: Job | None = None,
+    cursor: PromptCursor | None = None,
+    evaluates: bool = True,
+    controller_class: type[Controller] = Controller,
+    job_class: type[Job] = Job,
 ) -> tuple[Controller, Recorder]:
+    """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
+    evaluate on."""
     recorder = Recorder()
     prompts = FakePrompts()
-    job = Job(
+    job = job or job_class(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             samples_per_prompt=config.rollout.samples_per_prompt,
             max_steps=config.train.steps,
             max_response_tokens=config.rollout.max_response_tokens,
             tail_batching=config.tail_batching,
+            dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
+            cadence=Cadence(
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                evaluates=evaluates,
+                eval_every_steps=config.eval.every_steps,
+            ),
         )
     )
     parts = Parts(
@@ -312,15 +327,20 @@ def make(
         trainer=trainer or FakeTrainer(),
         reward=reward or FakeReward(),
         prompts=prompts,
-        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]),
-        cursor=PromptCursor("train", len(prompts.rows), 0, True, None),
+        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]) if evaluates else None,
+        cursor=cursor or PromptCursor("train", len(prompts.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples"),
         observers=[recorder],
     )
-    controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)
+    controller = controller_class(
+        config,
+        parts,
+        checkpoints=folder / "checkpoints",
+        time_s=0.0,
+    )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder
 

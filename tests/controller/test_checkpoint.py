@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,8 @@ from rollpacker.controller.event_log import LogWriter, cut_back
 from rollpacker.controller.run_folder import RunFolder, check_resume
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.samples import cut_back as cut_back_samples
-from rollpacker.core.records import Note
+from rollpacker.core.events import Committed
+from rollpacker.core.records import Note, Record
 
 
 def save(folder: Path) -> None:
@@ -110,7 +115,7 @@ def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> No
     path = tmp_path / "events.jsonl"
     path.write_text("{}\n")
     with pytest.raises(RunError, match="vouches for 100"):
-        cut_back(path, 100)
+        cut_back(path, 100, "")
     assert path.read_text() == "{}\n"
 
 
@@ -171,11 +176,11 @@ def test_a_log_is_cut_back_and_the_rest_kept(tmp_path: Path) -> None:
     log = LogWriter(path)
     note = Note(time_s=1.0, name="evaluation", seconds=0.5, step=1)
     log.append(note)
-    size = log.flush()
+    mark = log.mark()
     log.append(note)
     log.close()
     assert len(path.read_text().splitlines()) == 2
-    cut_back(path, size)
+    cut_back(path, mark["log_bytes"], mark["log_sha256"])
     assert len(path.read_text().splitlines()) == 1
     assert len(path.with_suffix(".lost.jsonl").read_text().splitlines()) == 1
 
@@ -186,3 +191,130 @@ def test_pass_at_k_is_the_chance_that_k_draws_hold_a_pass() -> None:
     assert metrics["eval/pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)  # 1 - (3/4)(2/3)
     assert metrics["eval/pass@4"] == pytest.approx(2 / 3)
     assert pass_at_k({0: (1, 1)}, most=2) == {"eval/pass@1": 1.0}
+
+
+def test_checkpoints_are_counted_as_numbers(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        write(tmp_path, step, keep_last=2)
+    assert newest_checkpoint(tmp_path).step == 1_000_001
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step_1000000", "step_1000001"]
+
+
+def test_a_file_that_loading_would_take_up_but_nobody_vouches_for(tmp_path, caplog) -> None:
+    write(tmp_path, 1)
+    folder = write(tmp_path, 2)
+    (folder / "model" / "notes.txt").write_text("harmless")
+    assert newest_checkpoint(tmp_path).step == 2
+    (folder / "model" / "model-00002.safetensors").write_bytes(b"stray")
+    assert newest_checkpoint(tmp_path).step == 1
+    assert "model/model-00002.safetensors is not in its manifest" in caplog.text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    """A folder in which a run was, opened to resume it."""
+    folder = RunFolder(tmp_path / "run", resume=False, overwrite=False)
+    folder.config.write_text("name: run\n")
+    folder.write_identity({"model": "a", "dtype": "b", "train_data": "c", "threads": 1})
+    folder.close()
+    again = RunFolder(tmp_path / "run", resume=True, overwrite=False)
+    yield again
+    again.close()
+
+
+def test_a_run_whose_checkpoints_cannot_be_seen_is_not_begun_anew(run: RunFolder) -> None:
+    log = LogWriter(run.events)
+    assert run.find_checkpoint() is None
+    committed = Committed(time_s=1.0, step=1, checkpointed=False)
+    log.append(Record(time_s=1.0, event=committed, commands=(), cost_s=0.0))
+    log.flush()
+    assert run.find_checkpoint() is None
+    committed = Committed(time_s=2.0, step=2, checkpointed=True)
+    log.append(Record(time_s=2.0, event=committed, commands=(), cost_s=0.0))
+    mark = log.mark()
+    log.close()
+    for make in (
+        lambda: None,
+        run.checkpoints.mkdir,
+        lambda: (run.checkpoints.rmdir(), run.checkpoints.symlink_to("nowhere")),
+        lambda: cut_back(run.events, 0, hashlib.sha256().hexdigest()),
+    ):
+        make()
+        with pytest.raises(RunError, match=r"tells of a checkpoint, but there is none in"):
+            run.find_checkpoint()
+    assert mark["log_bytes"] > 0
+
+
+def test_what_a_kill_left_half_done_is_tidied(run: RunFolder) -> None:
+    for step in (4, 5):
+        write(run.checkpoints, step)
+    (run.checkpoints / "latest").write_text("step_000004\n")
+    (run.checkpoints / "latest.tmp-77").write_text("step_000005\n")
+    found = run.find_checkpoint()
+    assert found is not None and found.step == 5
+    assert (run.checkpoints / "latest").read_text() == "step_000005\n"
+    assert not list(run.checkpoints.glob("*.tmp-*"))
+
+
+def test_a_run_of_another_version_is_refused_by_one_message(run: RunFolder) -> None:
+    folder = write(run.checkpoints, 4)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(RunError, match=r"another version of RollPacker .* --overwrite"):
+        run.find_checkpoint()
+    assert newest_checkpoint(run.checkpoints).step == 4  # its model can still be used
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[]", "null", '"a"', '{"threads": 1}'),
+        '{"model": "a", "dtype": "b", "train_data": "c", "threads": "abc"}',
+        '{"model": "a", "dtype": "b", "train_data": 3, "threads": 1}',
+        '{"model": "a", "dtype": "b", "train_data": "c", "threads": 0}',
+    ],
+)
+def test_an_identity_that_is_none_is_one_message(run: RunFolder, text: str) -> None:
+    assert run.read_identity()["threads"] == 1
+    (run.path / "identity.json").write_text(text)
+    with pytest.raises(RunError, match=r"identity\.json cannot be read .* --overwrite"):
+        run.read_identity()
+
+
+def test_clearing_follows_links_and_takes_only_what_is_ours(run: RunFolder, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run.checkpoints.symlink_to(disk)
+    write(run.checkpoints, 1)
+    (disk / "mine").mkdir()
+    (run.path / "identity.tmp-77").write_text("{}")
+    (run.path / "notes.txt").write_text("mine")
+    run.clear()
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        *("checkpoints", "notes.txt", "run.lock"),
+    ]
+    assert run.checkpoints.is_symlink() and [path.name for path in disk.iterdir()] == ["mine"]
+    write(run.checkpoints, 1)
+    (disk / "mine").rmdir()
+    shutil.move(disk, tmp_path / "away")
+    run.config.write_text("name: run\n")
+    with pytest.raises(RunError, match="which is not there: mount it"):
+        run.clear()
+    assert run.config.exists()
+
+
+def test_a_log_with_other_contents_than_its_checkpoint_saw_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"reward": 0}\n')
+    log = LogWriter(path)  # goes on with what is there
+    log.append(Note(time_s=1.0, name="evaluation", seconds=0.5, step=1))
+    mark = log.mark()
+    log.close()
+    good = path.read_text()
+    path.write_text(good.replace('"reward": 0', '"reward": 1') + "more\n")
+    with pytest.raises(RunError, match="was changed since it was written"):
+        cut_back(path, mark["log_bytes"], mark["log_sha256"])
+    path.write_text(good + "more\n")
+    cut_back(path, mark["log_bytes"], mark["log_sha256"])
+    assert path.read_text() == good

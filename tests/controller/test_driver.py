@@ -27,13 +27,14 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.events import Committed, SampleScored, Trained
+from rollpacker.core.events import Committed, SampleScored, StopRequested, Trained
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Phase
+from rollpacker.core.job import Job
+from rollpacker.core.phases import Phase
 from rollpacker.core.records import LogError, Note, Record, decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
@@ -114,14 +115,11 @@ def test_a_round_that_hangs_names_the_samples_it_waits_for(tmp_path: Path) -> No
 
 
 def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
-    controller, _ = make(tmp_path, run_config(reward_s=0.6), reward=FakeReward(hangs=True))
-    controller.parts = _without_eval(controller.parts)
+    controller, _ = make(
+        tmp_path, run_config(reward_s=0.6), reward=FakeReward(hangs=True), evaluates=False
+    )
     with pytest.raises(DeadlineExceeded, match=r"verdicts \(train/.*from the rewards"):
         drive(controller)
-
-
-def _without_eval(parts):  # type: ignore[no-untyped-def]
-    return replace(parts, eval_prompts=None)
 
 
 def test_an_engine_that_dies_in_an_evaluation_ends_the_run_at_once(tmp_path: Path) -> None:
@@ -161,7 +159,28 @@ def test_a_stop_saves_first_and_the_resumed_run_evaluates(tmp_path: Path) -> Non
     steps = [e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"]
     checkpoint = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint.step == 4 and steps == [0, 2]
-    assert checkpoint.state["evaluated_step"] == 2
+    assert checkpoint.state["job"]["evaluated_step"] == 2
+
+
+def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_resume(tmp_path: Path) -> None:
+    config = replace(
+        run_config(steps=1),
+        tail_batching=TailBatchingConfig(enabled=False),
+        eval=EvalConfig(every_steps=None),
+    )
+    controller, recorder = make(tmp_path, config)
+    controller.parts.job.handle(StopRequested(time_s=0.0, reason="enough"))
+    assert drive(controller) == "enough"
+    checkpoint = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint.step == 1 and evaluated_steps(recorder) == [0]
+    job = Job.restore(controller.parts.job.config, checkpoint.state["job"])
+    resumed, recorder = make(tmp_path, config, job=job)
+    assert drive(resumed) == "every step is done"
+    assert evaluated_steps(recorder) == [1]
+
+
+def evaluated_steps(recorder: Recorder) -> list[int]:
+    return [e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"]
 
 
 def test_no_verdict_is_recorded_and_never_trained_on(tmp_path: Path) -> None:
@@ -306,7 +325,7 @@ def test_no_number_in_early_gradients_names_the_step(tmp_path: Path) -> None:
 def test_one_device_cannot_be_released(tmp_path: Path) -> None:
     controller, _ = make(tmp_path, run_config())
     with pytest.raises(AssertionError, match="cannot be released"):
-        controller._obey(Release(devices=(0,)))
+        controller._generation.routes()[Release](Release(devices=(0,)))
 
 
 # -- loss weights, deadlines of checks -------------------------------------------------
@@ -363,8 +382,9 @@ def test_the_reward_is_told_the_deadline_in_force(tmp_path: Path) -> None:
         return len(sample.completion_tokens) == 3
 
     reward = FakeReward(delay=lambda sample: 30.0 if hangs(sample) else 0.0)
-    controller, recorder = make(tmp_path, run_config(steps=2), reward=reward, rewards=rewards)
-    controller.parts = _without_eval(controller.parts)
+    controller, recorder = make(
+        tmp_path, run_config(steps=2), reward=reward, rewards=rewards, evaluates=False
+    )
     drive(controller)
     assert {command.timeout_s for command in recorded(recorder, Score)} == {0.5}
     verdicts = [event for event in scored_events(recorder) if event.cause != "cancelled"]
@@ -386,8 +406,9 @@ def test_the_machinery_is_asked_again_and_never_trained_on_as_a_zero(tmp_path: P
             return Failed(reason="the worker died", cause=Cause.INFRASTRUCTURE)
         return Scored(value=1.0)
 
-    controller, recorder = make(tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict))
-    controller.parts = _without_eval(controller.parts)
+    controller, recorder = make(
+        tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict), evaluates=False
+    )
     drive(controller)
     failed = Counter(
         event.sample for event in scored_events(recorder) if event.cause == "infrastructure"
@@ -407,8 +428,7 @@ def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> No
         tail_batching=TailBatchingConfig(race="scored", sample_factor=3.0, prompt_factor=2.0),
     )
     reward = FakeReward(delay=lambda s: 4.0 if len(s.completion_tokens) == 1 else 0.0)
-    controller, recorder = make(tmp_path, config, reward=reward, rewards=rewards)
-    controller.parts = _without_eval(controller.parts)
+    controller, recorder = make(tmp_path, config, reward=reward, rewards=rewards, evaluates=False)
     drive(controller)
     entries = [entry for entry in recorder.entries if isinstance(entry, Record)]
     cancelled = {
@@ -431,8 +451,7 @@ def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> No
 def test_an_outage_that_the_rewards_wait_for_does_not_end_the_run(tmp_path: Path) -> None:
     reward = FakeReward(delay=lambda sample: 1.2, down="the judge has been down for 1 s")
     config = replace(run_config(steps=1, reward_s=0.4), eval=EvalConfig(every_steps=None))
-    controller, _ = make(tmp_path, config, reward=reward)
-    controller.parts = _without_eval(controller.parts)
+    controller, _ = make(tmp_path, config, reward=reward, evaluates=False)
     assert drive(controller) == "every step is done"
 
 
@@ -446,8 +465,9 @@ def test_the_slowest_checks_keep_their_text(tmp_path: Path) -> None:
             return Failed(reason="unreadable", seconds=99.0)
         return Scored(value=1.0, seconds=seconds)
 
-    controller, _ = make(tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict))
-    controller.parts = _without_eval(controller.parts)
+    controller, _ = make(
+        tmp_path, run_config(steps=3), reward=FakeReward(verdict=verdict), evaluates=False
+    )
     drive(controller)
     rows = [
         row
@@ -522,9 +542,8 @@ def test_the_core_sees_the_times_that_the_log_has(tmp_path: Path) -> None:
 def test_factors_chosen_for_measured_times_replay(tmp_path: Path) -> None:
     tail = TailBatchingConfig(prompt_factor="auto", sample_factor="auto")
     config = replace(run_config(steps=40), tail_batching=tail)
-    controller, _ = make(tmp_path, config, engine=FakeEngine(step_s=0.0005))
-    controller.parts = _without_eval(controller.parts)
+    controller, _ = make(tmp_path, config, engine=FakeEngine(step_s=0.0005), evaluates=False)
     drive(controller)
-    planner = controller.parts.job.planner
+    planner = controller.parts.job.lengths.planner
     assert planner is not None and planner.current is not None, "no factors were ever chosen"
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import Defer, Launch, RoundKind
-from rollpacker.core.job import JobConfig
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from tests.core.world import World
 
 
@@ -27,7 +27,7 @@ def test_the_queue_is_bounded_and_nobody_waits_for_long(
     tail = TailBatchingConfig(prompt_factor=factor, flush_each_epoch=flush)
     config = JobConfig(prompts_per_step=p0, samples_per_prompt=2, max_steps=40, tail_batching=tail)
     world = World(config, num_rows=150, epochs=epochs, seed=seed).run()
-    surplus = tail.num_prompts(p0) - p0
+    surplus = tail.factors.num_prompts(p0) - p0
     queue: dict[object, int] = {}
     longest_wait = 0
     for record in world.log:

@@ -8,9 +8,9 @@ from rollpacker.core.commands import Drop, Launch, RoundKind, StartGradients, Tr
 from rollpacker.core.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig
 from rollpacker.core.events import PromptsFetched, SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import JobConfig
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from tests.core.world import World, commands_of, events_of
 
 

@@ -33,11 +33,15 @@ from rollpacker.core.events import (
     SampleScored,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, JobConfig, Phase, ProtocolError
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.phases import Phase, ProtocolError
 from rollpacker.core.records import decode, encode
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import StrayEventError, TailBatchingConfig, Tier
+from rollpacker.core.rounds import StrayEventError
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World, commands_of, events_of
 
 
@@ -134,7 +138,11 @@ def test_the_end_of_training_empties_the_queue() -> None:
 
 
 def test_a_failed_sample_is_replaced() -> None:
-    world = World(job_config(p0=2, r0=3, steps=3, enabled=False), num_rows=100, failure_rate=0.2)
+    world = World(
+        job_config(p0=2, r0=3, steps=3, enabled=False),
+        num_rows=100,
+        unkind=UnkindConfig(failure_rate=0.2),
+    )
     world.run()
     replaced = [s for c in commands_of(world, Launch) for s in c.samples if s.index >= 3]
     assert replaced
@@ -142,22 +150,26 @@ def test_a_failed_sample_is_replaced() -> None:
 
 
 def test_an_engine_that_always_fails_drops_with_a_reason_and_ends() -> None:
-    world = World(job_config(p0=2, r0=2), num_rows=4, failure_rate=1.0).run()
+    world = World(job_config(p0=2, r0=2), num_rows=4, unkind=UnkindConfig(failure_rate=1.0)).run()
     assert not commands_of(world, TrainOn)
     assert world.job.ledger.dropped == {"fewer than two responses": 4}
     assert world.job.version == 0 and world.job.step == len(commands_of(world, Commit))
 
 
 def test_a_run_that_never_trains_gives_up() -> None:
-    world = World(job_config(p0=2, r0=2), num_rows=1000, no_verdict_rate=1.0).run()
+    world = World(
+        job_config(p0=2, r0=2), num_rows=1000, unkind=UnkindConfig(no_verdict_rate=1.0)
+    ).run()
     assert world.job.step == 3
     finish = commands_of(world, Finish)[0]
     assert finish.failed and finish.reason == "3 steps in a row had no group to train on"
 
 
 def test_a_run_that_gave_up_tries_again_when_it_is_resumed() -> None:
-    world = World(job_config(p0=2, r0=2), num_rows=1000, no_verdict_rate=1.0).run()
-    world.no_verdict_rate = 0.0  # the reward was mended
+    world = World(
+        job_config(p0=2, r0=2), num_rows=1000, unkind=UnkindConfig(no_verdict_rate=1.0)
+    ).run()
+    world.unkind = UnkindConfig()  # the reward was mended
     resumed = world.resume_from(world.job.step)
     assert not commands_of(resumed, Finish)[0].failed
     assert resumed.job.ledger.num_trained > 900
@@ -173,7 +185,9 @@ def test_a_run_given_more_epochs_goes_on() -> None:
 
 
 def test_no_verdict_leaves_a_sample_out_and_a_group_without_two_is_dropped() -> None:
-    world = World(job_config(p0=4, r0=2), num_rows=40, no_verdict_rate=0.5).run()
+    world = World(
+        job_config(p0=4, r0=2), num_rows=40, unkind=UnkindConfig(no_verdict_rate=0.5)
+    ).run()
     drops = commands_of(world, Drop)
     assert drops and {d.reason for d in drops} == {"fewer than two verdicts"}
     no_verdict = {e.sample for e in events_of(world, SampleScored) if e.value is None}
@@ -183,7 +197,7 @@ def test_no_verdict_leaves_a_sample_out_and_a_group_without_two_is_dropped() -> 
 
 def test_a_race_on_verdicts_waits_for_the_reward() -> None:
     config = job_config(p0=2, r0=2, steps=4, race="scored")
-    world = World(config, num_rows=100, verdict_delay=30.0).run()
+    world = World(config, num_rows=100, unkind=UnkindConfig(verdict_delay_s=30.0)).run()
     scored = {e.sample: i for i, e in enumerate(events_of(world, SampleScored))}
     for command in commands_of(world, TrainOn):
         for group in command.groups:
@@ -191,7 +205,7 @@ def test_a_race_on_verdicts_waits_for_the_reward() -> None:
     assert commands_of(world, CancelScore)
     assert world.job.num_late["SampleScored"] == 0
     lenient = replace(config, rewards=RewardScheduleConfig(cancel=False))
-    world = World(lenient, num_rows=100, verdict_delay=30.0).run()
+    world = World(lenient, num_rows=100, unkind=UnkindConfig(verdict_delay_s=30.0)).run()
     assert not commands_of(world, CancelScore)
     assert world.job.num_late["SampleScored"] > 0
 
@@ -299,11 +313,14 @@ worlds = st.builds(
     num_rows=st.integers(1, 25),
     epochs=st.integers(1, 3),
     seed=st.integers(0, 1_000_000),
-    failure_rate=st.sampled_from([0.0, 0.1, 0.5]),
-    no_verdict_rate=st.sampled_from([0.0, 0.1, 0.6]),
-    infrastructure_rate=st.sampled_from([0.0, 0.3]),
-    verdict_delay=st.sampled_from([0.0, 3.0, 100.0]),
-    late_finish_rate=st.sampled_from([0.0, 0.5, 1.0]),
+    unkind=st.builds(
+        UnkindConfig,
+        failure_rate=st.sampled_from([0.0, 0.1, 0.5]),
+        no_verdict_rate=st.sampled_from([0.0, 0.1, 0.6]),
+        infrastructure_rate=st.sampled_from([0.0, 0.3]),
+        verdict_delay_s=st.sampled_from([0.0, 3.0, 100.0]),
+        late_finish_rate=st.sampled_from([0.0, 0.5, 1.0]),
+    ),
     sources=st.sampled_from([("train",), ("train", "other"), ("train", "train", "train", "other")]),
 )
 
@@ -350,7 +367,7 @@ def test_a_run_restored_at_any_commit_goes_on_as_if_nothing_had_been(
     world: World, data: st.DataObject
 ) -> None:
     # Checks that are under way die with the process, and with them the order of a race on them.
-    assume(world.config.tail_batching.race == "generated" or not world.verdict_delay)
+    assume(world.config.tail_batching.race == "generated" or not world.unkind.verdict_delay_s)
     world.run()
     gave_up = commands_of(world, Finish)[0].failed
     steps = sorted(world.snapshots)
@@ -387,9 +404,7 @@ def test_a_log_replays_to_the_same_commands(world: World) -> None:
 @given(worlds)
 def test_a_short_round_ends_when_its_last_needed_prompt_does(world: World) -> None:
     """Time, not only order: a round lasts exactly as long as its slowest kept sample."""
-    world.failure_rate = world.late_finish_rate = 0.0
-    world.verdict_delay = 0.0
-    world.no_verdict_rate = world.infrastructure_rate = 0.0
+    world.unkind = UnkindConfig()
     world.config = replace(world.config, dynamic_sampling=DynamicSamplingConfig())
     world.job = Job(world.config)
     world.run()

@@ -8,9 +8,10 @@ from rollpacker.core.commands import CancelScore, Launch, RoundKind, Score, Trai
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardSchedule, RewardScheduleConfig
-from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World, commands_of, events_of
 
 
@@ -175,7 +176,7 @@ def test_a_pool_is_never_asked_for_more_than_its_workers() -> None:
             tail_batching=TailBatchingConfig(race="scored"),
         ),
         num_rows=100,
-        verdict_delay=30.0,
+        unkind=UnkindConfig(verdict_delay_s=30.0),
     ).run()
     running = most = 0
     for record in world.log:
@@ -188,7 +189,9 @@ def test_a_pool_is_never_asked_for_more_than_its_workers() -> None:
 
 
 def test_the_machinery_gets_one_more_try_and_is_never_a_zero() -> None:
-    world = World(config(max_steps=20), num_rows=1000, infrastructure_rate=0.3).run()
+    world = World(
+        config(max_steps=20), num_rows=1000, unkind=UnkindConfig(infrastructure_rate=0.3), seed=1
+    ).run()
     asked = commands_of(world, Score)
     failed = {(e.sample, retry) for retry, e in _with_retry(world) if e.cause == "infrastructure"}
     assert {c.sample for c in asked if c.retry == 1} == {s for s, retry in failed if retry == 0}
@@ -221,9 +224,9 @@ def test_cancelled_checks_free_their_worker() -> None:
         world = World(
             config(max_steps=5, rewards=rewards, tail_batching=tail),
             num_rows=100,
-            verdict_delay=50.0,
+            unkind=UnkindConfig(verdict_delay_s=50.0),
         ).run()
-        return world.now
+        return world.time_s
 
     assert seconds(True) < seconds(False)
 

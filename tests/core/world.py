@@ -1,7 +1,8 @@
 """A world in virtual time for the core: an engine that knows every length, a reward, a cursor.
 
-It obeys commands to the letter and is as unkind as it is told to be: engine failures, missing
-verdicts, slow verdicts, responses that finish in the same instant in which they are aborted.
+It is the bus of every run with small ports of its own, which obey to the letter, and with an
+`Unkind` around them that makes of their answers what it is told to: engine failures, missing or
+slow verdicts, responses that finish in the same instant in which they are aborted.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import (
     Abort,
     CancelScore,
-    Command,
     Commit,
     Defer,
     Drop,
@@ -41,8 +42,10 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job, JobConfig
-from rollpacker.core.records import Record
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.records import Entry, Record
+from rollpacker.sim.unkind import Unkind, UnkindConfig
 
 
 @dataclass
@@ -52,21 +55,17 @@ class World:
     epochs: int = 1
     seed: int = 0
     length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
-    failure_rate: float = 0.0
-    no_verdict_rate: float = 0.0
-    infrastructure_rate: float = 0.0
-    """Share of checks whose machinery fails."""
-    verdict_delay: float = 0.0
-    late_finish_rate: float = 0.0
-    """Share of aborts that cross a finish on its way."""
+    unkind: UnkindConfig = field(default_factory=UnkindConfig)
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
     stop_at_step: int | None = None
+    stop_at_round: int | None = None
+    """A stop is asked for while this round is under way."""
     log: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.job = Job(self.config)
-        self.now = 0.0
+        self.time_s = 0.0
         self.cursor = (0, 0)
         self.heap: list[tuple[float, int, Event]] = []
         self.counter = 0
@@ -80,147 +79,96 @@ class World:
         """Groups whose gradients were begun, of this step."""
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
 
-    def rng(self, *key: object) -> random.Random:
-        return random.Random(repr((self.seed, *map(str, key))))
+    # -- the clock, and what happens next ----------------------------------------------
+
+    def now(self) -> float:
+        return self.time_s
+
+    stamp = now
 
     def push(self, delay: float, event: Event) -> None:
         self.counter += 1
-        heapq.heappush(self.heap, (self.now + delay, self.counter, event))
+        heapq.heappush(self.heap, (self.time_s + delay, self.counter, event))
 
     def run(self, max_events: int = 100_000) -> World:
         self.push(0.0, RunStarted(time_s=0.0))
         return self.go_on(max_events)
 
-    def resume_from(self, step: int) -> World:
-        """A new process that knows nothing but the checkpoint of `step`."""
+    def resume_from(self, step: int, config: JobConfig | None = None) -> World:
+        """A new process that knows nothing but the checkpoint of `step`, and its configuration."""
         state, cursor, version = self.snapshots[step]
-        world = World(**{name: getattr(self, name) for name in _SETTINGS})
-        world.job = Job.restore(self.config, state)
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        world = World(**settings | {"config": config or self.config})
+        world.job = Job.restore(world.config, state)
         world.cursor, world.version = cursor, version
         world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
 
     def go_on(self, max_events: int = 100_000) -> World:
+        self.misfortune = Unkind(self.unkind, self, seed=self.seed)
+        bus = Bus(self.job, self, [self.misfortune, Recorded(Defer, Drop)], sinks=[self.keep])
         while self.heap:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
-            self.now, _, event = heapq.heappop(self.heap)
-            event = replace(event, time_s=self.now)
-            if isinstance(event, SampleGenerated | SampleFailed):
-                if event.sample not in self.running:
-                    continue
-                del self.running[event.sample]
-            if isinstance(event, SampleScored):
-                if event.sample not in self.checking:
-                    continue  # cancelled
-                self.checking.remove(event.sample)
-            commands = self.job.handle(event)
-            self.longest_queue = max(self.longest_queue, self.job.num_queued)
-            self.log.append(
-                Record(time_s=self.now, event=event, commands=tuple(commands), cost_s=0.0)
-            )
-            for command in commands:
-                self.obey(command)
+            self.time_s, _, event = heapq.heappop(self.heap)
+            if self.happens(event):
+                bus.take(self.misfortune.answer(event))
+                self.longest_queue = max(self.longest_queue, self.job.num_queued)
         assert self.finished, f"stuck: waiting for {self.job.waiting_for()}"
         return self
 
-    def obey(self, command: Command) -> None:
-        match command:
-            case FetchPrompts(count=count):
-                self.fetch(count)
-            case Launch(samples=samples):
-                assert command.version == self.version
-                for sample in samples:
-                    self.launch(sample)
-            case Abort(samples=samples):
-                for sample in samples:
-                    self.abort(sample)
-            case CancelScore(samples=samples):
-                for sample in samples:
-                    self.push(
-                        0.0, SampleScored(time_s=0.0, sample=sample, value=None, cause="cancelled")
-                    )
-            case Score(sample=sample, timeout_s=timeout_s, retry=retry):
-                assert sample not in self.checking, "checked twice at the same time"
-                self.checking.add(sample)
-                rng = self.rng("verdict", sample)
-                value = None if rng.random() < self.no_verdict_rate else float(rng.random() < 0.5)
-                seconds = rng.random() * self.verdict_delay
-                if self.rng("machinery", sample, retry).random() < self.infrastructure_rate:
-                    self.push(
-                        seconds,
-                        SampleScored(time_s=0.0, sample=sample, value=None, cause="infrastructure"),
-                    )
-                    return
-                if retry:
-                    self.retried.add(sample)
-                if timeout_s is not None and seconds > timeout_s:
-                    seconds, value = timeout_s, 0.0
-                self.push(
-                    seconds, SampleScored(time_s=0.0, sample=sample, value=value, seconds=seconds)
-                )
-            case StartGradients(step=step, groups=groups):
-                assert step == self.job.step + 1
-                apart = self.job.config.trainer_apart
-                assert apart or not self.running, "one device: gradients once the engine is empty"
-                self.streamed += groups
-            case TrainOn(step=step, groups=groups, weights=weights):
-                assert command.num_streamed == sum(map(len, self.streamed))
-                if self.job.config.stream.enabled:
-                    assert bool(command.num_streamed) != bool(command.not_streamed), command
-                else:
-                    assert not command.not_streamed
-                assert not self.running, "trained while the engine was at work"
-                assert len(set(self.streamed)) == len(self.streamed), "begun twice"
-                assert set(self.streamed) <= set(groups), "begun, but not trained on"
-                self.streamed = []
-                if weights is not None:
-                    assert [len(w) for w in weights] == [len(g) for g in groups]
-                    assert all(w > 0 for group in weights for w in group)
-                self.push(1.0, Trained(time_s=0.0, step=step, version=self.version + 1))
-            case SyncWeights(version=version):
-                self.version = version
-                self.push(0.1, WeightsSynced(time_s=0.0, version=version))
-            case Commit(step=step):
-                self.snapshots[step] = (self.job.state(), self.cursor, self.version)
-                if step == self.stop_at_step:
-                    self.push(0.0, StopRequested(time_s=0.0))
-                self.push(
-                    0.0,
-                    Committed(time_s=0.0, step=step, checkpointed=command.last or command.stopping),
-                )
-            case Finish(reason=reason):
-                self.finished = reason
-            case Release():
-                raise AssertionError("there is one device")
-            case Defer() | Drop():
-                pass
+    def happens(self, event: Event) -> bool:
+        """Whether what was expected still comes: samples are aborted, and checks cancelled."""
+        if isinstance(event, SampleGenerated | SampleFailed):
+            return self.running.pop(event.sample, None) is not None
+        if isinstance(event, SampleScored):
+            if event.sample not in self.checking:
+                return False
+            self.checking.remove(event.sample)
+        return True
 
-    def fetch(self, count: int) -> None:
+    def keep(self, entry: Entry) -> None:
+        assert isinstance(entry, Record)
+        self.log.append(entry)
+
+    def rng(self, *key: object) -> random.Random:
+        return random.Random(repr((self.seed, *map(str, key))))
+
+    # -- the ports ---------------------------------------------------------------------
+
+    def routes(self) -> Routes:
+        return {
+            FetchPrompts: self.fetch,
+            Launch: self.launch,
+            Abort: self.abort,
+            Release: self.release,
+            Score: self.score,
+            CancelScore: self.cancel,
+            StartGradients: self.start_gradients,
+            TrainOn: self.train,
+            SyncWeights: self.sync,
+            Commit: self.commit,
+            Finish: self.finish,
+        }
+
+    def fetch(self, command: FetchPrompts) -> None:
         epoch, position = self.cursor
-        rows = range(position, min(position + count, self.num_rows))
+        rows = range(position, min(position + command.count, self.num_rows))
         ended = rows.stop == self.num_rows
         self.cursor = (epoch + 1, 0) if ended else (epoch, rows.stop)
+        prompts = tuple(PromptId(self.sources[row % len(self.sources)], epoch, row) for row in rows)
+        data_ended = ended and epoch + 1 == self.epochs
         self.push(
             0.0,
-            PromptsFetched(
-                time_s=0.0,
-                prompts=tuple(
-                    PromptId(self.sources[row % len(self.sources)], epoch, row) for row in rows
-                ),
-                epoch_ended=ended,
-                data_ended=ended and epoch + 1 == self.epochs,
-            ),
+            PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=ended, data_ended=data_ended),
         )
 
-    def launch(self, sample: SampleId) -> None:
-        assert sample not in self.running, "launched twice"
-        rng = self.rng("length", sample)
-        length = self.length(sample, rng)
-        self.running[sample] = self.now
-        if rng.random() < self.failure_rate:
-            event: Event = SampleFailed(time_s=0.0, sample=sample, reason="made to")
-        else:
+    def launch(self, command: Launch) -> None:
+        assert command.version == self.version
+        for sample in command.samples:
+            assert sample not in self.running, "launched twice"
+            length = self.length(sample, self.rng("length", sample))
+            self.running[sample] = self.time_s
             event = SampleGenerated(
                 time_s=0.0,
                 sample=sample,
@@ -228,37 +176,72 @@ class World:
                 finish_reason="stop",
                 version=self.version,
             )
-        self.push(float(length), event)
+            self.push(float(length), event)
+        if command.round == self.stop_at_round:
+            self.push(0.0, StopRequested(time_s=0.0))
 
-    def abort(self, sample: SampleId) -> None:
-        started = self.running[sample]
-        if self.rng("late", sample).random() < self.late_finish_rate:
-            late = SampleGenerated(
-                time_s=0.0,
-                sample=sample,
-                num_tokens=1 + int(self.now - started),
-                finish_reason="stop",
-                version=self.version,
-            )
-            self.push(0.0, late)
-            return
-        del self.running[sample]
-        self.push(0.0, SampleAborted(time_s=0.0, sample=sample, num_tokens=int(self.now - started)))
+    def abort(self, command: Abort) -> None:
+        for sample in command.samples:
+            num_tokens = int(self.time_s - self.running.pop(sample))
+            self.push(0.0, SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
+
+    def release(self, command: Release) -> None:
+        raise AssertionError("there is one device")
+
+    def score(self, command: Score) -> None:
+        sample = command.sample
+        assert sample not in self.checking, "checked twice at the same time"
+        self.checking.add(sample)
+        if command.retry:
+            self.retried.add(sample)
+        value = float(self.rng("verdict", sample).random() < 0.5)
+        seconds = self.misfortune.delay_s(sample)
+        if command.timeout_s is not None and seconds > command.timeout_s:
+            seconds, value = command.timeout_s, 0.0
+        self.push(seconds, SampleScored(time_s=0.0, sample=sample, value=value, seconds=seconds))
+
+    def cancel(self, command: CancelScore) -> None:
+        for sample in command.samples:
+            self.push(0.0, SampleScored(time_s=0.0, sample=sample, value=None, cause="cancelled"))
+
+    def start_gradients(self, command: StartGradients) -> None:
+        assert command.step == self.job.step + 1
+        apart = self.job.config.trainer_apart
+        assert apart or not self.running, "one device: gradients once the engine is empty"
+        self.streamed += command.groups
+
+    def train(self, command: TrainOn) -> None:
+        groups, weights = command.groups, command.weights
+        assert command.num_streamed == sum(map(len, self.streamed))
+        if self.job.config.stream.enabled:
+            assert bool(command.num_streamed) != bool(command.not_streamed), command
+        else:
+            assert not command.not_streamed
+        assert not self.running, "trained while the engine was at work"
+        assert len(set(self.streamed)) == len(self.streamed), "begun twice"
+        assert set(self.streamed) <= set(groups), "begun, but not trained on"
+        self.streamed = []
+        if weights is not None:
+            assert [len(w) for w in weights] == [len(g) for g in groups]
+            assert all(w > 0 for group in weights for w in group)
+        self.push(1.0, Trained(time_s=0.0, step=command.step, version=self.version + 1))
+
+    def sync(self, command: SyncWeights) -> None:
+        self.version = command.version
+        self.push(0.1, WeightsSynced(time_s=0.0, version=command.version))
+
+    def commit(self, command: Commit) -> None:
+        self.snapshots[command.step] = (self.job.state(), self.cursor, self.version)
+        if command.step == self.stop_at_step:
+            self.push(0.0, StopRequested(time_s=0.0))
+        durable = command.last or command.stopping
+        self.push(0.0, Committed(time_s=0.0, step=command.step, checkpointed=durable))
+
+    def finish(self, command: Finish) -> None:
+        self.finished = command.reason
 
 
-_SETTINGS = (
-    "config",
-    "num_rows",
-    "epochs",
-    "seed",
-    "length",
-    "failure_rate",
-    "no_verdict_rate",
-    "infrastructure_rate",
-    "verdict_delay",
-    "late_finish_rate",
-    "sources",
-)
+_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "sources")
 
 
 def events_of(world: World, kind: type) -> list:

@@ -16,6 +16,7 @@ from rollpacker.core.commands import (
     Launch,
     RoundKind,
     Score,
+    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -40,7 +41,8 @@ class CostedRun:
     """`step_s(n, K)` are the seconds of one decode step over n samples with K cached tokens.
 
     A stretch between two ends of samples takes up to `noise` (relative, normal) more or less;
-    `stall_s` seconds are lost in every hundredth.
+    `stall_s` seconds are lost in every hundredth. `streamed`: half of each training step is done
+    before the last verdict.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class CostedRun:
         cap: int = 300,
         noise: float = 0.0,
         stall_s: float = 0.0,
+        streamed: bool = False,
         seed: int = 0,
     ) -> None:
         self.step_s = step_s
         self.admission_s, self.admitted_s, self.ended_s = admission_s, admitted_s, ended_s
         self.slots, self.race, self.p0, self.r0, self.cap = slots, race, p0, r0, cap
-        self.noise, self.stall_s = noise, stall_s
+        self.noise, self.stall_s, self.streamed = noise, stall_s, streamed
         self.random = random.Random(seed)
         self.now, self.row = 1.0, 0
         self.queue: list[PromptId] = []
@@ -72,8 +75,9 @@ class CostedRun:
         ]
         self.note("startup", 1.0)
 
-    def note(self, name: str, seconds: float) -> None:
-        self.entries.append(Note(time_s=self.now, name=name, seconds=seconds, step=0))
+    def note(self, name: str, seconds: float, **metrics: float) -> None:
+        note = Note(time_s=self.now, name=name, seconds=seconds, step=0, metrics=metrics)
+        self.entries.append(note)
 
     def record(self, event, *commands) -> None:
         self.entries.append(Record(time_s=self.now, event=event, commands=commands, cost_s=0.0))
@@ -166,13 +170,25 @@ class CostedRun:
         for sample, tokens in stopped:
             self.record(SampleAborted(time_s=self.now, sample=sample, num_tokens=tokens))
 
+    def begin_gradients(self, step: int, kept: list[SampleId]) -> list[StartGradients]:
+        return [StartGradients(step=step, groups=(tuple(kept),))] if self.streamed else []
+
     def learn(self, step: int, kept: list[SampleId]) -> None:
         self.now += REWARD_S
-        for sample in kept[:-1]:
+        training_s = TRAIN_FIXED_S + TRAIN_TOKEN_S * sum(self.lengths[s] for s in kept)
+        for sample in kept[:-2]:
             self.record(SampleScored(time_s=self.now, sample=sample, value=1.0, seconds=CHECK_S))
+        event = SampleScored(time_s=self.now, sample=kept[-2], value=1.0, seconds=CHECK_S)
+        self.record(event, *self.begin_gradients(step, kept))
+        early_s = training_s * self.streamed / 2
+        self.now += early_s
         train = TrainOn(step=step, groups=(tuple(kept),))
         self.record(SampleScored(time_s=self.now, sample=kept[-1], value=1.0), train)
-        self.now += TRAIN_FIXED_S + TRAIN_TOKEN_S * sum(self.lengths[s] for s in kept)
+        if self.streamed:  # the gradients that are under way are ended first
+            self.now += 0.01
+            self.note("gradients", early_s + 0.01, groups=1)
+            early_s += 0.01
+        self.now += training_s - early_s
         self.record(Trained(time_s=self.now, step=step, version=step), SyncWeights(version=step))
         self.now += SYNC_S
         self.record(WeightsSynced(time_s=self.now, version=step), Commit(step=step, last=False))

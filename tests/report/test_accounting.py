@@ -27,13 +27,15 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Note, Record, Session
-from rollpacker.core.rounds import TailBatchingConfig, Tier
 from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.report.accounting import CAUSES, Accounting
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.report.accounting import Accounting
 from rollpacker.report.metrics import step_metrics
 from rollpacker.report.spans import read_steps
+from rollpacker.report.time_book import CAUSES
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World
 from tests.report.fake_run import FakeRun
 
@@ -41,6 +43,11 @@ from tests.report.fake_run import FakeRun
 def feed(entries, **options):
     accounting = Accounting(**options)
     return accounting, [s for s in map(accounting.feed, entries) if s is not None]
+
+
+def assert_causes_add_up(accounting):
+    wall_s = accounting.time.wall_s
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(wall_s, abs=1e-6)
 
 
 def record(time_s, event, *commands, cost_s=0.0):
@@ -95,16 +102,16 @@ def test_a_hand_made_step():
     assert step.seconds["startup"] == pytest.approx(0.5)
     assert step.seconds["controller"] == pytest.approx(0.5)
     assert accounting.seconds()["controller"] == pytest.approx(0.75)
-    assert accounting.wall_s == pytest.approx(12.25)
-    assert (step.num_samples_launched, step.num_samples_trained, step.num_samples_aborted) == (
+    assert accounting.time.wall_s == pytest.approx(12.25)
+    assert (step.samples.launched, step.samples.trained, step.samples.aborted) == (
         4,
         2,
         1,
     )
-    assert (step.tokens_generated, step.tokens_trained) == (5 + 15 + 25 + 50, 20)
-    assert step.no_verdict == {"timeout": 1}
-    assert step.zero_std_ratio == 1.0
-    assert step.censored_lengths == (50,)
+    assert (step.tokens.generated, step.tokens.trained) == (5 + 15 + 25 + 50, 20)
+    assert step.samples.no_verdict == {"timeout": 1}
+    assert step.rewards.zero_std_ratio == 1.0
+    assert step.lengths.censored == (50,)
 
 
 def test_fewer_slots_than_samples_are_not_idle_until_a_slot_is():
@@ -132,15 +139,17 @@ def test_causes_add_up_to_the_wall_time(seed, steps, tail_batching, p0, r0, cost
     run.cost_s = cost_s
     accounting, summaries = feed(run.run(steps))
     assert [s.step for s in summaries] == list(range(1, steps + 1))
-    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
-    assert accounting.wall_s == pytest.approx(run.entries[-1].time_s, abs=1e-6)
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(
+        accounting.time.wall_s, abs=1e-6
+    )
+    assert accounting.time.wall_s == pytest.approx(run.entries[-1].time_s, abs=1e-6)
     before = 0.0
     for step in summaries:
         assert all(value >= 0 for value in step.seconds.values())
         assert math.fsum(step.seconds.values()) == pytest.approx(step.end_s - before, abs=1e-6)
         assert set(step.seconds) == set(CAUSES)
-        assert step.num_samples_launched == (
-            step.num_samples_generated + step.num_samples_aborted + step.num_samples_failed
+        assert step.samples.launched == (
+            step.samples.generated + step.samples.aborted + step.samples.failed
         )
         before = step.end_s
 
@@ -163,9 +172,8 @@ def test_any_order_of_entries_still_partitions_the_time(draws):
             entry = Session(started_at="", time_s=now, step=0, job={})
         entries.append(entry)
     accounting, _ = feed(entries)
-    seconds = accounting.seconds()
-    assert math.fsum(seconds.values()) == pytest.approx(accounting.wall_s, abs=1e-6)
-    assert min(seconds.values()) >= 0
+    assert_causes_add_up(accounting)
+    assert min(accounting.seconds().values()) >= 0
 
 
 def test_a_resumed_log_counts_no_step_twice():
@@ -181,31 +189,31 @@ def test_a_resumed_log_counts_no_step_twice():
     _, resumed = feed([*entries[:cut], session, again, *entries[cut:]])
     assert [s.step for s in resumed] == [s.step for s in whole]
     for one, other in zip(whole, resumed, strict=True):
-        assert one.num_samples_launched == other.num_samples_launched
-        assert (one.tokens_generated, one.dropped, one.long_queue) == (
-            other.tokens_generated,
-            other.dropped,
-            other.long_queue,
+        assert one.samples.launched == other.samples.launched
+        assert (one.tokens.generated, one.prompts.dropped, one.prompts.long_queue) == (
+            other.tokens.generated,
+            other.prompts.dropped,
+            other.prompts.long_queue,
         )
 
 
 def test_the_long_queue_is_what_was_deferred_and_not_yet_launched():
     run = FakeRun(1)
     _, summaries = feed(run.run(12))
-    assert summaries[-1].long_queue == len(run.queue)
+    assert summaries[-1].prompts.long_queue == len(run.queue)
     assert any(s.kind is RoundKind.LONG for s in summaries)
-    assert summaries[3].dropped == {"fewer than two verdicts": 1}
+    assert summaries[3].prompts.dropped == {"fewer than two verdicts": 1}
 
 
 def test_short_rounds_show_their_length_shift():
     _, with_tail_batching = feed(FakeRun(2).run(30))
     _, without = feed(FakeRun(2, tail_batching=False).run(30))
-    shift = without[-1].lengths["length/shift"]
+    shift = without[-1].lengths.bias["length/shift"]
     assert shift == pytest.approx(0.0, abs=0.03)  # some groups are dropped
-    assert with_tail_batching[-1].lengths["length/shift"] < -0.15
-    assert with_tail_batching[-1].lengths["length/tail_trained_share"] < 0.5
-    assert with_tail_batching[-1].lengths["length/policy_mean"] == pytest.approx(
-        without[-1].lengths["length/policy_mean"], rel=0.1
+    assert with_tail_batching[-1].lengths.bias["length/shift"] < -0.15
+    assert with_tail_batching[-1].lengths.bias["length/tail_trained_share"] < 0.5
+    assert with_tail_batching[-1].lengths.bias["length/policy_mean"] == pytest.approx(
+        without[-1].lengths.bias["length/policy_mean"], rel=0.1
     )
 
 
@@ -213,12 +221,12 @@ def test_short_rounds_show_their_length_shift():
     seed=st.integers(0, 10**6),
     failure_rate=st.sampled_from([0.0, 0.2]),
     no_verdict_rate=st.sampled_from([0.0, 0.3]),
-    verdict_delay=st.sampled_from([0.0, 5.0]),
+    verdict_delay_s=st.sampled_from([0.0, 5.0]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
     race=st.sampled_from(["generated", "scored"]),
 )
 @settings(max_examples=50, deadline=None)
-def test_logs_of_the_real_core_add_up(race, **unkindness):
+def test_logs_of_the_real_core_add_up(race, seed, **unkindness):
     """The core in an unkind world: what the log tells is what the job knows."""
     config = JobConfig(
         prompts_per_step=2,
@@ -226,21 +234,23 @@ def test_logs_of_the_real_core_add_up(race, **unkindness):
         max_steps=None,
         tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, race=race),
     )
-    world = World(config, num_rows=11, epochs=2, **unkindness).run()
+    world = World(config, num_rows=11, epochs=2, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
-    assert accounting.last_step == world.job.step
-    assert accounting.long_queue == len(world.job.queue)
-    assert not accounting.live
-    dropped = sum(sum(s.dropped.values()) for s in summaries)
-    settled = sum(s.num_prompts_trained for s in summaries) + dropped
+    assert accounting.history.last_step == world.job.step
+    assert len(accounting.history.queue) == len(world.job.queues.long)
+    assert not accounting.history.live
+    dropped = sum(sum(s.prompts.dropped.values()) for s in summaries)
+    settled = sum(s.prompts.trained for s in summaries) + dropped
     ledger = world.job.ledger
     assert settled == ledger.num_fetched - len(ledger.open)
     # Without three empty steps in a row, which end a run, everything is settled.
     assert settled == 22 or (world.finished or "").endswith("no group to train on")
-    launched = sum(s.num_samples_launched for s in summaries)
-    ended = [s.num_samples_generated + s.num_samples_aborted for s in summaries]
-    assert launched == sum(ended) + sum(s.num_samples_failed for s in summaries)
-    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    launched = sum(s.samples.launched for s in summaries)
+    ended = [s.samples.generated + s.samples.aborted for s in summaries]
+    assert launched == sum(ended) + sum(s.samples.failed for s in summaries)
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(
+        accounting.time.wall_s, abs=1e-6
+    )
     assert accounting.seconds()["training"] == pytest.approx(world.version)  # 1 s each
 
 
@@ -249,7 +259,7 @@ def test_the_queue_is_the_jobs_after_every_step():
     world = World(config, num_rows=17, epochs=3).run()
     _, summaries = feed(world.log)
     for summary in summaries:
-        assert summary.long_queue == len(world.snapshots[summary.step][0]["queue"])
+        assert summary.prompts.long_queue == len(world.snapshots[summary.step][0]["queue"])
 
 
 def streamed_step():
@@ -271,8 +281,8 @@ def test_gradients_in_the_reward_wait_are_training():
     # The second group is still under way as far as the log tells, until the step is due at 7 s.
     assert step.seconds["training"] == pytest.approx(1.0 + 2.0)
     assert step.seconds["reward_wait"] == pytest.approx(0.0)
-    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s)
-    assert step.num_samples_streamed == 1
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.time.wall_s)
+    assert step.samples.streamed == 1
 
 
 def test_after_the_gradients_verdicts_are_waited_for_again():
@@ -284,15 +294,15 @@ def test_after_the_gradients_verdicts_are_waited_for_again():
     phases = {}
     for entry in entries:
         accounting.feed(entry)
-        phases[entry.time_s] = accounting.phase
+        phases[entry.time_s] = accounting.history.phase
     assert (phases[6.0], phases[6.5], phases[6.75], phases[7.0]) == (
         "training",
         "training",
         "reward_wait",
         "training",
     )
-    assert accounting.totals["training"] == pytest.approx(0.75 + 2.0)
-    assert accounting.totals["reward_wait"] == pytest.approx(0.25)
+    assert accounting.time.totals["training"] == pytest.approx(0.75 + 2.0)
+    assert accounting.time.totals["reward_wait"] == pytest.approx(0.25)
     (spans,) = read_steps(entries)
     told = [(p.name, p.start_s, p.end_s) for p in spans.phases if p.end_s > 6.0][:3]
     assert told == [("training", 6.0, 6.75), ("reward_wait", 6.75, 7.0), ("training", 7.0, 9.0)]
@@ -328,15 +338,18 @@ def test_loss_weights_show_in_the_lengths():
 
     _, (plain,) = feed(one_step())
     _, (step,) = feed([weighted(entry) for entry in one_step()])
-    assert plain.lengths == {"length/trained_mean": 10.0}
-    assert step.lengths["length/weighted_mean"] == pytest.approx((0.5 * 5 + 2.0 * 15) / 2.5)
-    assert step.lengths["debias/effective_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
-    assert (step.lengths["debias/max_weight"], step.lengths["debias/mean_weight"]) == (2.0, 1.25)
+    assert plain.lengths.bias == {"length/trained_mean": 10.0}
+    assert step.lengths.bias["length/weighted_mean"] == pytest.approx((0.5 * 5 + 2.0 * 15) / 2.5)
+    assert step.lengths.bias["debias/effective_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
+    assert (step.lengths.bias["debias/max_weight"], step.lengths.bias["debias/mean_weight"]) == (
+        2.0,
+        1.25,
+    )
 
 
 @given(
     seed=st.integers(0, 10**6),
-    verdict_delay=st.sampled_from([0.0, 5.0, 30.0]),
+    verdict_delay_s=st.sampled_from([0.0, 5.0, 30.0]),
     tiers=st.sampled_from([(), (Tier(prompt_factor=1.5, sample_factor=1.5),)]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
 )
@@ -349,14 +362,16 @@ def test_logs_with_streams_and_cascades_add_up(seed, tiers, **unkindness):
         tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, tiers=tiers),
         stream=StreamConfig(enabled=True, reward_wait=True),
     )
-    world = World(config, num_rows=40, epochs=3, seed=seed, **unkindness).run()
+    world = World(config, num_rows=40, epochs=3, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
-    assert accounting.last_step == world.job.step
-    assert accounting.long_queue == world.job.num_queued
-    assert math.fsum(accounting.seconds().values()) == pytest.approx(accounting.wall_s, abs=1e-6)
+    assert accounting.history.last_step == world.job.step
+    assert len(accounting.history.queue) == world.job.num_queued
+    assert math.fsum(accounting.seconds().values()) == pytest.approx(
+        accounting.time.wall_s, abs=1e-6
+    )
     assert min(accounting.seconds().values()) >= 0
     kinds = {summary.kind for summary in summaries}
     assert RoundKind.CASCADE not in kinds or tiers
     for summary in summaries:
         assert step_metrics(summary)["round/kind"] == summary.kind
-        assert summary.num_samples_streamed <= summary.num_samples_trained
+        assert summary.samples.streamed <= summary.samples.trained

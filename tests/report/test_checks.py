@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rollpacker.core.commands import Command, Score
-from rollpacker.core.events import Event, SampleGenerated, SampleScored
+from rollpacker.core.events import Committed, Event, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
-from rollpacker.report.checks import CheckFold, add_up, check_metrics
+from rollpacker.report.checks import KindChecks, add_up, check_metrics, step_checks
+from rollpacker.report.history import History
 
 
 def sample(row: int, kind: str = "code") -> SampleId:
@@ -29,8 +30,8 @@ def scored(time_s: float, which: SampleId, *commands: Command, **values: object)
     return record(time_s, event, *commands)
 
 
-def fold() -> CheckFold:
-    one = CheckFold()
+def fold() -> History:
+    one = History()
     a, b, c, d = (sample(row) for row in range(4))
     m = sample(9, "math")
     for entry in (
@@ -57,8 +58,12 @@ def fold() -> CheckFold:
     return one
 
 
+def kinds_of(history: History) -> dict[str, KindChecks]:
+    return step_checks(history.step.checks)
+
+
 def test_every_number_of_a_kind() -> None:
-    kinds = fold().take()
+    kinds = kinds_of(fold())
     assert list(kinds) == ["code", "math"]
     code = kinds["code"]
     assert (code.num_checks, code.num_cancelled, code.num_retries) == (4, 1, 1)
@@ -72,19 +77,19 @@ def test_every_number_of_a_kind() -> None:
 
 def test_a_step_does_not_have_the_checks_of_the_one_before() -> None:
     one = fold()
-    one.take()
-    assert one.take() == {}
+    one.feed(record(20.0, Committed(time_s=20.0, step=1)))
+    assert kinds_of(one) == {}
 
 
 def test_metrics_name_the_slowest() -> None:
-    metrics = check_metrics(fold().take())
+    metrics = check_metrics(kinds_of(fold()))
     assert metrics["perf/checks/code/time_s/mean"] == 2.5
     assert metrics["perf/checks/code/failed/infrastructure"] == 1
     assert str(metrics["perf/checks/slowest"]).startswith("code/0/1#0.0 6.000 s; code/0/0#0.0")
 
 
 def test_steps_add_up() -> None:
-    total = add_up([fold().take(), fold().take()])
+    total = add_up([kinds_of(fold()), kinds_of(fold())])
     assert total["code"].num_checks == 8
     assert total["code"].mean_s == 2.5
     assert len(total["code"].slowest) == 8

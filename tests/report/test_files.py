@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from rollpacker.core.records import LogError, encode
-from rollpacker.report.accounting import CAUSES
 from rollpacker.report.files import write_reports
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.spans import Outcome, read_steps
+from rollpacker.report.spans import read_steps
+from rollpacker.report.step_history import Outcome
 from rollpacker.report.summary import render, summarize, summarize_entries
+from rollpacker.report.time_book import CAUSES
 from rollpacker.report.timeline import draw_comparison, draw_timeline
 from rollpacker.report.trace import write_trace
 from tests.report.fake_run import FakeRun, write

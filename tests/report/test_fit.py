@@ -14,7 +14,8 @@ from rollpacker.core.events import SampleFailed
 from rollpacker.core.records import LogError, Record, Session, decode, encode
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.decode_fit import nonnegative_least_squares
-from rollpacker.report.fit import FORMS, FittedRun, fit_run, predict_rounds
+from rollpacker.report.fit import fit_run, predict_rounds
+from rollpacker.report.fitted_run import FORMS, FittedRun
 from rollpacker.report.log import EventLog
 from rollpacker.report.token_clock import iterate_rounds, stretches
 from tests.report import costed_run
@@ -132,6 +133,12 @@ def test_everything_around_the_rounds():
     assert min(fitted.rewards.quantiles.values()) >= costed_run.REWARD_S
     assert fitted.num_steps == 20
     assert dict(fitted.job) == {"a": 1}
+
+
+def test_training_that_began_before_the_step_was_due_counts():
+    fitted = fit_run(CostedRun(bent, streamed=True).run(20))
+    assert fitted.train.fixed_s == pytest.approx(costed_run.TRAIN_FIXED_S, rel=0.02)
+    assert fitted.train.per_token_s == pytest.approx(costed_run.TRAIN_TOKEN_S, rel=0.02)
 
 
 def test_the_workload_is_what_was_asked_and_answered():

@@ -63,8 +63,29 @@ def test_resumed_equals_uninterrupted(tmp_path, step):
     second.close()
 
     assert sorted(rows(torn), key=str) == sorted(rows(whole), key=str)
-    assert second.accounting.long_queue == one.accounting.long_queue
-    assert second.accounting.wall_s == pytest.approx(one.accounting.wall_s, abs=1e-4)
+    assert second.accounting.history.queue == one.accounting.history.queue
+    assert second.accounting.time.wall_s == pytest.approx(one.accounting.time.wall_s, abs=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 7])
+def test_a_resume_makes_lost_rows_again(tmp_path, kept, caplog):
+    entries = FakeRun(5).run(8)
+    cut = next(i for i, e in enumerate(entries) if is_committed(e, 6))
+    first = report(tmp_path)
+    for entry in entries[:cut]:
+        first.feed(entry)
+    first.close()
+    write(entries[:cut], tmp_path / "events.jsonl")
+    metrics = tmp_path / "metrics.jsonl"
+    whole = rows(tmp_path)
+    assert len(whole) == 7  # five steps, two evaluations
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:kept]))
+    if not kept:
+        metrics.unlink()
+    report(tmp_path, resume=True).close()
+    assert rows(tmp_path) == whole
+    assert ("made again from the event log" in caplog.text) == (kept < 7)
 
 
 def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):

@@ -98,6 +98,45 @@ def test_a_foreign_file_is_named_with_its_line(tmp_path):
         MetricsWriter(tmp_path, resume_step=1, tensorboard=False)
 
 
+def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": "\xff"}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not a row .* --resume"):
+        MetricsWriter(tmp_path, resume_step=1, tensorboard=False)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": "\xff')
+    assert rows(tmp_path) == [{"step": 1}]  # a crash cut the last row off
+
+
+def test_only_newlines_end_a_row(tmp_path):
+    text = "one\u2028two\u0085three\x0bfour"
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "round/kind": text}, ensure_ascii=False) + "\n"
+    )
+    assert rows(tmp_path) == [{"step": 1, "round/kind": text}]
+
+
+def test_rows_that_the_file_lacks_come_from_the_log_and_that_is_said(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (1, 3):
+        writer.write(step, {"a": step})
+    writer.close()
+    log_rows = [
+        {"step": 0, "eval/reward": 0.5},
+        *({"step": step, "a": 10 * step} for step in (1, 2, 3)),
+        {"step": 4, "eval/reward": 0.75},  # of the step whose commit is repeated
+    ]
+    MetricsWriter(tmp_path, resume_step=3, log_rows=log_rows, tensorboard=False).close()
+    assert rows(tmp_path) == [
+        {"step": 0, "eval/reward": 0.5},
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 20},
+        {"step": 3, "a": 3},
+        {"step": 4, "eval/reward": 0.75},
+    ]
+    assert [record.message.split("metrics.jsonl ")[1] for record in caplog.records] == [
+        "lacked 2 of its rows (steps 0 to 2): made again from the event log"
+    ]
+
+
 def test_tensorboard_reads_back_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

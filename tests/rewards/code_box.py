@@ -12,7 +12,7 @@ import pytest
 
 from rollpacker.rewards.base import Failed, Scored
 from rollpacker.rewards.code.grading import grade
-from rollpacker.rewards.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
+from rollpacker.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
 
 AT_A_TIME = 4
 

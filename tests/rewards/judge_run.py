@@ -5,8 +5,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
-from rollpacker.rewards.judge.part import JudgeReward
+from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.rewards.judge.config import JudgeConfig
+from rollpacker.rewards.judge.reward import JudgeReward
 from tests.rewards.judge_attacks import QUESTION, RIGHT
 from tests.rewards.judge_stub import GULLIBLE, Answer, Asked, Stub, gullible_judge, serve
 
@@ -25,8 +26,12 @@ def judge(
     url: str | None, shared: FakeShared | None = None, timeout_s: float = 10.0, **arguments: Any
 ) -> JudgeReward:
     arguments = {"canary_rate": 0.0, "model": "stub"} | arguments
-    config = RewardConfig(function="judge", timeout_s=timeout_s)
-    return JudgeReward(config, "judge", shared or FakeShared(), url=url, **arguments)
+    try:
+        config = JudgeConfig(url=url, **arguments)
+    except ValueError as error:
+        raise RewardError(f"reward judge: {error}") from None
+    entry = RewardConfig(function="judge", timeout_s=timeout_s)
+    return JudgeReward(config, entry=entry, name="judge", shared=shared or FakeShared())
 
 
 def sample(completion: str = "Twenty: 20", prompt: Any = QUESTION, **columns: Any) -> RewardInput:

@@ -16,12 +16,13 @@ from rollpacker.rewards.base import (
     RewardConfig,
     RewardError,
     RewardInput,
-    SandboxConfig,
     Scored,
 )
+from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.code.cases import BadTests, read_tests
-from rollpacker.rewards.code.grading import CodeReward, extract, grade
-from rollpacker.rewards.sandbox import Limits, RunResult, Status
+from rollpacker.rewards.code.grading import CodeConfig, CodeReward, extract, grade
+from rollpacker.sandbox import Limits, RunResult, Status
+from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
 
@@ -309,7 +310,8 @@ class SharedBox:
 
 def reward(box: Box | None, **arguments: Any) -> CodeReward:
     config = RewardConfig(function="code", timeout_s=5.0, workers=2)
-    return CodeReward(config, "code", SharedBox(box), **arguments)  # type: ignore[arg-type]
+    shared: Any = SharedBox(box)
+    return CodeReward(CodeConfig(**arguments), entry=config, name="code", shared=shared)
 
 
 GOOD = {"tests": [call(1, gives=2)], "reference_solution": DOUBLE}
@@ -362,8 +364,8 @@ def test_progress_is_told_when_the_check_takes_long(
     "arguments", [{"language": "cobol"}, {"max_tests": 0}, {"allow_bad_tests": 2}]
 )
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(RewardError):
-        reward(None, **arguments)
+    with pytest.raises(RewardError, match=r"^reward code: (language|max_tests|allow_bad)"):
+        build_reward([RewardConfig(function="code", arguments=arguments)])
 
 
 def sample(completion: str, columns: Mapping[str, Any]) -> RewardInput:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.data.code_tasks import KINDS, code_tasks
+from examples.code.tasks import KINDS, code_tasks
 from rollpacker.rewards.base import Scored
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.hacks import HACKS, SOLUTION, TESTS

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rollpacker.data.code_tasks import code_tasks
+from examples.code.tasks import code_tasks
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.sandbox import SandboxUnavailable
+from rollpacker.sandbox import SandboxUnavailable
 
 
 def test_the_reward_of_a_config_checks_and_scores() -> None:

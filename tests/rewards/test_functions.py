@@ -324,7 +324,7 @@ def test_a_stuck_function_does_not_keep_the_process(tmp_path: Path) -> None:
     code = (
         "import asyncio\n"
         "from rollpacker.rewards.base import RewardConfig, RewardInput\n"
-        "from rollpacker.rewards.functions.part import RewardFunction\n"
+        "from rollpacker.rewards.functions.function_reward import RewardFunction\n"
         f"one = RewardFunction(RewardConfig(function={f'{path}:f'!r}, timeout_s=0.1))\n"
         "s = RewardInput(prompt='', completion='', completion_tokens=(), finish_reason='stop',"
         " columns={})\n"

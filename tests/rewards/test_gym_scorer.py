@@ -11,7 +11,7 @@ from rollpacker.data.base import DatasetConfig, TaskConfig
 from rollpacker.data.procedural import create_task, make_rows
 from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.reasoning_gym import ReasoningGymScorer, evaluates_answers
+from rollpacker.rewards.reasoning_gym import evaluates_answers, make
 from rollpacker.rewards.weighted import WeightedReward
 
 
@@ -40,7 +40,7 @@ def verdict(completion: str, row: dict[str, Any], reason: str = "stop", **argume
 
 def value(completion: str, row: dict[str, Any], reason: str = "stop", **arguments: Any) -> float:
     """As `verdict`, of a scorer in this process."""
-    scorer = ReasoningGymScorer(**arguments)
+    scorer = make(**arguments)
     columns = {name: [column] for name, column in row.items()}
     (number,) = scorer(completions=[completion], finish_reasons=[reason], **columns)
     return number

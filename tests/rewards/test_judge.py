@@ -8,8 +8,8 @@ import pytest
 
 from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
-from rollpacker.rewards.judge.part import JudgeReward
 from rollpacker.rewards.judge.prompt import neutral, neutral_answer, question, shortened
+from rollpacker.rewards.judge.reward import JudgeReward
 from rollpacker.rewards.judge.verdicts import Scale
 from tests.rewards.judge_attacks import HONEST, QUESTION, RIGHT, attacks
 from tests.rewards.judge_run import judge, paid, sample, scored

@@ -97,7 +97,7 @@ def test_a_judge_that_is_odd_at_the_start(caplog: pytest.LogCaptureFixture) -> N
 def test_half_an_hour_of_outage_scaled_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 s of errors stand for the half hour: no sample lost, none defaulted, no pile-up."""
     quick = partial(EndpointCompleter, probe_every_s=0.05, first_backoff_s=0.01)
-    monkeypatch.setattr("rollpacker.rewards.judge.part.EndpointCompleter", quick)
+    monkeypatch.setattr("rollpacker.rewards.judge.reward.EndpointCompleter", quick)
     trouble = (
         Answer("busy", status=429, headers={"Retry-After": "0.1"}),
         Answer("down", status=503),

@@ -14,22 +14,30 @@ from typing import Any
 
 import pytest
 
-from rollpacker.data.math_tasks import KINDS, math_tasks
+from examples.math.tasks import KINDS, math_tasks
 from rollpacker.rewards.base import (
     Cause,
     Failed,
     RewardConfig,
     RewardError,
     RewardInput,
-    SandboxConfig,
     Scored,
 )
+from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
-from rollpacker.rewards.math.part import PROGRAM, MathReward, checker, parse_reply
-from rollpacker.rewards.sandbox.base import RunResult, SandboxUnavailable, Status
-from rollpacker.rewards.sandbox.program import WORK
+from rollpacker.rewards.math.reward import (
+    PROFILE,
+    PROGRAM,
+    MathConfig,
+    MathReward,
+    checker,
+    parse_reply,
+)
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import Profile, RunResult, SandboxConfig, SandboxUnavailable, Status
+from rollpacker.sandbox.program import WORK
 from tests.rewards.math_corpus import RIGHT, WRONG
+from tests.rewards.math_formats import pairs
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 CAPS = Caps(chars=4096, nesting=32, digits=400, exponent=10_000, elements=200, boxes=100)
@@ -52,7 +60,8 @@ def boxed(answer: str) -> str:
 
 
 def reward(shared: Any, **arguments: Any) -> MathReward:
-    return MathReward(RewardConfig(function="math"), "math", shared, **arguments)
+    entry = RewardConfig(function="math")
+    return MathReward(MathConfig(**arguments), entry=entry, name="math", shared=shared)
 
 
 class OneLoop(Shared):
@@ -85,7 +94,7 @@ def shared() -> Iterator[Shared]:
 
 async def _one_run(shared: Shared, program: str) -> RunResult:
     box = await shared.sandbox()
-    return await box.run(program, profile="math")
+    return await box.run(program, profile=PROFILE)
 
 
 def judge(
@@ -95,8 +104,14 @@ def judge(
 
     What needs the sandbox goes there in one run: these texts are ours.
     """
+    samples = [sample(boxed(answer), gold, prompt) for gold, answer in pairs]
+    return verdicts(shared, samples, **arguments)
+
+
+def verdicts(shared: Shared, samples: Sequence[RewardInput], **arguments: Any) -> list[float | str]:
+    """As `judge`, for whole responses."""
     made = reward(shared, **arguments)
-    decided = [made.decide(sample(boxed(answer), gold, prompt)) for gold, answer in pairs]
+    decided = [made.decide(one) for one in samples]
     left = [one for one in decided if isinstance(one, tuple)]
 
     async def compare() -> list[Any]:
@@ -233,6 +248,16 @@ def test_honest_pairs_are_accepted(
         )
     assert len(RIGHT) >= 150
     assert rejected == []
+
+
+def test_answers_in_public_formats(shared: Shared) -> None:
+    """As whole responses: where the answer stands is part of the format."""
+    found = verdicts(shared, [sample(pair.response, pair.gold) for pair in pairs()])
+    missed = [
+        (pair, one) for pair, one in zip(pairs(), found, strict=True) if one != float(pair.is_right)
+    ]
+    assert len(found) >= 500
+    assert missed == []
 
 
 def test_wrong_pairs_and_hacks_are_not(shared: Shared, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +409,7 @@ def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
         box = await shared.sandbox()
         files = {"checker.py": checker()}
         stdin = json.dumps(request)
-        return await box.run(program, stdin=stdin, files=files, profile="math")
+        return await box.run(program, stdin=stdin, files=files, profile=PROFILE)
 
     result = shared.run(run)
     assert result.status is Status.NONZERO
@@ -393,7 +418,7 @@ def test_evaluation_is_disarmed_inside_as_well(shared: Shared) -> None:
 
 def test_the_warm_checker_can_be_imported() -> None:
     """What a warm interpreter loads before it forks; everything in it is of this package."""
-    code = "import rollpacker.rewards.math.warm as warm; print(len(warm.PAIRS))"
+    code = "import rollpacker.rewards.math.checker.warm as warm; print(len(warm.PAIRS))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
 
@@ -416,13 +441,13 @@ class WatchingBox:
 
 def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     code = (
-        "import sys, rollpacker.rewards.math.part, rollpacker.rewards.math.extract\n"
+        "import sys, rollpacker.rewards.math.reward, rollpacker.rewards.math.extract\n"
         "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     folder = Path(sys.modules[MathReward.__module__].__file__ or "").parent
-    for name in ("part.py", "extract.py", "text.py", "structure.py"):
+    for name in ("reward.py", "extract.py", "checker/text.py", "checker/structure.py"):
         text = (folder / name).read_text()
         for word in ("sympify(", "parse_expr(", " eval(", "literal_eval", "pickle"):
             assert word not in text, (name, word)
@@ -437,6 +462,9 @@ class FakeBox:
 
     async def run(self, program: str, **options: Any) -> RunResult:
         return self.result
+
+    async def lacks(self, profile: Profile) -> str:
+        return ""
 
 
 class FakeShared:
@@ -529,8 +557,8 @@ def test_the_checker_is_one_text_that_needs_nothing_of_the_package() -> None:
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
-    with pytest.raises(RewardError, match=next(iter(arguments))):
-        reward(FakeShared(), **arguments)
+    with pytest.raises(RewardError, match=f"^reward math: {next(iter(arguments))} "):
+        build_reward([RewardConfig(function="math", arguments=arguments)])
 
 
 def test_right_answers_are_checked_before_training(shared: Shared) -> None:

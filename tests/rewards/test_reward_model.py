@@ -22,7 +22,7 @@ from transformers import (
 
 from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.reward_model import RewardModel, _quiet
+from rollpacker.rewards.reward_model import RewardModel, _quiet, make
 from rollpacker.trainer.model import character_tokenizer
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scorer(folder: Path) -> RewardModel:
-    return RewardModel(str(folder))
+    return make(model_path=str(folder))
 
 
 def texts(count: int) -> tuple[list[str], list[str]]:
@@ -86,12 +86,12 @@ def texts(count: int) -> tuple[list[str], list[str]]:
 def test_the_batch_does_not_change_a_score(model_type: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, model_type)
     prompts, completions = texts(24)
-    scorer = RewardModel(str(folder), batch_size=1)
+    scorer = make(model_path=str(folder), batch_size=1)
     alone = [scorer([p], [c])[0] for p, c in zip(prompts[:6], completions[:6], strict=True)]
     for size in (1, 5, 24):
-        together = RewardModel(str(folder), batch_size=size)(prompts, completions)
+        together = make(model_path=str(folder), batch_size=size)(prompts, completions)
         assert together[:6] == pytest.approx(alone, abs=1e-5, rel=0)
-    reverse = RewardModel(str(folder), batch_size=7)(prompts[::-1], completions[::-1])
+    reverse = make(model_path=str(folder), batch_size=7)(prompts[::-1], completions[::-1])
     assert reverse[::-1] == pytest.approx(together, abs=1e-5, rel=0)
     assert max(alone) - min(alone) > 0.01  # the scores differ at all
 
@@ -108,8 +108,8 @@ def test_the_score_is_the_models_own(folder: Path, scorer: RewardModel) -> None:
 def test_no_padding_token_means_one_at_a_time(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, pad_token_id=None)
     prompts, completions = texts(5)
-    together = RewardModel(str(folder))(prompts, completions)
-    scorer = RewardModel(str(folder))
+    together = make(model_path=str(folder))(prompts, completions)
+    scorer = make(model_path=str(folder))
     alone = [scorer([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
     assert together == alone
 
@@ -130,35 +130,35 @@ def test_an_answer_cannot_end_its_turn(scorer: RewardModel) -> None:
 
 
 def test_no_template(tmp_path: Path) -> None:
-    scorer = RewardModel(str(make_folder(tmp_path, template=None)))
+    scorer = make(model_path=str(make_folder(tmp_path, template=None)))
     with pytest.raises(RewardError, match="no chat template"):
         scorer([[{"role": "user", "content": "Hi"}]], ["Ho"])
 
 
 def test_long_texts_lose_their_beginning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scorer = RewardModel(str(folder), max_tokens=50)
+    scorer = make(model_path=str(folder), max_tokens=50)
     tail = "y" * 50
     assert scorer(["a" * 200, "b" * 10], [tail, tail]) == pytest.approx(scorer([""], [tail]) * 2)
     assert len(caplog.records) == 1
-    own = RewardModel(str(folder))  # the model has 256 positions
+    own = make(model_path=str(folder))  # the model has 256 positions
     assert len(own._tokens("x" * 1000, "y")) == 256
 
 
 def test_normalized(folder: Path, scorer: RewardModel) -> None:
     (raw,) = scorer(["a"], ["b"])
-    assert RewardModel(str(folder), mean=1.0, std=2.0)(["a"], ["b"])[0] == pytest.approx(
+    assert make(model_path=str(folder), mean=1.0, std=2.0)(["a"], ["b"])[0] == pytest.approx(
         (raw - 1) / 2
     )
-    (unit,) = RewardModel(str(folder), normalize="sigmoid")(["a"], ["b"])
+    (unit,) = make(model_path=str(folder), normalize="sigmoid")(["a"], ["b"])
     assert unit == pytest.approx(1 / (1 + math.exp(-raw)))
     for output, expected in ((1e6, 1.0), (-1e6, 0.0), (-709.0, 0.0)):
-        assert RewardModel(str(folder), normalize="sigmoid")._value(output) == pytest.approx(
+        assert make(model_path=str(folder), normalize="sigmoid")._value(output) == pytest.approx(
             expected
         )
 
 
 def test_bfloat16(folder: Path, scorer: RewardModel) -> None:
-    (rough,) = RewardModel(str(folder), dtype="bfloat16")(["a"], ["b"])
+    (rough,) = make(model_path=str(folder), dtype="bfloat16")(["a"], ["b"])
     assert rough == pytest.approx(scorer(["a"], ["b"])[0], abs=0.1)
 
 
@@ -208,7 +208,7 @@ def test_folders_that_are_refused(
     shutil.copytree(folder, copy)
     spoil(copy)
     with pytest.raises(RewardError, match=told):
-        RewardModel(str(copy))
+        make(model_path=str(copy))
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     make_folder(tmp_path, auto=AutoModelForCausalLM)
     edit_json("config.json", id2label={"0": "LABEL_0"})(tmp_path)
     with pytest.raises(RewardError, match="not a language model"):
-        RewardModel(str(tmp_path))
+        make(model_path=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,15 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(folder: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(RewardError, match="reward_model"):
-        RewardModel(str(folder), **arguments)
+    (name,) = arguments
+    with pytest.raises(RewardError, match=f"reward reward_model: .*{name}"):
+        build_reward(
+            [
+                RewardConfig(
+                    function="reward_model", arguments={"model_path": str(folder), **arguments}
+                )
+            ]
+        )
 
 
 def test_in_a_worker_as_a_built_in(folder: Path, scorer: RewardModel) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import rollpacker.rewards.sandbox as package
-from rollpacker.rewards.base import I_ACCEPT, RewardConfig, RewardError, SandboxConfig
+import rollpacker.sandbox as package
+from rollpacker.rewards.base import RewardConfig, RewardError
 from rollpacker.rewards.build import BUILT_IN, build_reward
-from rollpacker.rewards.sandbox.base import Capabilities, SandboxUnavailable
 from rollpacker.rewards.shared import Shared
+from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 
 
 class Box:

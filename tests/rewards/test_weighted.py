@@ -14,11 +14,11 @@ from rollpacker.rewards.base import (
     RewardConfig,
     RewardError,
     RewardInput,
-    SandboxConfig,
     Scored,
 )
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
+from rollpacker.sandbox.base import SandboxConfig
 from tests.rewards.plain import sample
 
 FAST = AdaptiveDeadlineConfig(min_s=1, max_s=10)

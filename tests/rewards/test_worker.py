@@ -13,7 +13,6 @@ import pytest
 
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.functions.worker import HEADER, Frames
 from tests.rewards.plain import (
     FULL,
     LINUX,
@@ -34,7 +33,7 @@ from tests.rewards.plain import (
 
 def test_a_worker_is_light() -> None:
     code = (
-        "import sys, rollpacker.rewards.functions.worker, rollpacker.rewards.functions.guardian\n"
+        "import sys, rollpacker.rewards.functions.worker_program, rollpacker.processes.guardian\n"
     )
     code += "print(*sorted({'torch', 'numpy', 'asyncio', 'pydantic'} & set(sys.modules)))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -73,40 +72,6 @@ def test_modules_are_found_as_here_and_files_of_the_folder_hide_none(
 def test_imports_that_do_not_come_back(tmp_path: Path, source: str, expected: str) -> None:
     with pytest.raises(RewardError, match=expected):
         reward(tmp_path, source)
-
-
-def test_frames_are_cut_and_bounded() -> None:
-    frames = Frames(max_bytes=10)
-    data = HEADER.pack(4, 1, 2) + b"{}" + HEADER.pack(4, 2, 0)
-    found = [message for at in range(len(data)) for message in frames.feed(data[at : at + 1])]
-    assert found == [(4, 1, b"{}"), (4, 2, b"")]
-    with pytest.raises(ValueError, match="11 bytes"):
-        frames.feed(HEADER.pack(4, 1, 11))
-
-
-@pytest.mark.parametrize(
-    "reply", ["b\"cos\\nsystem\\n(S'touch pwned'\\ntR.\"", "b'{\"values\": [NaN]}'", "b'[1.0]'"]
-)
-def test_replies_are_data(tmp_path: Path, reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that writes to the line itself is not believed, and nothing of it is run."""
-    monkeypatch.chdir(tmp_path)
-    source = f"""
-        import os, stat, sys
-        from rollpacker.rewards.functions.worker import HEADER, REPLY
-        def f(completions):
-            text = {reply}
-            for fd in range(3, 50):
-                try:
-                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                        os.write(fd, HEADER.pack(REPLY, 1, len(text)) + text)
-                        os.write(fd, HEADER.pack(REPLY, 2, len(text)) + text)
-                except OSError:
-                    pass
-            return [1.0]
-    """
-    (verdict,) = scored(reward(tmp_path, source), [sample()])
-    assert isinstance(verdict, Failed), "the second call sees the same"
-    assert not (tmp_path / "pwned").exists()
 
 
 # -- workers that end ---------------------------------------------------------------------

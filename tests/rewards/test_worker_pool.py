@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollpacker.processes.output import MAX_OUTPUT_BYTES
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.functions import guardian, worker_pool
+from rollpacker.rewards.functions import worker_pool
 from rollpacker.rewards.weighted import WeightedReward
 from tests.rewards.plain import (
     FULL,
@@ -87,19 +88,7 @@ def test_a_flood_of_output_costs_the_controller_nothing(
     assert after.ru_maxrss - before.ru_maxrss < 10_000, "KB"
     assert longest < 1.0
     logged = sum(len(record.getMessage()) for record in caplog.records)
-    assert logged < 2 * guardian.MAX_OUTPUT_BYTES
-
-
-def test_output_has_a_quota_per_minute() -> None:
-    now = 0.0
-    quota = guardian.OutputQuota(lambda: now)
-    size = guardian.MAX_OUTPUT_BYTES
-    assert quota.take(b"x" * (size - 1)) == b"x" * (size - 1)
-    assert quota.take(b"abc") == b"a"
-    assert quota.take(b"def") == b""
-    now = 60.0
-    assert quota.take(b"g") == b"\n[5 bytes of output were dropped]\ng"
-    assert quota.take(b"h") == b"h"
+    assert logged < 2 * MAX_OUTPUT_BYTES
 
 
 # -- the pool -------------------------------------------------------------------------------

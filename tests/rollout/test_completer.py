@@ -10,7 +10,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput
-from rollpacker.rewards.judge.part import JudgeReward
+from rollpacker.rewards.judge.config import JudgeConfig
+from rollpacker.rewards.judge.reward import JudgeReward
 from rollpacker.rollout.base import EngineError, SamplingParams
 from rollpacker.rollout.completer import EngineCompleter
 from rollpacker.trainer.model import character_tokenizer
@@ -193,8 +194,12 @@ def test_as_a_judge() -> None:
             )
             return EngineCompleter(model=model, tokenizer=model_tokens, max_reply_tokens=8)
 
-    config = RewardConfig(function="judge")
-    part = JudgeReward(config, "judge", Shared(), model_path="folder")  # type: ignore[arg-type]
+    part = JudgeReward(
+        JudgeConfig(model_path="folder"),
+        entry=RewardConfig(function="judge"),
+        name="judge",
+        shared=Shared(),  # type: ignore[arg-type]
+    )
     sample = RewardInput(
         prompt="2 + 2?",
         completion="4",

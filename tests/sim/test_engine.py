@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollpacker.sim.engine import KV_WATERMARK, Request, TokenClockEngine
+from rollpacker.sim.cache_limits import KV_WATERMARK
+from rollpacker.sim.engine import Request, TokenClockEngine
 from rollpacker.sim.latency import StepCost
 
 COST = StepCost(launch_s=0.012, bytes_s=0.006, per_cached_token_s=4e-8, per_sequence_s=3e-4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollpacker.config.document import ConfigError
-from rollpacker.core.rounds import TailBatchingConfig, Tier
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.plan import Budget, compare, plan
 from rollpacker.sim.plan_ideas import (
     Base,
@@ -24,8 +24,9 @@ from rollpacker.sim.plan_ideas import (
 )
 from rollpacker.sim.plan_result import measure, round_shares
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
-from rollpacker.sim.scenario import Cluster, LengthLaw, RewardStage, RolloutSpec, Scenario
+from rollpacker.sim.scenario import Cluster, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate
+from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 SMALL = Budget(fine=False, screen_steps=8, kept=4, second_steps=12, finalists=2, seeds=3, steps=12)
 POLICY_MEAN = 1000.0

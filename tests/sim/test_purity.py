@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cli.simulate import simulate_all
+from rollpacker.cli.simulations import simulate_all
 from rollpacker.controller.replay import replay
-from rollpacker.core.job import JobConfig
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Session
 from rollpacker.report.log import EventLog
 from rollpacker.sim.latency import Calibration
@@ -75,6 +75,15 @@ def test_the_log_is_the_same_under_every_hash_seed_and_replays(path, tmp_path, h
     assert replayed.difference is None
     assert replayed.num_steps == STEPS
     assert replayed.num_events == len(log.read_text().splitlines()) - 1
+
+
+def test_what_goes_wrong_is_in_the_log_and_replays(tmp_path):
+    log = tmp_path / "log.jsonl"
+    unkind = "unkind={failure_rate: 0.02, late_finish_rate: 0.3, infrastructure_rate: 0.05}"
+    hashes = [log_hash(SCENARIOS[0], log, unkind) for _ in range(2)]
+    assert hashes[0] == hashes[1] != log_hash(SCENARIOS[0], tmp_path / "calm.jsonl")
+    replayed = replay(EventLog(log))
+    assert replayed.difference is None and replayed.num_steps == STEPS
 
 
 def test_another_seed_or_setting_is_another_log(tmp_path):

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.config.load import ConfigError, load_config, save_config
-from rollpacker.core.rounds import TailBatchingConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS, describe_presets
-from rollpacker.sim.scenario import RewardStage, Scenario, load_scenario, with_system
+from rollpacker.sim.scenario import Scenario, load_scenario, with_system
+from rollpacker.sim.workload_spec import RewardStage
 
 GOOD = """\
 name: 14b-16k
@@ -121,6 +122,8 @@ QUANTILES = "lengths.quantiles="
         ("rollout.tensor_paralel=2", ["rollout.tensor_paralel", "no known key", "tensor_parallel"]),
         ("rollout.speculation={speedup: 2, max_live: 4, kinds: [lng]}", ["kinds", '"long"?']),
         ("model.layers=2", ["model.layers=2", "single value"]),
+        ("unkind.failure_rat=0.1", ["unkind.failure_rat", "no known key", '"failure_rate"?']),
+        ("unkind.failure_rate=1.5", ["unkind.failure_rate", "[0, 1]"]),
         ("model=null", ["model", "a text or a mapping"]),
         ("cluster.gpu=3", ["cluster.gpu", "Known:"]),
         # Degrees

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.core.commands import Launch, Release, RoundKind, Score, TrainOn
+from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -24,12 +25,14 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
+from rollpacker.report.history import iterate_steps
 from rollpacker.sim.latency import Calibration, MeasuredModel, StepCost
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.presets import SYSTEMS
-from rollpacker.sim.result import BUBBLE_CAUSES, SystemResult
+from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult, step_result
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import job_config, machine_of, simulate
-from rollpacker.sim.simulation import Machine, Simulation
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -97,6 +100,30 @@ def test_no_more_is_idle_than_there_is(make, system):
     assert set(result.bubble) == set(BUBBLE_CAUSES)
     assert min(result.bubble.values()) >= 0
     assert 0 < sum(result.bubble.values()) < result.device_seconds
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("settings", [("sync_s=0",), ("sync_s=0", "train.fixed_s=0", "rewards=[]")])
+def test_what_takes_no_time_ends_with_the_last_commit_too(make, system, settings):
+    result, records = recorded(make(*settings, "steps=6", system=system))
+    assert len(result.steps) == 6 and all(step.sync_s == 0 for step in result.steps)
+    last = records[-1]
+    assert isinstance(last.event, Committed) and last.event.step == 6
+    assert sum(step.total_s for step in result.steps) == pytest.approx(last.time_s, rel=1e-9)
+
+
+def folded(records: Sequence[Record]) -> list[StepResult]:
+    """The steps as the history of the log has them."""
+    return [found for step in iterate_steps(records) if (found := step_result(step)) is not None]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("settings", [(), ("rewards=[]",), ("sync_s=0", "rewards=[]")])
+def test_what_is_counted_is_what_the_history_of_the_log_says(make, system, settings):
+    result, records = recorded(make(*settings, system=system))
+    assert folded(records) == list(result.steps)
+    waits = [step.turns.train_on_s - step.rollout_end_s for step in iterate_steps(records)]
+    assert result.bubble["reward_wait"] == pytest.approx(8 * sum(waits), rel=1e-9)
 
 
 def test_progress_tells_every_step(make):
@@ -202,27 +229,62 @@ def test_tokens_are_those_of_the_events(make):
     assert (result.tokens_generated, result.tokens_trained) == (generated, trained)
 
 
+# -- steps of several rounds -------------------------------------------------------
+
+
+def filled_up(made: Scenario, records: list[Record]) -> SystemResult:
+    """Simulated with dynamic sampling: groups without signal are replaced by further rounds."""
+    machine = machine_of(made, Calibration())
+    sampling = DynamicSamplingConfig(enabled=True, max_refills=3)
+    config = replace(job_config(made, machine), dynamic_sampling=sampling)
+    return Simulation(config, machine, Workload(made), observe=records.append).run(made.steps)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_step_may_need_several_rounds(make, system):
+    records: list[Record] = []
+    result = filled_up(make("steps=6", "rollout.samples_per_prompt=2", system=system), records)
+    launches = [c for r in records for c in r.commands if isinstance(c, Launch)]
+    assert len(launches) > 2 * len(result.steps)
+    lengths: dict[SampleId, int] = {}
+    trained: list[list[int]] = []
+    for record in records:
+        if isinstance(record.event, SampleGenerated):
+            lengths[record.event.sample] = record.event.num_tokens
+        for command in record.commands:
+            if isinstance(command, TrainOn):
+                trained.append([lengths[s] for group in command.groups for s in group])
+    assert [step.tokens_trained for step in result.steps] == [sum(one) for one in trained]
+    assert [step.max_response_tokens for step in result.steps] == [max(one) for one in trained]
+    assert folded(records) == list(result.steps)
+    for step in result.steps:
+        stages = step.rollout_s, step.reward_s, step.train_s, step.sync_s
+        assert min(stages) >= 0
+        assert sum(stages) == pytest.approx(step.total_s, rel=1e-9)
+    assert sum(step.total_s for step in result.steps) == pytest.approx(records[-1].time_s, rel=1e-9)
+    assert min(result.bubble.values()) >= 0
+    assert sum(result.bubble.values()) < result.device_seconds
+
+
 # -- devices -----------------------------------------------------------------------
 
 
 def test_released_devices_generate_nothing_until_the_next_round(make):
     made = make("rewards=[]", "steps=6", system="rlhfuse")
-    gone: set[int] = set()
     num_releases = num_looks = 0
 
     def watch(record: Record) -> None:
         nonlocal num_releases, num_looks
-        for index in gone:
+        released = simulation.rollout.released
+        for lane in released:
             num_looks += 1
-            assert simulation._engines[index].next_finish == float("inf")
+            assert lane.engine.next_finish == float("inf")
         for command in record.commands:
             if isinstance(command, Launch):
-                gone.clear()
+                assert not released
             elif isinstance(command, Release):
                 num_releases += 1
-                degree = simulation._step.tensor_parallel
-                gone.update(device // degree for device in command.devices)
-                assert len(gone) < len(simulation._engines)
+                assert 0 < len(released) < made.cluster.gpus // made.rollout.tensor_parallel
 
     simulation = simulation_of(made, observe=watch)
     result = simulation.run(made.steps)
@@ -261,6 +323,55 @@ def test_speculation_shortens_long_rounds_and_no_other(make):
             assert fast.rollout_s < slow.rollout_s
         else:
             assert fast.rollout_s == pytest.approx(slow.rollout_s, rel=1e-9)
+
+
+# -- what goes wrong ---------------------------------------------------------------
+
+UNKIND = (
+    "unkind={failure_rate: 0.02, late_finish_rate: 0.2, no_verdict_rate: 0.02, "
+    "infrastructure_rate: 0.02, verdict_delay_s: 0.5}"
+)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_that_goes_wrong_is_nothing(make, system):
+    calm, unkind = recorded(make(system=system)), recorded(make("unkind={}", system=system))
+    assert calm == unkind
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_unkind_machine_is_met_with_what_a_run_does_about_it(make, system):
+    made = make(UNKIND, system=system)
+    result, records = recorded(made)
+    events = Counter(type(record.event).__name__ for record in records)
+    causes = Counter(r.event.cause for r in records if isinstance(r.event, SampleScored))
+    assert events["SampleFailed"] and causes["sample"] and causes["infrastructure"]
+    assert any(c.retry for r in records for c in r.commands if isinstance(c, Score))
+    assert len(result.steps) == made.steps
+    for step in result.steps:
+        stages = step.rollout_s, step.reward_s, step.train_s, step.sync_s
+        assert min(stages) >= 0
+        assert sum(stages) == pytest.approx(step.total_s, rel=1e-9)
+    assert min(result.bubble.values()) >= 0
+    assert sum(result.bubble.values()) < result.device_seconds
+    assert recorded(made) == (result, records)
+
+
+def test_a_machine_on_which_everything_fails_is_refused_in_one_message(make):
+    with pytest.raises(ValueError, match=r"after 0 steps: .*no group.*lower the rates of unkind"):
+        simulate(make("unkind={failure_rate: 1.0}"))
+
+
+def test_a_late_finish_is_a_response_that_nobody_waits_for(make):
+    calm, records = recorded(make("unkind={late_finish_rate: 0.5}"))
+    launched = Counter(
+        s for r in records for c in r.commands if isinstance(c, Launch) for s in c.samples
+    )
+    ended = Counter(
+        r.event.sample for r in records if isinstance(r.event, SampleGenerated | SampleAborted)
+    )
+    assert ended <= launched
+    assert calm.steps == simulate(make()).steps
 
 
 # -- settings that must not matter, or must ----------------------------------------

@@ -23,10 +23,11 @@ def step_s(n: int, cached: int) -> float:
     return 1e-3 + 2e-5 * n + 5e-7 * cached
 
 
-def record(folder: Path, *, race: bool) -> Path:
+def record(folder: Path, *settings: str, race: bool) -> Path:
     folder.mkdir()
     switch = f"tail_batching.enabled={str(race).lower()}"
-    config = load_config(QUICKSTART, [*SIZE, switch, f"train.steps={STEPS}"], RunConfig)
+    overrides = [*SIZE, switch, f"train.steps={STEPS}", *settings]
+    config = load_config(QUICKSTART, overrides, RunConfig)
     save_config(config, folder / "config.yaml")
     lines = [encode(entry) for entry in CostedRun(step_s, race=race).run(STEPS)]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
@@ -50,6 +51,13 @@ def test_a_run_without_a_race_is_met_round_by_round(plain: RunModel) -> None:
     for real, predicted in zip(measured.steps, simulated.steps, strict=True):
         assert predicted.rollout_s == pytest.approx(real.rollout_s, rel=0.05)
         assert predicted.train_s == pytest.approx(real.train_s, rel=0.02)
+
+
+def test_a_run_that_fills_its_steps_up_can_be_simulated(tmp_path: Path) -> None:
+    settings = "rollout.dynamic_sampling.enabled=true", "rollout.samples_per_prompt=2"
+    found = load_run(record(tmp_path / "filled", *settings, race=False)).simulate(steps=8)
+    assert len(found.steps) == 8
+    assert max(step.num_trained for step in found.steps) == 16
 
 
 def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:

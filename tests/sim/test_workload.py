@@ -18,17 +18,12 @@ import pytest
 
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.rounds import TailBatchingConfig
-from rollpacker.sim.presets import CODE_SECONDS, LENGTH_LAWS
-from rollpacker.sim.scenario import (
-    Cluster,
-    LengthLaw,
-    OracleSpec,
-    RewardStage,
-    RolloutSpec,
-    Scenario,
-)
-from rollpacker.sim.workload import BLOCK_ROWS, CHUNK, MAX_BLOCKS, Workload
+from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.length_laws import CHUNK
+from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
+from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario
+from rollpacker.sim.workload import BLOCK_ROWS, MAX_BLOCKS, Workload
+from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 NORMAL = NormalDist()
 SHARES = {"math": 0.34, "code": 0.33, "judge": 0.33}
@@ -285,7 +280,7 @@ def verdicts(stage: RewardStage, rows: int = 6000) -> tuple[np.ndarray, np.ndarr
 
 def test_code_takes_as_long_as_published() -> None:
     seconds, correct = verdicts(RewardStage(kind="code", share=1.0))
-    for quantile, value in CODE_SECONDS.items():
+    for quantile, value in (REWARD_KINDS["code"].seconds_quantiles or {}).items():
         assert np.mean(seconds <= value) == pytest.approx(quantile, abs=0.006)
     assert np.mean(seconds > 30) == pytest.approx(0.051, abs=0.003)
     assert seconds.min() >= 0.13 and seconds.max() <= 31.3
@@ -369,6 +364,18 @@ def test_bad_traces(tmp_path: Path, lines: list[str], expected: list[str]) -> No
         Workload(scenario(trace=path))
     for part in (path, *expected):
         assert part in str(caught.value)
+
+
+def test_only_a_line_feed_ends_a_line_of_a_trace(tmp_path: Path) -> None:
+    """JSON allows a carriage return between two values, and U+2028 inside a text."""
+    path = tmp_path / "separators.jsonl"
+    path.write_bytes(
+        b'{"prompt": "a",\r"lengths": [11]}\r\n'
+        + '{"prompt": "b\u2028c", "lengths": [22]}\n'.encode()
+    )
+    workload = Workload(scenario(trace=str(path), cap=100, samples=2))
+    prompts, _, _ = workload.take(2)
+    assert [workload.lengths(prompt, 0)[0] for prompt in prompts] == [11, 22]
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.core.rounds import TailBatchingConfig, Tier
 from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.trainer import logprobs

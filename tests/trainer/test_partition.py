@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollpacker.algo import ALGORITHMS, AlgorithmConfig, policy_loss, value_loss
-from rollpacker.controller.driver import _common_factor
+from rollpacker.controller.training import common_factor
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.base import Response
 from rollpacker.trainer.base import (
@@ -218,7 +218,7 @@ def calls_of(
         yield samples
     samples, _ = built(groups, case, scores)
     if streamed:
-        yield _common_factor(samples, streamed)
+        yield common_factor(samples, streamed)
     yield from split([s for s in samples if s.sample not in streamed], draw)
 
 

@@ -291,7 +291,7 @@ def test_a_model_that_cannot_be_loaded_is_one_message(folder, tmp_path):
 
 def test_processes_that_were_never_connected_end_at_once():
     ranks = Ranks(2)
-    pids = [process.pid for process in ranks._processes]
+    pids = [rank.pid for rank in ranks._started]
     began = time.monotonic()
     ranks.close()
     assert ended(pids) and time.monotonic() - began < 3

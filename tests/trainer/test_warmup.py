@@ -152,6 +152,16 @@ def test_bad_rows_are_located(tmp_path, line, message):
         run_warmup(settings(tmp_path, str(path)))
 
 
+def test_a_text_may_hold_what_unicode_calls_a_line_end(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    texts = [f"1{mark}2" for mark in ("\x85", "\u2028", "\u2029", "\x0c")]
+    rows = [json.dumps({"prompt": t, "completion": t}, ensure_ascii=False) for t in texts]
+    path.write_text("\r\n".join(rows) + "\r\n", encoding="utf-8")
+    alphabet = "12\x85\u2028\u2029\x0c"
+    tokenizer = character_tokenizer(alphabet)
+    assert len(read_rows(path, tokenizer)) == len(texts)
+
+
 def test_chat_prompts_go_through_the_template(tmp_path):
     tokenizer = character_tokenizer("abu:\n ")
     messages = [{"role": "u", "content": "ab"}]

@@ -1,5 +1,5 @@
 """Programs as answers: run in the sandbox, judged outside of it, from bytes."""
 
-from rollpacker.rewards.code.grading import CodeReward, extract, grade
+from rollpacker.rewards.code.grading import CodeConfig, CodeReward, extract, grade
 
-__all__ = ["CodeReward", "extract", "grade"]
+__all__ = ["CodeConfig", "CodeReward", "extract", "grade"]

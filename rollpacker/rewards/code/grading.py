@@ -15,13 +15,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.code.cases import AssertTest, BadTests, CallTest, IoTest, Test, read_tests
 from rollpacker.rewards.code.runs import Outcome, run_test
-from rollpacker.rewards.sandbox.base import Limits, Sandbox
+from rollpacker.sandbox.base import Limits, Sandbox
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared
@@ -142,47 +143,49 @@ def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
     return None
 
 
-class CodeReward:
-    """Programs judged by the tests of their row (built-in `code`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeConfig:
+    """What the built-in reward `code` takes as `arguments`. Raises `ValueError`."""
 
-    Arguments: `tests_column`; `language` (python); `partial`: the share of tests passed instead of
-    all or nothing; `max_tests`: only the first so many of a row; `reference_column`: a correct
-    solution for rows that have one, run before training; `allow_bad_tests`: start although up to
-    this share of them fails; `memory_mb` of one run (None: what the sandbox is set to).
-    """
+    tests_column: str = "tests"
+    """The column with the row's tests."""
+    language: str = "python"
+    """Of the programs: python."""
+    partial: bool = False
+    """The share of tests passed, instead of all or nothing."""
+    reference_column: str | None = "reference_solution"
+    """The column with a correct solution for rows that have one, run before training. None: do not
+    run them."""
+    allow_bad_tests: float = 0.0
+    """Start although up to this share of the reference solutions fails their tests."""
+    max_tests: int | None = None
+    """Only the first so many tests of a row. None: all."""
+    memory_mb: int | None = None
+    """Of one run. None: what the sandbox is set to."""
+
+    def __post_init__(self) -> None:
+        if self.language != "python":
+            raise ValueError(f'language "{self.language}" is unknown; there is python.')
+        if self.max_tests is not None and self.max_tests < 1:
+            raise ValueError(f"max_tests must be at least 1, not {self.max_tests}.")
+        if not 0 <= self.allow_bad_tests <= 1:
+            raise ValueError("allow_bad_tests is a share of the rows, 0 to 1.")
+
+
+class CodeReward:
+    """Programs judged by the tests of their row. Meets `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig()
     WORKERS = os.cpu_count()
 
     def __init__(
-        self,
-        config: RewardConfig,
-        name: str,
-        shared: Shared,
-        *,
-        tests_column: str = "tests",
-        language: str = "python",
-        partial: bool = False,
-        reference_column: str | None = "reference_solution",
-        allow_bad_tests: float = 0.0,
-        max_tests: int | None = None,
-        memory_mb: int | None = None,
+        self, config: CodeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        if language != "python":
-            raise RewardError(f'reward {name}: language "{language}" is unknown; there is python.')
-        if max_tests is not None and max_tests < 1:
-            raise RewardError(f"reward {name}: max_tests must be at least 1, not {max_tests}.")
-        if not 0 <= allow_bad_tests <= 1:
-            raise RewardError(f"reward {name}: allow_bad_tests is a share of the rows, 0 to 1.")
+        """`entry`: what every reward has; `shared`: whose sandbox runs the programs."""
         self.name = name
         self._config = config
+        self._entry = entry
         self._shared = shared
-        self._tests_column = tests_column
-        self._partial = partial
-        self._reference_column = reference_column
-        self._allow_bad_tests = allow_bad_tests
-        self._max_tests = max_tests
-        self._memory_mb = memory_mb
         self._box: Sandbox | None = None
         self._has_references = False
         """Rows that were checked had some; those of an evaluation may do without."""
@@ -204,9 +207,9 @@ class CodeReward:
                 f"reward {self.name}: the tests of {_counted(len(bad), len(rows))} cannot be used:"
                 f" {_listed(bad)}. Mend or remove them."
             )
-        column = self._reference_column
+        column = self._config.reference_column
         known = [(n, row[column]) for n, row in enumerate(rows) if column and row.get(column)]
-        asked_for = "reference_column" in self._config.arguments
+        asked_for = "reference_column" in self._entry.arguments
         if rows and column and asked_for and not (known or self._has_references):
             self._refuse_reference_column(column, rows)
         if known:
@@ -223,10 +226,13 @@ class CodeReward:
         )
 
     def _tests_of(self, row: Mapping[str, Any]) -> _Read:
-        if self._tests_column not in row:
+        column = self._config.tests_column
+        if column not in row:
             has = ", ".join(map(str, row)) or "none"
-            raise BadTests(f"no column {self._tests_column} (it has: {has}); set tests_column")
-        tests = row[self._tests_column]
+            raise BadTests(
+                f"no column {self._config.tests_column} (it has: {has}); set tests_column"
+            )
+        tests = row[self._config.tests_column]
         if not isinstance(tests, str):
             with contextlib.suppress(TypeError, ValueError):
                 tests = json.dumps(tests)  # text is read once for all responses to a prompt
@@ -237,7 +243,7 @@ class CodeReward:
         if not bad:
             return
         what = f"the tests of {_counted(len(bad), len(known))} fail their own reference solution"
-        if len(bad) <= self._allow_bad_tests * len(known):
+        if len(bad) <= self._config.allow_bad_tests * len(known):
             logger.warning("reward %s: %s: %s", self.name, what, _listed(bad))
             return
         raise RewardError(
@@ -257,7 +263,9 @@ class CodeReward:
             nonlocal told
             while left:
                 number, solution, tests = left.pop()
-                if reason := await _why_wrong(solution, tests[: self._max_tests], box, limits):
+                if reason := await _why_wrong(
+                    solution, tests[: self._config.max_tests], box, limits
+                ):
                     bad[number] = reason
                 if time.monotonic() - told > _PROGRESS_S:
                     told = time.monotonic()
@@ -270,11 +278,11 @@ class CodeReward:
         return dict(sorted(bad.items()))
 
     def _num_workers(self) -> int:
-        workers = self._config.workers
+        workers = self._entry.workers
         return (os.cpu_count() or 1) if workers == "auto" else workers
 
     def _longest_s(self) -> float:
-        return (self._config.deadline or self.DEADLINE).max_s
+        return (self._entry.deadline or self.DEADLINE).max_s
 
     # -- in the run --------------------------------------------------------------------
 
@@ -301,15 +309,15 @@ class CodeReward:
             tests,
             self._box,
             limits=limits,
-            partial=self._partial,
-            max_tests=self._max_tests,
+            partial=self._config.partial,
+            max_tests=self._config.max_tests,
         )
 
     def _limits(self, wall_s: float) -> Limits:
         sandbox = self._shared.config
         return Limits(
             wall_s=wall_s,
-            memory_bytes=(self._memory_mb or sandbox.memory_mb) << 20,
+            memory_bytes=(self._config.memory_mb or sandbox.memory_mb) << 20,
             disk_bytes=sandbox.disk_mb << 20,
             output_bytes=sandbox.output_kb << 10,
         )

@@ -286,8 +286,8 @@ class Member:
     """An attribute of such an object, called or (by `value_of`) read."""
 
     def __init__(self, calls: Calls, number: int, name: str) -> None:
-        self.read = lambda: calls.ask("get", number, name, (), {})
-        self.call = lambda args, kwargs: calls.ask("method", number, name, args, kwargs)
+        self.read: Any = lambda: calls.ask("get", number, name, (), {})
+        self.call: Any = lambda args, kwargs: calls.ask("method", number, name, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(args, kwargs)

@@ -25,7 +25,7 @@ class WrongReturn(Exception):
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:
-    """One value per sample. Raises `WrongReturn`."""
+    """Return one value per sample. Raises `WrongReturn`."""
     match shape:
         case "verl":
             if isinstance(returned, Mapping):
@@ -83,7 +83,7 @@ def _shown(value: Any) -> str:
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """What was raised, what it says, and by which lines of the user's own code."""
+    """Say what was raised, what it says, and by which lines of the user's own code."""
     try:
         said = shortened(str(error))
     except Exception:  # a __str__ of the user's own
@@ -92,7 +92,7 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """What was raised and by which lines of the user's own code, the innermost last."""
+    """Return what was raised and by which lines of the user's own code, the innermost last."""
     while isinstance(error.__cause__, BaseException):
         error = error.__cause__
     try:
@@ -109,6 +109,6 @@ def _users_lines(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """On one line, of at most so many characters."""
+    """Return the text on one line of at most so many characters."""
     text = " ".join(text[: 10 * most].split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -38,11 +38,11 @@ class Signature:
     required: tuple[str, ...]
     positional_only: tuple[str, ...]
     takes_all: bool
-    """Any further name (`**kwargs`)."""
+    """It takes any further name (`**kwargs`)."""
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
-        """From what a worker tells of its function; None: a function that does not tell."""
+        """Read what a worker tells of its function, or None for a function that does not tell."""
         if parameters is None:
             return cls((), (), (), True)
         named = [p for p in parameters if p["kind"] in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
@@ -55,7 +55,8 @@ class Signature:
 
 
 def shape_of(signature: Signature) -> Shape:
-    """Which framework's functions have such parameters; trl's if none of the others'."""
+    """Return the framework whose functions have such parameters, or trl if none of the others
+    has."""
     named = set(signature.named)
     if {"solution_str", "ground_truth"} <= named:
         return "verl"
@@ -182,7 +183,7 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first)}
-        """Names of parameters that are no columns."""
+        """The names of the parameters that are no columns."""
         self._check_signature()
         self._fields = [
             name
@@ -228,7 +229,7 @@ class Binding:
         )
 
     def missing_column(self, columns: Mapping[str, Any]) -> str | None:
-        """The column that a call cannot do without and this row lacks."""
+        """Return the column that a call cannot do without and this row lacks, if there is one."""
         for name in self._columns_needed:
             if name not in columns:
                 return name
@@ -249,8 +250,8 @@ class Binding:
         return None
 
     def bind(self, samples: Sequence[RewardInput]) -> tuple[list[Any], dict[str, Any]]:
-        """What the function is called with, by position and by name; without the arguments that
-        the config gives it. Raises `KeyError` for a column that is missing."""
+        """Return what the function is called with, by position and by name, without the arguments
+        that the config gives it. Raises `KeyError` for a column that is missing."""
         named: dict[str, Any] = {}
         for name in dict.fromkeys(name for sample in samples for name in sample.columns):
             if self._takes_column(name):

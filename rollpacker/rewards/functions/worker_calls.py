@@ -1,4 +1,4 @@
-"""Calls of a reward function, the workers of its pool, and how a call can fail."""
+"""The calls of a reward function, the workers of its pool, and how a call can fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerLost(Exception):
         self.how = how
         self.stopped = stopped
         self.left_s = 0.0
-        """Of the call's limit."""
+        """So much of the call's limit was left."""
 
 
 class NoWorker(Exception):
@@ -44,10 +44,10 @@ class PoolCall:
     worker: PoolWorker | None = None
     timer: asyncio.TimerHandle | None = None
     began: float = 0.0
-    """Loop time."""
+    """The loop's time when a worker got the call."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Its worker is gone at loop time `now`."""
+        """Settle the call: its worker was gone at loop time `now`."""
         error = WorkerLost(what, how=how, stopped=stopped)
         error.left_s = self.limit_s - (now - self.began)
         self.settle(error)
@@ -70,12 +70,10 @@ class PoolWorker:
     idle_since: float
     calls: dict[int, PoolCall] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    """Calls whose reply nobody waits for, and that go on."""
+    """The calls that go on although nobody waits for their reply."""
     draining: bool = False
-    """Takes no more calls."""
+    """It takes no more calls."""
     was_stopped: bool = False
-    unfinished: bytes = b""
-    """The line that it is printing."""
 
     @property
     def num_calls(self) -> int:
@@ -89,4 +87,4 @@ class PoolWorker:
         return self.num_calls < capacity
 
     def __str__(self) -> str:
-        return f"{self.process.name} (pid {self.process.pid})"
+        return str(self.process.child)

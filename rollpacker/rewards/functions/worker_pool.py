@@ -17,20 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.rewards.functions.guardian import OutputQuota
-from rollpacker.rewards.functions.worker import ACK, CALL, CANCEL
 from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, PoolCall, PoolWorker
-from rollpacker.rewards.functions.worker_process import (
-    LOAD_TIMEOUT_S,
-    Listener,
-    WorkerProcess,
-    is_hello,
-)
+from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerProcess, is_hello
+from rollpacker.rewards.functions.worker_program import ACK, CALL, CANCEL
 
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 1000
-"""Of an async function in one worker."""
+"""So many calls of an async function may run in one worker."""
 IDLE_S = 60.0
 """A worker that has been idle for so long ends, down to one."""
 GROW_AFTER_S = 0.02
@@ -40,21 +34,17 @@ WATCH_EVERY_S = 0.25
 ANSWER_WITHIN_S = 0.25
 """An event loop that does not react for so long is blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
-"""A call that was given up may go on for so long before its worker is ended, if blocking or
-async."""
-LOST_AFTER_S = 2.0
-"""A worker that was told to end is waited for so long, then ended by force."""
+"""A call that was given up may go on for so long before its worker is ended. The key says whether
+the function is async."""
 MAX_FAILED_STARTS = 3
-"""In a row: calls that wait are given up."""
-_MAX_LINE = 2000
-
+"""After so many in a row, calls that wait are given up."""
 
 _Tell = Callable[[PoolWorker, list[PoolCall], str | None], None]
 """Called with a worker that has ended, the calls it had, and how it ended."""
 
 
 class WorkerPool:
-    """Of the loop that runs when it is made."""
+    """The workers that one event loop uses: the one that runs when the pool is made."""
 
     def __init__(
         self,
@@ -77,7 +67,6 @@ class WorkerPool:
         self._workers: list[PoolWorker] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._waiting: deque[PoolCall] = deque()
-        self._quota = OutputQuota(self.loop.time)
         self._num_failed_starts = 0
         self._grow_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -88,7 +77,7 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """The worker's reply. The limit begins when a worker has the call. Raises `Overran`,
+        """Return the worker's reply. The limit begins when a worker has the call. Raises `Overran`,
         `WorkerLost` and `NoWorker`."""
         future: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         call = PoolCall(next(self._numbers), payload, limit_s, alone, future)
@@ -151,7 +140,7 @@ class WorkerPool:
     def _overran(self, call: PoolCall, worker: PoolWorker) -> None:
         if call.future.done():
             return
-        if worker.process.is_stopped():
+        if worker.process.child.is_stopped():
             self._lose_stopped(worker)
         elif self._is_async:
             worker.process.send(CANCEL, call.number)
@@ -172,7 +161,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared))
 
     def _reacted(self, worker: PoolWorker, number: int) -> None:
-        """An async worker has heard that a call is over: others may go on there."""
+        """Settle a call of which an async worker has heard that it is over. Others go on there."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False))
@@ -206,7 +195,7 @@ class WorkerPool:
         self._watch_timer = None
         busy = [worker for worker in self._workers if worker.num_calls or not worker.ready]
         for worker in busy:
-            is_stopped = worker.process.is_stopped()
+            is_stopped = worker.process.child.is_stopped()
             if is_stopped and worker.was_stopped:
                 self._lose_stopped(worker)
             worker.was_stopped = is_stopped
@@ -227,7 +216,7 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """It hung up by itself, or talks nonsense."""
+        """End and replace a worker that hung up by itself."""
         if worker in self._workers:
             worker.process.kill()
             self._end(worker, self._tell_lost)
@@ -249,11 +238,9 @@ class WorkerPool:
         self._workers.append(worker)
         process.attach(
             self.loop,
-            Listener(
-                message=lambda kind, number, content: self._message(worker, kind, number, content),
-                output=lambda data: self._printed(worker, data),
-                ended=lambda: self._ended(worker),
-            ),
+            heard=lambda kind, number, content: self._message(worker, kind, number, content),
+            said=lambda line: logger.info("reward %s: %s", self._name, line),
+            ended=lambda: self._ended(worker),
         )
         return worker
 
@@ -264,7 +251,7 @@ class WorkerPool:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
 
     def _grow(self) -> None:
-        """As many again as there are, if so many calls wait."""
+        """Start as many again as there are, if so many calls wait."""
         self._grow_timer = None
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
@@ -295,14 +282,15 @@ class WorkerPool:
             self._retire(worker)
 
     def _start_failed(self, why: str) -> None:
-        """It may have been an accident: only several in a row mean that there is no worker."""
+        """Count a failed start. One may be an accident; several in a row mean that there is no
+        worker."""
         logger.warning("reward %s: a worker was not started: %s", self._name, why)
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             self._not_started(why)
 
     def _not_started(self, why: str) -> None:
-        """Nobody waits for what cannot be had."""
+        """Give up the calls that wait, if no worker is ready."""
         if not any(worker.ready for worker in self._workers):
             waiting, self._waiting = self._waiting, deque()
             for call in waiting:
@@ -322,11 +310,7 @@ class WorkerPool:
         worker.process.kill()
         return self._end(worker, None)
 
-    def _end(
-        self,
-        worker: PoolWorker,
-        tell: _Tell | None,
-    ) -> list[PoolCall]:
+    def _end(self, worker: PoolWorker, tell: _Tell | None) -> list[PoolCall]:
         calls = list(worker.calls.values())
         worker.calls.clear()
         worker.given_up.clear()
@@ -337,45 +321,22 @@ class WorkerPool:
         self._dispatch()
         return calls
 
-    async def _bury(
-        self,
-        worker: PoolWorker,
-        calls: list[PoolCall],
-        tell: _Tell | None,
-    ) -> None:
+    async def _bury(self, worker: PoolWorker, calls: list[PoolCall], tell: _Tell | None) -> None:
         """Wait until it is gone, and close what is left of it."""
-        until = self.loop.time() + LOST_AFTER_S
-        while (how := worker.process.how_ended()) is None and self.loop.time() < until:
-            await asyncio.sleep(0.002)
-        worker.process.end_group()
-        worker.process.dispose()
-        self._log(worker.unfinished)
+        how = await worker.process.child.gone()
+        worker.process.close()
         if tell is not None:
             tell(worker, calls, how)
-
-    def _printed(self, worker: PoolWorker, data: bytes) -> None:
-        """Log whole lines; the last one is kept until it is whole."""
-        *lines, rest = (worker.unfinished + self._quota.take(data)).split(b"\n")
-        if len(rest) > _MAX_LINE:
-            lines, rest = [*lines, rest], b""
-        worker.unfinished = rest
-        for line in lines:
-            self._log(line)
-
-    def _log(self, line: bytes) -> None:
-        text = line[:_MAX_LINE].decode(errors="replace")
-        if text.strip():
-            shown = "".join(c if c.isprintable() else "\ufffd" for c in text.rstrip())
-            logger.info("reward %s: %s", self._name, shown)
 
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """For a loop that has closed: its workers that are still good; the others end."""
+        """Return the workers that are still good, for another loop, and end the others. The pool's
+        own loop has closed."""
         idle = [w.process for w in self._workers if w.ready and not w.num_calls and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:
-                worker.process.dispose()
+                worker.process.close()
         self._workers.clear()
         return idle
 

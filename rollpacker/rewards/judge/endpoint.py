@@ -12,29 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from rollpacker.endpoints.http import checked_url, retry_after_s
+from rollpacker.endpoints.service import Service
 from rollpacker.rewards.base import Cause
-from rollpacker.rewards.breaker import Breaker
-from rollpacker.rewards.judge.completer import CompletionFailed
-from rollpacker.rewards.judge.http import (
-    checked_url,
+from rollpacker.rewards.judge.client import (
     connection_trouble,
     error_text,
     open_client,
     reply_text,
-    retry_after_s,
 )
+from rollpacker.rewards.judge.completer import CompletionFailed
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 MAX_DETAIL_CHARS = 200
 
 _BUSY = {429}
@@ -53,6 +50,16 @@ class _Passing(Exception):
 
 class _Refused(Exception):
     """The endpoint refuses the request as it is (400, 413, 422)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What belongs to one event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    places: asyncio.Semaphore
+    service: Service
+    client: Any
 
 
 class EndpointCompleter:
@@ -76,7 +83,7 @@ class EndpointCompleter:
         max_retries: int = 6,
         outage_s: float = 1800.0,
         probe_every_s: float = 5.0,
-        first_backoff_s: float = FIRST_BACKOFF_S,
+        first_backoff_s: float = 0.5,
     ) -> None:
         self.name = f"the judge at {url}"
         self._url, self._model, self._token = checked_url(url), model, token
@@ -84,18 +91,26 @@ class EndpointCompleter:
         self._request = dict(request or {})
         self._concurrency = concurrency
         self._max_retries = max_retries
-        self._outage_s = outage_s
-        self._probe_every_s = probe_every_s
-        self._first_backoff_s = first_backoff_s
-        self._random = random.Random(os.urandom(8))
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._new_service = partial(
+            Service,
+            self.name,
+            outage_s=outage_s,
+            probe_every_s=probe_every_s,
+            first_pause_s=first_backoff_s,
+        )
+        self._bound: _Bound | None = None
+        self._waited_before_s = 0.0
+        """In event loops that are left."""
         self.num_retries = 0
         """Attempts after the first of each request."""
-        self.waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
         """Seconds that requests waited for an endpoint that was down or busy, in all."""
+        return self._waited_before_s + (self._bound.service.waited_s if self._bound else 0.0)
 
     def outage(self) -> str | None:
-        return None if self._loop is None else self._breaker.outage()
+        return None if self._bound is None else self._bound.service.outage()
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
         """The reply's text. `timeout_s` limits each attempt, not the waiting before it.
@@ -104,27 +119,35 @@ class EndpointCompleter:
             CompletionFailed: after retries, after an outage of `outage_s`, or at once where trying
                 again cannot help.
         """
-        self._bind()
-        async with self._places:
-            return await _Attempts(self, timeout_s).run(list(messages))
+        bound = self._bind()
+        async with bound.places:
+            return await _Attempts(self, bound.service, timeout_s).run(list(messages))
 
     async def close(self) -> None:
         """Close the connections of the running loop."""
-        if self._loop is asyncio.get_running_loop():
-            self._loop = None
-            await self._client.close()
+        bound = self._bound
+        if bound is not None and bound.loop is asyncio.get_running_loop():
+            self._leave(bound)
+            await bound.client.close()
 
-    def _bind(self) -> None:
-        """What belongs to one event loop, made for the running one."""
+    def _bind(self) -> _Bound:
+        """What belongs to the running loop."""
         loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        self._loop = loop
-        self._places = asyncio.Semaphore(self._concurrency)
-        self._breaker = Breaker(self.name, probe_every_s=self._probe_every_s)
-        self._failing_since: float | None = None
-        self._not_before = 0.0
-        self._client = open_client(self._url, self._token, self._concurrency)
+        if self._bound is not None:
+            if self._bound.loop is loop:
+                return self._bound
+            self._leave(self._bound)
+        self._bound = _Bound(
+            loop=loop,
+            places=asyncio.Semaphore(self._concurrency),
+            service=self._new_service(),
+            client=open_client(self._url, self._token, self._concurrency),
+        )
+        return self._bound
+
+    def _leave(self, bound: _Bound) -> None:
+        self._waited_before_s += bound.service.waited_s
+        self._bound = None
 
     # -- one attempt -------------------------------------------------------------------
 
@@ -156,7 +179,7 @@ class EndpointCompleter:
         request_id = _REQUEST_ID + uuid.uuid4().hex
         try:
             async with asyncio.timeout(timeout_s):
-                raw = await self._client.chat.completions.with_raw_response.create(
+                raw = await self._bind().client.chat.completions.with_raw_response.create(
                     **body,
                     extra_body=self._request,
                     extra_headers={"X-Request-Id": request_id},
@@ -225,21 +248,20 @@ class EndpointCompleter:
 class _Attempts:
     """One request until it is answered or given up."""
 
-    def __init__(self, endpoint: EndpointCompleter, timeout_s: float) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: EndpointCompleter, service: Service, timeout_s: float) -> None:
+        self._endpoint, self._service = endpoint, service
         self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
-        self._num_tried = 0
+        self._started = asyncio.get_running_loop().time()
+        self._num_passing = 0
         self._num_failed = 0
-        """Of those tried, without the ones that were told that the endpoint is busy."""
+        """Without the attempts that were told that the endpoint is busy."""
         self._num_others_answered = 0
 
     async def run(self, messages: list[Mapping[str, str]]) -> str:
-        endpoint = self._endpoint
+        endpoint, service = self._endpoint, self._service
         why = "it does not answer"
         while True:
-            if not await self._go_ahead():
+            if not await service.ready(self._started):
                 raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
             try:
                 if self._num_failed > endpoint._max_retries:
@@ -249,61 +271,29 @@ class _Attempts:
                 why = str(error)
                 await self._failed(error)
             except _Refused as error:
-                self._answered()
+                service.succeeded()
                 raise CompletionFailed(str(error), Cause.SAMPLE) from None
             except CompletionFailed:
-                self._answered()
+                service.succeeded()
                 raise
             else:
-                self._answered()
+                service.succeeded()
                 return reply
 
     def _given_up(self, why: str) -> str:
         """Without a number of seconds that grows: samples are counted by it."""
-        endpoint = self._endpoint
-        if endpoint._breaker.outage() is None:
-            return f"{endpoint.name} could not be used ({why})"
-        limit = f"outage_s={endpoint._outage_s:g}"
-        return f"{endpoint.name} was down for longer than {limit} ({endpoint._breaker.why})"
-
-    async def _go_ahead(self) -> bool:
-        """Wait while the endpoint is down or wants to be left alone. False: for too long."""
-        endpoint, loop = self._endpoint, self._loop
-        since = loop.time()
-        try:
-            if not await endpoint._breaker.ready(self._until()):
-                return False
-            while (pause_s := endpoint._not_before - loop.time()) > 0:
-                if endpoint._not_before > self._until():
-                    return False
-                await asyncio.sleep(pause_s)
-            return loop.time() < self._until()
-        finally:
-            endpoint.waited_s += loop.time() - since
-
-    def _until(self) -> float:
-        """When the outage has lasted too long; a newcomer may wait for one probe all the same."""
-        endpoint = self._endpoint
-        if endpoint._failing_since is None:
-            return self._started + endpoint._outage_s
-        newcomer = self._started + min(2 * endpoint._probe_every_s, endpoint._outage_s)
-        return max(endpoint._failing_since + endpoint._outage_s, newcomer)
+        service = self._service
+        if service.outage() is None:
+            return f"{service.name} could not be used ({why})"
+        limit = f"outage_s={service.outage_s:g}"
+        return f"{service.name} was down for longer than {limit} ({service.breaker.why})"
 
     async def _failed(self, error: _Passing) -> None:
-        endpoint, loop = self._endpoint, self._loop
-        endpoint.num_retries += 1
-        if endpoint._failing_since is None:
-            endpoint._failing_since = loop.time()
-        endpoint._breaker.failed(str(error))
-        if not error.busy:
-            self._num_failed += 1
-        if error.after_s is not None:
-            endpoint._not_before = max(endpoint._not_before, loop.time() + error.after_s)
-        backoff_s = min(endpoint._first_backoff_s * 2 ** min(self._num_tried, 10), MAX_BACKOFF_S)
-        self._num_tried += 1
-        pause_s = endpoint._random.uniform(0.5, 1.0) * backoff_s
-        endpoint.waited_s += pause_s
-        await asyncio.sleep(pause_s)
+        self._endpoint.num_retries += 1
+        self._num_passing += 1
+        self._num_failed += not error.busy
+        self._service.failed(str(error), after_s=error.after_s)
+        await self._service.pause(self._num_passing)
 
     async def _suspect(self, why: str) -> None:
         """Many attempts failed. If the endpoint answers others, it is this request that it cannot
@@ -318,7 +308,3 @@ class _Attempts:
                 " it answers others",
                 Cause.INFRASTRUCTURE,
             )
-
-    def _answered(self) -> None:
-        self._endpoint._failing_since = None
-        self._endpoint._breaker.succeeded()

@@ -34,17 +34,6 @@ class Caps:
     boxes: int
     """Different ones in a response."""
 
-    def named(self) -> tuple[tuple[str, int], ...]:
-        """With the names under which they are configured."""
-        return (
-            ("max_answer_chars", self.chars),
-            ("max_nesting", self.nesting),
-            ("max_digits", self.digits),
-            ("max_exponent", self.exponent),
-            ("max_elements", self.elements),
-            ("max_boxes", self.boxes),
-        )
-
     def problem(self, answer: str) -> str | None:
         """What is beyond a cap, in words."""
         if len(answer) > self.chars:
@@ -245,6 +234,7 @@ _FINDERS = {
 # -- comparing text ------------------------------------------------------------------------------
 
 _NO_SPACE = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[,;:! ]|[\s$~]")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;:! ]|[\s$~])+(?=\d)")
 _OPERATION = re.compile(
     r"[-+*/^!]|\\(?:sqrt|cdot|times|div|binom|sin|cos|tan|log|ln|int|sum|prod|lim)"
 )
@@ -259,8 +249,8 @@ _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 
 def squash(text: str) -> str:
-    """Without spaces, dollar signs, and sizes of brackets."""
-    return _NO_SPACE.sub("", text)
+    """Without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become `11/2`."""
+    return _NO_SPACE.sub("", _BETWEEN_DIGITS.sub("_", text))
 
 
 def same_text(gold: str, answer: str) -> bool:

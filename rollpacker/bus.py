@@ -1,0 +1,155 @@
+"""The bus: every event goes in here, and every command comes out at the port that obeys it.
+
+      engine    rewards    trainer    cursor ...            one lock, one total order
+         \\         |          |         /                            |
+          +--------+-- take(event) -----+--> stamp -> job.handle -> route -> log
+                                                                |
+                         Launch -> one port, Score -> one port, Commit -> one port, ...
+
+A run, a simulation, a replay and the tests' worlds are this bus with other ports and another clock.
+Nothing is decided here, and nothing here knows what a command means: to add one is to add the noun
+(`core/messages`), the machine in the core that says it, and the port that obeys it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rollpacker.core.commands import Command
+from rollpacker.core.events import Event
+from rollpacker.core.job import Job
+from rollpacker.core.messages import COMMANDS
+from rollpacker.core.records import Entry, Note, Record
+
+Routes = Mapping[type[Command], Callable[[Any], None]]
+"""Kind of command -> who obeys it. A call is made under the bus's lock and must be quick; what
+takes time is begun here and answered by an event later."""
+
+Sink = Callable[[Entry], None]
+"""Whoever is given every entry of the event log, in order, under the lock; must be quick."""
+
+
+class Clock(Protocol):
+    """The run's own time: real, or virtual."""
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        ...
+
+    def stamp(self) -> float:
+        """`now`, as precisely as the event log keeps it. The core learns from stamps, so a replay
+        of the log must see the very same ones."""
+        ...
+
+
+class Port(Protocol):
+    """Obeys some kinds of commands."""
+
+    def routes(self) -> Routes: ...
+
+
+class Bus:
+    """Brings events to the core and its commands to the ports. Thread-safe."""
+
+    def __init__(
+        self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
+    ) -> None:
+        """Ports that are given are connected at once."""
+        self.job = job
+        self.clock = clock
+        self.lock = threading.RLock()
+        """The only lock between the core and its ports. Reentrant: a port may ask the bus while it
+        obeys."""
+        self._routes: Routes = {}
+        self._sinks = list(sinks)
+        self._is_busy = False
+        self._answers: deque[Event] = deque()
+        """Brought by ports while they obey."""
+        if ports:
+            self.connect(*ports)
+
+    def connect(self, *ports: Port) -> None:
+        """Join the ports, all of them at once; those that bring events need the bus before.
+
+        Raises `AssertionError` unless every kind of command has exactly one port.
+        """
+        self._routes = _one_port_each(ports)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Give this one, too, every entry from now on."""
+        self._sinks.append(sink)
+
+    def take(self, event: Event) -> None:
+        """Bring this event to the core, have its answer obeyed, and log both.
+
+        The event must be new: it gets its time here. One that a port brings while it obeys has its
+        turn when the event at hand is logged, so that the log has the order that the core saw.
+        """
+        with self.lock:
+            if self._is_busy:
+                self._answers.append(event)
+                return
+            self._is_busy = True
+            try:
+                self._take(event)
+                while self._answers:
+                    self._take(self._answers.popleft())
+            finally:
+                self._is_busy = False
+                self._answers.clear()
+
+    def _take(self, event: Event) -> None:
+        began = self.clock.now()
+        time_s = self.clock.stamp()
+        event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
+        try:
+            commands = self.job.handle(event)
+        except AssertionError:  # a bug: leave the event that shows it in the log
+            self.write(Record(time_s=time_s, event=event, commands=(), cost_s=0.0))
+            raise
+        for command in commands:
+            self._routes[type(command)](command)
+        if self._sinks:
+            cost_s = self.clock.now() - began
+            answer = tuple(commands)
+            self.write(Record(time_s=time_s, event=event, commands=answer, cost_s=cost_s))
+
+    def write(self, entry: Entry) -> None:
+        """Log an entry."""
+        with self.lock:
+            for sink in self._sinks:
+                sink(entry)
+
+    def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a span that the core does not know of, ending now."""
+        with self.lock:
+            now = self.clock.now()
+            self.write(Note(time_s=now, name=name, seconds=seconds, step=step, metrics=metrics))
+
+
+class Recorded:
+    """A port for commands that need no deed: that they are in the log is all there is to do."""
+
+    def __init__(self, *kinds: type[Command]) -> None:
+        self._kinds = kinds
+
+    def routes(self) -> Routes:
+        return dict.fromkeys(self._kinds, _nothing)
+
+
+def _nothing(command: Command) -> None:
+    pass
+
+
+def _one_port_each(ports: Iterable[Port]) -> dict[type[Command], Callable[[Any], None]]:
+    routes: dict[type[Command], Callable[[Any], None]] = {}
+    for port in ports:
+        for kind, obey in port.routes().items():
+            assert kind not in routes, f"two ports obey {kind.__name__}"
+            routes[kind] = obey
+    missing = [name for name, kind in COMMANDS.items() if kind not in routes]
+    assert not missing, f"no port obeys {', '.join(missing)}"
+    return routes

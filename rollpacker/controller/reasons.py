@@ -1,0 +1,61 @@
+"""Why samples were of no use: said when it is new, counted for a run that cannot go on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from rollpacker.bus import Bus
+from rollpacker.controller.base import RunError
+from rollpacker.core.commands import Drop, Finish
+from rollpacker.core.events import SampleFailed, SampleScored
+from rollpacker.core.records import Entry, Record
+
+logger = logging.getLogger(__name__)
+
+MAX_REASONS = 100
+"""Different reasons that are counted; free texts could go on for ever."""
+
+MAX_TOLD_REASONS = 3
+"""Different reasons that are told at once; the summary has all."""
+
+
+class Reasons:
+    """Counts under the bus's lock alone: the engine's thread and the event loop both bring them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._counts: Counter[str] = Counter()
+        bus.add_sink(self._saw)
+
+    def reason_of(self, finish: Finish) -> str:
+        """Why the run ended. Raises `RunError` if it cannot do what it is for."""
+        if not finish.failed:
+            return finish.reason
+        with self._bus.lock:
+            common = "; ".join(reason for reason, _ in self._counts.most_common(3))
+        raise RunError(
+            f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward,"
+            " or the data), then go on with --resume"
+        )
+
+    def _saw(self, entry: Entry) -> None:
+        if not isinstance(entry, Record):
+            return
+        match entry.event:
+            case SampleFailed(reason=reason):
+                self._tell(f"the engine: {reason}")
+            case SampleScored(value=None, reason=reason, cause=cause) if cause != "cancelled":
+                self._tell(reason)
+        for command in entry.commands:
+            if isinstance(command, Drop):
+                self._count(command.reason)
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._counts and len(self._counts) < MAX_TOLD_REASONS:
+            logger.warning("no use for a sample: %s (further ones are only counted)", reason)
+        self._count(reason)
+
+    def _count(self, reason: str) -> None:
+        if reason in self._counts or len(self._counts) < MAX_REASONS:
+            self._counts[reason] += 1

@@ -1,0 +1,79 @@
+"""The rows of `samples/*.parquet`: what was trained on, and what was slowest to check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollpacker.controller.desk import Desk
+from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.commands import TrainOn
+from rollpacker.core.ids import SampleId
+from rollpacker.data.base import PromptRow
+from rollpacker.trainer.base import TrainSample
+
+NUM_SLOWEST = 10
+"""So many of a step's slowest checks are kept with their text, trained on or not."""
+
+
+class SampleRows:
+    """Makes the rows of a step while the trainer works on it."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        writer: SampleWriter,
+        prompts: Sequence[PromptRow],
+        reward_names: Sequence[str],
+    ) -> None:
+        self._desk = desk
+        self._writer = writer
+        self._prompts = prompts
+        self._reward_names = reward_names
+
+    def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
+        """Give the writer a row for each sample trained on, and for the slowest to check."""
+        trained = {sample.sample: sample for sample in samples}
+        weights = {} if command.weights is None else _by_sample(command.groups, command.weights)
+        for sample in [sample for group in command.groups for sample in group]:
+            row = self._row(command.step, sample)
+            row["trained"] = True
+            row["advantage"] = trained[sample].advantage
+            row["loss_weight"] = weights.get(sample, 1.0)
+            self._writer.add(row)
+        for sample in self._desk.slowest(NUM_SLOWEST):
+            if sample not in trained:
+                self._writer.add(self._row(command.step, sample))
+
+    def _row(self, step: int, sample: SampleId) -> dict[str, Any]:
+        prompt = self._prompts[sample.prompt.row].prompt
+        known = self._desk[sample]
+        verdict = known.verdict
+        parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
+        return {
+            "step": step,
+            "round_kind": str(self._desk.round_kind),
+            "prompt_id": str(sample.prompt),
+            "sample_id": str(sample),
+            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
+            "completion": known.completion,
+            "finish_reason": known.response.finish_reason,
+            "num_tokens": len(known.response.tokens),
+            "reward": None if verdict is None else verdict.value,
+            **{f"reward/{name}": parts.get(name) for name in self._reward_names},
+            "check_s": known.check_s,
+            "trained": False,
+            "advantage": None,
+            "loss_weight": 0.0,
+        }
+
+
+def _by_sample(
+    groups: Sequence[Sequence[SampleId]], weights: Sequence[Sequence[float]]
+) -> dict[SampleId, float]:
+    return {
+        sample: weight
+        for group, of_group in zip(groups, weights, strict=True)
+        for sample, weight in zip(group, of_group, strict=True)
+    }

@@ -1,0 +1,209 @@
+"""The trainer's port: `StartGradients` and `TrainOn` in, `Trained` out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from rollpacker.bus import Bus, Routes
+from rollpacker.config.schema import RunConfig
+from rollpacker.controller.base import BuildSamples
+from rollpacker.controller.desk import Desk
+from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.watch import Watch
+from rollpacker.core.commands import StartGradients, TrainOn
+from rollpacker.core.events import Trained
+from rollpacker.core.ids import SampleId
+from rollpacker.rewards.base import Reward
+from rollpacker.rollout.base import Engine
+from rollpacker.trainer.base import (
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    Trainer,
+    TrainSample,
+)
+from rollpacker.warn_once import WarnOnce
+
+logger = logging.getLogger(__name__)
+
+
+class Training:
+    """Trains on the main task. Groups whose gradients may begin early are remembered at once, in
+    whatever thread the command comes, and under the bus's lock."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        main: MainTask,
+        desk: Desk,
+        watch: Watch,
+        *,
+        config: RunConfig,
+        trainer: Trainer,
+        engine: Engine,
+        reward: Reward,
+        build_samples: BuildSamples,
+        rows: SampleRows | None,
+    ) -> None:
+        """`engine` and `reward` are only asked how they are; `rows` keeps the samples' texts."""
+        self._bus, self._main, self._desk, self._watch = bus, main, desk, watch
+        self._config = config
+        self._trainer = trainer
+        self._engine = engine
+        self._reward = reward
+        self._build_samples = build_samples
+        self._rows = rows
+        self._to_stream: list[tuple[SampleId, ...]] = []
+        """Groups whose gradients were asked for and are not begun."""
+        self._warn_once = WarnOnce(logger)
+        """Warnings that a run gives once."""
+
+    def routes(self) -> Routes:
+        return {StartGradients: self._on_start_gradients, TrainOn: self._on_train_on}
+
+    def _on_start_gradients(self, command: StartGradients) -> None:
+        self._to_stream += command.groups
+        self._main.later(partial(self._start_gradients, command.step))
+
+    def _on_train_on(self, command: TrainOn) -> None:
+        self._to_stream.clear()  # the whole step is due: large batches are quicker
+        self._main.later(partial(self._train, command))
+
+    async def _start_gradients(self, step: int) -> None:
+        """Gradients of groups that the step will certainly train on, while verdicts on others are
+        awaited. The denominators of the step are not known yet: the weights are provisional."""
+        with self._bus.lock:
+            groups, self._to_stream = self._to_stream, []
+        if not groups:  # an earlier call took them along, or the whole step is due
+            return
+        engine = self._engine.status()
+        busy = engine.num_running + engine.num_waiting
+        apart = self._config.train.processes is not None
+        assert apart or not busy, f"gradients on the engine's device, where {busy} samples run"
+        began = self._bus.clock.now()
+        with _diverging(step):
+            scores = await self._ask_scores(groups)
+            scored = self._desk.scored_groups(groups)
+            samples, _ = self._build_samples(scored, scores=scores, partial=True)
+            await self._watch.by(
+                "train_s",
+                self._trainer.accumulate(samples),
+                f"the first gradients of step {step}",
+            )
+        for sample in samples:
+            self._desk[sample.sample].streamed = sample
+        seconds = self._bus.clock.now() - began
+        self._bus.note("gradients", seconds, step, {"groups": len(groups)})
+
+    async def _train(self, command: TrainOn) -> None:
+        if command.num_missing:
+            self._warn_of_missing(command)
+        trainer = self._trainer
+        with _diverging(command.step):
+            scores = await self._ask_scores(command.groups)
+            samples, metrics = self._build_samples(
+                self._desk.scored_groups(command.groups), weights=command.weights, scores=scores
+            )
+            training = asyncio.ensure_future(self._accumulate(samples))
+            await asyncio.sleep(0)  # the trainer's thread begins
+            if self._rows is not None:
+                self._rows.add(command, samples)
+            await self._watch.by("train_s", training)
+            metrics.update(await self._watch.by("train_s", trainer.apply()))
+        if metrics.get("critic/zero_advantages") == 1.0:
+            self._warn_once(
+                "step %d: every advantage is 0, so it teaches nothing: all rewards of a group are"
+                " equal (critic/zero_advantages has each step's share). Easier or harder prompts,"
+                " or rollout.dynamic_sampling, would help",
+                command.step,
+            )
+        counts = self._reward.metrics()
+        metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
+        self._bus.take(
+            Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
+        )
+
+    async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """The gradient of the whole step; that of streamed samples is there but for a factor."""
+        streamed = self._desk.streamed()
+        if not streamed:
+            await self._trainer.accumulate(samples)
+            return
+        rest = [sample for sample in samples if sample.sample not in streamed]
+        assert len(rest) + len(streamed) == len(samples), "streamed, and not trained on"
+        await self._trainer.rescale(common_factor(samples, streamed))
+        if rest:
+            await self._trainer.accumulate(rest)
+
+    async def _ask_scores(
+        self, groups: Sequence[Sequence[SampleId]]
+    ) -> dict[SampleId, TokenScores]:
+        """What the advantages need to know of these samples besides rewards; each is asked about
+        once."""
+        if not self._config.algorithm.needs_scores:
+            return {}
+        known = [self._desk[sample] for group in groups for sample in group]
+        unasked = [one for one in known if one.scores is None]
+        requests = [
+            ScoreRequest(
+                sample=one.response.sample,
+                prompt_tokens=one.response.prompt_tokens,
+                response_tokens=one.response.tokens,
+            )
+            for one in unasked
+        ]
+        if requests:
+            found = await self._watch.by("train_s", self._trainer.score(requests))
+            for one, scores in zip(unasked, found, strict=True):
+                one.scores = scores
+        return {one.response.sample: one.scores for one in known if one.scores is not None}
+
+    def _warn_of_missing(self, command: TrainOn) -> None:
+        self._warn_once(
+            "step %d trains on %d groups instead of %d: the others had no signal or no"
+            " verdicts, and refilling found no more (at most"
+            " rollout.dynamic_sampling.max_refills=%d rounds, none while the queue is emptied);"
+            " further such steps are in the log alone",
+            command.step,
+            len(command.groups),
+            len(command.groups) + command.num_missing,
+            self._config.rollout.dynamic_sampling.max_refills,
+        )
+
+
+@contextlib.contextmanager
+def _diverging(step: int) -> Iterator[None]:
+    """Say what to do about numbers that are not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        applied = "" if "no update" in str(error) else "; no update was applied"
+        raise NonFiniteError(
+            f"step {step}: {error}{applied}. --resume goes on from the last "
+            "checkpoint; a lower train.learning_rate may help"
+        ) from error
+
+
+def common_factor(
+    samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
+) -> float:
+    """What the provisional weights of the streamed samples must be multiplied by to be those of the
+    whole step."""
+    factors = []
+    for sample in samples:
+        early = streamed.get(sample.sample)
+        if early is not None:
+            assert early.advantage == sample.advantage, f"{sample.sample} changed its advantage"
+            if early.token_weight == 0:  # left out of the loss, whatever the denominator
+                assert sample.token_weight == 0, f"{sample.sample} changed its weight"
+            else:
+                factors.append(sample.token_weight / early.token_weight)
+    factor = factors[0] if factors else 1.0
+    assert all(math.isclose(factor, other, rel_tol=1e-9) for other in factors)
+    return factor

@@ -1,0 +1,97 @@
+"""Deadlines: whatever the run waits for must show signs of life, or the run ends and says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollpacker.bus import Bus
+from rollpacker.config.schema import DeadlineConfig
+from rollpacker.controller.base import DeadlineExceeded
+from rollpacker.core.records import Entry, Record
+from rollpacker.rewards.base import Reward
+from rollpacker.rollout.base import Engine
+
+T = TypeVar("T")
+
+
+class Watch:
+    """Belongs to the event loop, but for the signs that events are."""
+
+    def __init__(self, bus: Bus, deadlines: DeadlineConfig, engine: Engine, reward: Reward) -> None:
+        self._bus = bus
+        self._deadlines = deadlines
+        self._engine = engine
+        self._reward = reward
+        self._last_sign = bus.clock.now()
+        self._last_decode_steps = -1
+        bus.add_sink(self._saw)
+
+    def sign(self) -> None:
+        """Something lives."""
+        self._last_sign = self._bus.clock.now()
+
+    def check_rollout(self) -> None:
+        """A rollout is alive while events come or the engine decodes; an outage of something that
+        the rewards need is waited for by them, as long as they are told to.
+
+        Raises `DeadlineExceeded`.
+        """
+        if self.engine_works() or self.rewards_wait():
+            return
+        with self._bus.lock:
+            what = self._bus.job.waiting_for()
+            rewards = self._bus.job.waits_for_rewards
+        key = "reward_s" if rewards else "generation_s"
+        limit = self._limit(key)
+        if self._bus.clock.now() - self._last_sign > limit:
+            raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def rewards_wait(self) -> bool:
+        """Whether the rewards wait for something outside that is down."""
+        if self._reward.outage() is None:
+            return False
+        self.sign()
+        return True
+
+    def engine_works(self) -> bool:
+        """Whether the engine made progress since the last look."""
+        steps = self._engine.status().decode_steps
+        if steps == self._last_decode_steps:
+            return False
+        self._last_decode_steps = steps
+        self.sign()
+        return True
+
+    async def by(
+        self,
+        key: str,
+        awaitable: Awaitable[T],
+        what: str | None = None,
+        lives: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Await, but no longer than `deadlines.KEY` without a sign of life, of which `lives` is
+        asked each time that the deadline is over. `what` is awaited; None: what the job waits for.
+
+        Raises `DeadlineExceeded`.
+        """
+        limit = self._limit(key)
+        future = asyncio.ensure_future(awaitable)
+        while True:
+            done, _ = await asyncio.wait({future}, timeout=limit)
+            if done:
+                return future.result()
+            if not lives():
+                future.cancel()
+                with self._bus.lock:
+                    what = what or self._bus.job.waiting_for()
+                raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def _limit(self, key: str) -> float:
+        limit: float = getattr(self._deadlines, key)
+        return limit
+
+    def _saw(self, entry: Entry) -> None:
+        if isinstance(entry, Record):
+            self._last_sign = entry.time_s

@@ -1,0 +1,33 @@
+"""When a step is followed by a checkpoint, and when by an evaluation.
+
+    checkpoint   every so many steps; after the last step; when the run is asked to stop
+    evaluation   before the first step; every so many steps; after the last step
+
+A stop is to be quick, so the evaluation that is due at it waits for the resume: also that of the
+last step, or an interrupted run would never have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    checkpoint_every_steps: int
+    evaluates: bool = False
+    """There are held-out prompts."""
+    eval_every_steps: int | None = None
+    """None: only before the first and after the last step."""
+
+    def checkpoint_is_due(self, step: int, *, ending: bool) -> bool:
+        """After this step; `ending`: nothing follows, or the run was asked to stop."""
+        return ending or step % self.checkpoint_every_steps == 0
+
+    def evaluation_is_due(self, step: int, *, evaluated_step: int | None, last: bool) -> bool:
+        """After this step (0: before the first), given the step that was evaluated last; `last`:
+        nothing follows it."""
+        if not self.evaluates or step == evaluated_step:
+            return False
+        every = self.eval_every_steps
+        return last or step == 0 or (every is not None and step % every == 0)

@@ -1,0 +1,70 @@
+"""What the core is told of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.core.cadence import Cadence
+from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
+from rollpacker.core.reward_schedule import RewardScheduleConfig
+from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
+
+
+# size: a field for each thing that the core may be told
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A run's configuration, as far as it decides anything. Every log has it in its sessions."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_steps: int | None
+    """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
+    max_response_tokens: int | None = None
+    prompt_tokens: int = 0
+    """Mean length of a prompt, for projections of the key-value cache."""
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    trainer_apart: bool = False
+    """The trainer has devices of its own and may work while others generate."""
+    layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
+    """How the devices are shared out, for each degree of tensor parallelism."""
+    max_retries: int = 2
+    """Replacements per prompt and round for samples that the engine failed on."""
+    min_verdicts: int = 2
+    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
+    cadence: Cadence | None = field(default=None, metadata=OMIT_DEFAULT)
+    """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
+    from before this field does not say."""
+    speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Kinds of round in which the engine decodes speculatively."""
+
+    def __post_init__(self) -> None:
+        if self.stream.enabled and self.tail_batching.debias != "none":
+            raise ValueError(
+                f"tail_batching.debias={self.tail_batching.debias} does not go with "
+                "stream_trainer.enabled: a sample's weight is known when its round is over, and "
+                "streaming trains on it before"
+            )
+
+    def layout(self, tensor_parallel: int) -> DeviceLayout:
+        """How the devices are shared out at this degree; the first if none is made for it."""
+        found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
+        return next(found, self.layouts[0])
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return to_plain(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
+        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
+        defaults. Raises `TypeError` or `ValueError` for what is no configuration."""
+        return from_plain(cls, plain)

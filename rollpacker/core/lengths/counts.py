@@ -1,0 +1,117 @@
+"""What launches have shown of lengths, counted per prompt and bin for the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_lengths
+
+BLOCK = 128
+"""Prompts per matrix product: so small a product is done by one thread, so the fit does not depend
+on how many threads there are (nor would more of them make it faster)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLengths:
+    """What all launches of one prompt have shown, in tokens."""
+
+    finished: tuple[int, ...] = ()
+    """Lengths of complete responses."""
+    stopped: tuple[int, ...] = ()
+    """What stopped ones had reached: each would have become longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthCounts:
+    """The prompts as counts, in N blocks of BLOCK prompts, of which the last is filled up with
+    prompts that have no samples."""
+
+    starts: IntArray
+    centres: FloatArray
+    ended: FloatArray
+    """(N, BLOCK, E) complete responses per prompt and bin, ..."""
+    ended_bins: IntArray
+    """(E,) ... of those bins that have any."""
+    stopped: FloatArray
+    """(N, BLOCK, S) stopped ones."""
+    stopped_bins: IntArray
+    """(S,)"""
+    beyond: FloatArray
+    """(B,) mean share of a bin that lies beyond where samples were stopped in it."""
+    longest: int
+    num_prompts: int
+
+    @property
+    def num_samples(self) -> float:
+        return float(self.ended.sum() + self.stopped.sum())
+
+    def log_likelihoods(self, log_density: FloatArray, log_survival: FloatArray) -> FloatArray:
+        """(N, C, BLOCK) log probability of what each prompt has shown under each class, from the
+        logs (C, B) of the probabilities that a sample ends in a bin or outlives a stop there."""
+        logs = log_density[:, self.ended_bins] @ self.ended.swapaxes(1, 2)
+        logs += log_survival[:, self.stopped_bins] @ self.stopped.swapaxes(1, 2)
+        return np.asarray(logs, dtype=np.float64)
+
+    def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(C, B) complete and stopped samples of the prompts, each prompt counted with its `shares`
+        (N, C, BLOCK)."""
+        ended = np.zeros((shares.shape[1], self.starts.size))
+        stopped = np.zeros_like(ended)
+        ended[:, self.ended_bins] = (shares @ self.ended).sum(axis=0)
+        stopped[:, self.stopped_bins] = (shares @ self.stopped).sum(axis=0)
+        return ended, stopped
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptLengths], starts: IntArray) -> LengthCounts:
+        cap = int(starts[-1])
+        ends, ends_of = _flat([prompt.finished for prompt in prompts])
+        stops, stops_of = _flat([prompt.stopped for prompt in prompts])
+        if not ends.size:
+            raise ValueError("no complete response to estimate the lengths from")
+        check_lengths(ends, cap)
+        check_lengths(stops, cap)
+        stops, stops_of = stops[stops > 0], stops_of[stops > 0]  # every length is above 0
+        stops = np.minimum(stops, cap - 1)  # and none above the cap
+        end_bins, stop_bins = bins_of(starts, ends), bins_of(starts, stops)
+        widths = np.diff(np.append(starts, cap + 1))
+        left = (starts + widths - 1)[stop_bins] - np.maximum(stops, starts[stop_bins])
+        ended_bins, ends_in = np.unique(end_bins, return_inverse=True)
+        stopped_bins, stops_in = np.unique(stop_bins, return_inverse=True)
+        return cls(
+            starts=starts,
+            centres=_bin_means(end_bins, ends, starts + (widths - 1) / 2),
+            ended=_table(ends_of, ends_in, len(prompts), ended_bins.size),
+            ended_bins=ended_bins,
+            stopped=_table(stops_of, stops_in, len(prompts), stopped_bins.size),
+            stopped_bins=stopped_bins,
+            beyond=_bin_means(stop_bins, left / widths[stop_bins], (widths - 1) / (2 * widths)),
+            longest=int(ends.max()),
+            num_prompts=len(prompts),
+        )
+
+
+def _flat(lengths: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+    """All lengths in one array, and the row each came from."""
+    sizes = np.fromiter(map(len, lengths), dtype=np.int64, count=len(lengths))
+    flat = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=int(sizes.sum()))
+    return flat, np.repeat(np.arange(len(lengths)), sizes)
+
+
+def _table(rows: IntArray, columns: IntArray, num_rows: int, num_columns: int) -> FloatArray:
+    num_blocks = -(-num_rows // BLOCK)
+    size = num_blocks * BLOCK * num_columns
+    cells = np.bincount(rows * num_columns + columns, minlength=size)
+    return cells.reshape(num_blocks, BLOCK, num_columns).astype(np.float64)
+
+
+def _bin_means(bins: IntArray, values: NDArray[Any], otherwise: FloatArray) -> FloatArray:
+    """Mean of the values in every bin; `otherwise` where there is none."""
+    num = np.bincount(bins, minlength=otherwise.size)
+    total = np.bincount(bins, weights=values, minlength=otherwise.size)
+    return np.where(num > 0, total / np.maximum(num, 1), otherwise)

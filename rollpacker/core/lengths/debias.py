@@ -1,0 +1,110 @@
+"""Loss weights that undo the length bias of the race.
+
+Short rounds train on the first samples to finish. `Debias` gives each trained sample a weight, a
+function of its length alone, such that the weighted samples of the last steps are as long as the
+policy's own, which a `LengthWindow` knows.
+
+Every fresh prompt is trained on once, so prompts need no correction; only the responses inside them
+are selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollpacker.core.ids import PromptId
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.weights import density_weights, effective_sample_size, moment_weights
+from rollpacker.core.lengths.window import LengthWindow
+from rollpacker.core.plain import to_plain
+
+WEIGHTS = {"density": density_weights, "moments": moment_weights}
+"""By the name of the method (`tail_batching.debias`)."""
+
+
+class Debias:
+    """Weighs one run's trained samples. The weights are made anew in every step, because one long
+    round changes how much of the tail was trained on."""
+
+    def __init__(
+        self,
+        method: str,
+        *,
+        cap: int | None,
+        window_steps: int = 50,
+        max_weight: float = 10.0,
+    ) -> None:
+        """`cap`: the longest response there can be, in tokens; None if there is no bound."""
+        if method not in WEIGHTS:
+            raise ValueError(f"debias must be one of {', '.join(WEIGHTS)}: {method}")
+        if not max_weight >= 1:
+            raise ValueError(f"max_weight must be at least 1, not {max_weight}")
+        self.method = method
+        self.max_weight = max_weight
+        self.window = LengthWindow(cap=cap, window_steps=window_steps)
+        self._table: FloatArray | None = None
+        """(B,) weight of a sample, by bin of length."""
+
+    def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
+        """One launch of a prompt; see `LengthWindow.observe`."""
+        self.window.observe(prompt, finished, stopped)
+
+    def step(self, trained_lengths: Sequence[int]) -> list[float] | None:
+        """The end of a step, after its launches were observed: the weight of each trained sample.
+
+        None while too little is known. Over the trained samples of the window the weights have the
+        mean 1; over one step they need not. They are those of the steps before: a step that happens
+        to hold much of the tail would otherwise weigh it less for that very reason, and the
+        weighted lengths would come out short.
+        """
+        self.window.make_room(trained_lengths)
+        early = self.weigh(trained_lengths)
+        self.window.close_step(trained_lengths)
+        model, (counts, _) = self.window.model, self.window.trained()
+        self._table = None
+        if model is not None and counts.sum():
+            self._table = WEIGHTS[self.method](model, counts, max_weight=self.max_weight)
+        return self.weigh(trained_lengths) if early is None else early
+
+    def weigh(self, lengths: Sequence[int]) -> list[float] | None:
+        """What samples of these lengths weigh now; None where `step` gives None."""
+        table = self._table_in_force()
+        if table is None:
+            return None
+        weights: list[float] = table[self.window.bins(lengths)].tolist()
+        return weights
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the window, and what the weights make of the trained lengths."""
+        metrics, table = self.window.metrics(), self._table_in_force()
+        if table is None or not metrics:
+            return metrics
+        counts, tokens = self.window.trained()
+        weighted = counts * table
+        on_bound = table >= self.max_weight * (1 - 1e-9)
+        return metrics | {
+            "length/weighted_mean": float(tokens @ table / weighted.sum()),
+            "debias/effective_sample_size": effective_sample_size(table, counts),
+            "debias/max_weight": float(table[counts > 0].max()),
+            "debias/clip_share": float(counts[on_bound].sum() / counts.sum()),
+        }
+
+    def _table_in_force(self) -> FloatArray | None:
+        """A table from before a longer response than any raised the number of bins is void."""
+        table = self._table
+        return None if table is None or table.size != self.window.num_bins else table
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON. An instance that restores it goes on as this one would."""
+        saved = replace(self.window.saved(), method=self.method, table=self._table_in_force())
+        return to_plain(saved)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the `state` of another instance, or of a window alone. Another method has its
+        own weights, from the next step on."""
+        saved = self.window.restore(state)
+        self._table = saved.table if saved.method == self.method else None

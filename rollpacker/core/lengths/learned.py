@@ -1,0 +1,122 @@
+"""What the job learns from its rounds, and what follows: factors of the races, loss weights.
+
+    begin_round -> round_ends -> (train_begins -> synced) -> begin_round ...
+                   lengths, decode times       the rest of the step
+
+Without debias and with given factors there is nothing to learn, and every call returns at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.lengths.debias import Debias
+from rollpacker.core.lengths.factor_plan import FactorPlanner
+from rollpacker.core.lengths.window import LengthWindow
+from rollpacker.core.rounds import Round
+from rollpacker.core.tail_batching import Factors
+
+CHOOSE_EVERY = 10
+"""Steps after which the factors are chosen anew, if they are chosen at all."""
+
+
+class Learned:
+    def __init__(self, config: JobConfig) -> None:
+        tail, cap = config.tail_batching, config.max_response_tokens
+        self.factors = tail.factors
+        """Of the short rounds, now."""
+        self.debias: Debias | None = None
+        self.window: LengthWindow | None = None
+        """The policy's own lengths: those that the weights are made of, if there are weights."""
+        self.planner: FactorPlanner | None = None
+        """Chooses the factors."""
+        if tail.enabled and tail.debias != "none":
+            self.debias = Debias(tail.debias, cap=cap)
+            self.window = self.debias.window
+        elif tail.chooses:
+            self.window = LengthWindow(cap=cap)
+        if tail.chooses:
+            self.planner = FactorPlanner(
+                config.prompts_per_step,
+                config.samples_per_prompt,
+                max_length_shift=tail.max_length_shift,
+                debiased=tail.debias != "none",
+            )
+        self._now = 0.0
+        """Time of the event at hand, to the microsecond as the log has it."""
+        self._since = 0.0
+        """When the phase began whose duration the planner learns."""
+        self._rollout_s = 0.0
+        """How long the engine was busy with the round; 0 while it is."""
+
+    def take_time(self, time_s: float) -> None:
+        """The time of the event at hand."""
+        self._now = round(time_s, 6)
+
+    def begin_round(self) -> None:
+        self._since, self._rollout_s = self._now, 0.0
+
+    def engine_is_empty(self) -> None:
+        """The engine is done with the round; more may be told of it."""
+        if not self._rollout_s:
+            self._rollout_s = self._now - self._since
+
+    def end_round(self, round_: Round) -> None:
+        """Take in what the round showed."""
+        if self.planner is not None:
+            self.planner.observe_round(
+                round_.plan.kind,
+                longest_tokens=round_.longest_tokens,
+                tokens=round_.tokens(),
+                seconds=self._rollout_s,
+            )
+        if self.window is not None:
+            for prompt, finished, stopped in round_.lengths():
+                self.window.observe(prompt, finished, stopped)
+
+    def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
+        """A step trains on samples of these lengths: their weights. None: all weigh the same."""
+        self._since = self._now
+        if self.debias is not None:
+            return self.debias.step(trained_lengths)
+        if self.window is not None:
+            self.window.close_step(trained_lengths)
+        return None
+
+    def synced(self) -> None:
+        """The step's training and the hand-over of its weights are done."""
+        if self.planner is not None:
+            self.planner.observe_fixed(self._now - self._since)
+
+    def choose_factors(self, step: int) -> None:
+        """With "auto", before a short round of fresh prompts: now and then, and as soon as enough
+        is known."""
+        planner, window = self.planner, self.window
+        if planner is None or not planner.ready or window is None:
+            return
+        model = window.model
+        if model is not None and (planner.current is None or step % CHOOSE_EVERY == 0):
+            self.factors = Factors(*planner.choose(model).factors)
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Three entries of the job's state."""
+        lengths = self.debias or self.window
+        return {
+            "factors": list(self.factors),
+            "lengths": None if lengths is None else lengths.state(),
+            "planner": None if self.planner is None else self.planner.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From the job's state. Factors that were chosen stay; given ones are the configuration's,
+        which may have changed."""
+        lengths = self.debias or self.window
+        if lengths is not None and state["lengths"] is not None:
+            lengths.restore(state["lengths"])
+        if self.planner is not None and state["planner"] is not None:
+            self.planner.restore(state["planner"])
+            self.factors = Factors(*state["factors"])

@@ -1,0 +1,121 @@
+"""Loss weights by length that undo what the race selected."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.model import LengthModel
+
+MIN_EFFECTIVE = 0.71
+"""Moment weights keep at least this effective sample size."""
+MIN_WEIGHT = 0.05
+"""Moment weights do not fall below this: a negative weight would turn a sample's sign."""
+
+
+def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None) -> float:
+    """(sum w)^2 / (n sum w^2) of Kish: the share of the n samples that unweighted ones of the same
+    precision would need, 0 to 1. `counts` says how many samples have each weight (None: one)."""
+    weights = np.asarray(weights, dtype=np.float64)
+    counts = np.ones_like(weights) if counts is None else counts
+    squares = counts.sum() * (counts @ weights**2)
+    if not squares > 0:
+        raise ValueError("no sample has a weight")
+    return float((counts @ weights) ** 2 / squares)
+
+
+def density_weights(
+    model: LengthModel, counts: FloatArray, *, max_weight: float = 10.0
+) -> FloatArray:
+    """(B,) weights by bin of length: the policy's own density over the trained one.
+
+    `counts` (B,) are the trained samples in every bin. Over them the weights have the mean 1, and
+    none is above `max_weight`. A bin without trained samples gets a weight between those of its
+    neighbours.
+    """
+    share = _shares(counts, max_weight)
+    seen = share > 0
+    ratio = np.interp(
+        np.arange(share.size), np.flatnonzero(seen), model.density[seen] / share[seen]
+    )
+    return _to_mean_one(ratio, share, max_weight)
+
+
+def moment_weights(
+    model: LengthModel,
+    counts: FloatArray,
+    *,
+    max_weight: float = 10.0,
+    min_effective: float = MIN_EFFECTIVE,
+) -> FloatArray:
+    """(B,) weights by bin of length that give the trained samples the policy's own mean length.
+
+    They are `density_weights` plus the least that is needed, linear in the length, to make the mean
+    exact. If that leaves an effective sample size below `min_effective`, the density ratio is first
+    drawn towards 1, as little as will do; what the mean loses by it the linear part gives back.
+    Bounded from below and above, so the mean is exact unless many weights lie on a bound.
+    """
+    share = _shares(counts, max_weight)
+    ratio = density_weights(model, counts, max_weight=max_weight)
+    own_mean = model.mean()
+
+    def shrunk(towards_one: float) -> FloatArray:
+        start = (1 - towards_one) * ratio + towards_one
+        return _to_mean_length(start, share, model.centres, own_mean, max_weight)
+
+    best = shrunk(0.0)
+    if effective_sample_size(best, share) >= min_effective:
+        return best
+    low, high = 0.0, 1.0
+    best = shrunk(high)
+    for _ in range(10):
+        middle = (low + high) / 2
+        weights = shrunk(middle)
+        if effective_sample_size(weights, share) >= min_effective:
+            high, best = middle, weights
+        else:
+            low = middle
+    return best
+
+
+def _shares(counts: FloatArray, max_weight: float) -> FloatArray:
+    if not max_weight >= 1:
+        raise ValueError(f"max_weight must be at least 1, not {max_weight}")
+    counts = np.asarray(counts, dtype=np.float64)
+    if not counts.sum() > 0:
+        raise ValueError("no trained samples to weigh")
+    return np.asarray(counts / counts.sum(), dtype=np.float64)
+
+
+def _to_mean_one(weights: FloatArray, share: FloatArray, max_weight: float) -> FloatArray:
+    """Scaled to the mean 1, those that would rise above `max_weight` being held there."""
+    for _ in range(50):
+        mean = float(share @ weights)
+        if not mean > 0:
+            return np.ones_like(weights)
+        weights = np.minimum(weights / mean, max_weight)
+        if abs(share @ weights - 1) < 1e-12:
+            break
+    return weights
+
+
+def _to_mean_length(
+    weights: FloatArray,
+    share: FloatArray,
+    lengths: FloatArray,
+    own_mean: float,
+    max_weight: float,
+) -> FloatArray:
+    """The weights that meet the mean weight 1 and the mean length with the least change, in squares
+    over the samples; repeated because of the bounds."""
+    centred = lengths - share @ lengths
+    variance = share @ centred**2
+    if not variance > 0:
+        return _to_mean_one(weights, share, max_weight)
+    for _ in range(30):
+        missing = own_mean - share @ (weights * lengths)
+        weights = weights + (1 - share @ weights) + missing / variance * centred
+        weights = _to_mean_one(np.clip(weights, MIN_WEIGHT, max_weight), share, max_weight)
+        if abs(missing) < 1e-6 * own_mean:
+            break
+    return weights

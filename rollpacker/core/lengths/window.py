@@ -1,0 +1,363 @@
+"""The lengths of a run's last steps, and the fit to them.
+
+Every launch shows something of the policy's lengths, also where it was stopped. A window of steps
+of it is kept, with the lengths that were trained on beside it, and a `LengthModel` of the policy's
+own is fitted to it and kept up to date.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollpacker.core.ids import PromptId
+from rollpacker.core.lengths.bins import FloatArray, IntArray, bin_starts, bins_of, check_lengths
+from rollpacker.core.lengths.counts import PromptLengths
+from rollpacker.core.lengths.fit import choose_length_model
+from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.plain import from_plain, to_plain
+
+MAX_PROMPTS_PER_STEP = 192
+"""Of a step that starts more, so many are watched, evenly spread: the fit gets no better and the
+cost stays bounded."""
+MIN_PROMPTS = 32
+"""With fewer nothing is said."""
+MAX_UNSEEN = 0.01
+"""Nothing is said while more of the policy's own responses than this are longer than any complete
+one: before the first long round nobody knows how long they are."""
+REFIT_SHARE = 0.1
+"""The model is fitted again when so many launches were seen, per prompt in the window."""
+WARM_ITERATIONS = 8
+COLD_ITERATIONS = 100
+COLD_GROWTH = 3
+"""A fit starts afresh when the window has grown by this factor since one last did."""
+
+
+@dataclass(slots=True)
+class _StepLengths:
+    """What one step has shown."""
+
+    prompts: dict[PromptId, PromptLengths]
+    """Those first launched in this step, with what all their launches have shown."""
+    ignored: list[PromptId]
+    """Prompts of this step that are not watched."""
+    counts: FloatArray
+    """(B,) trained samples per bin."""
+    tokens: FloatArray
+    """(B,) their tokens."""
+
+
+class SavedPrompt(NamedTuple):
+    """`PromptLengths` with its prompt."""
+
+    prompt: PromptId
+    finished: tuple[int, ...]
+    stopped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedStep:
+    """`_StepLengths` in a checkpoint."""
+
+    prompts: list[SavedPrompt]
+    ignored: list[PromptId]
+    counts: FloatArray
+    tokens: FloatArray
+
+
+# size: everything that a checkpoint holds of the window, and of the weights made of it
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedWindow:
+    """A `LengthWindow` in a checkpoint."""
+
+    method: str = "none"
+    """Of the loss weights that are made of the window; "none": there are none."""
+    cap: int | None
+    steps: list[SavedStep]
+    ignored: list[list[PromptId]]
+    new: list[SavedPrompt]
+    current_cap: int
+    num_seen: int
+    num_at_cold_fit: int
+    steps_since_cold_fit: int
+    model: LengthModel | None
+    table: FloatArray | None = None
+    """(B,) loss weights by bin."""
+
+
+class LengthWindow:
+    """Watches one run.
+
+    A prompt belongs to the step of its *first* launch and is forgotten with it; what comes later of
+    a forgotten prompt is ignored. (To keep a prompt for as long as its last launch is recent would
+    favour those that are launched again, and those are the long ones.)
+
+    Refits go on from the last fit and take place when the launches seen since then are a tenth of
+    the prompts in the window: with 160 prompts started per short round and a window of 50 steps
+    every five steps or so, some 30 ms each. The fit starts afresh, in some 0.3 s, when the window
+    has tripled since it last did, and once per window: after a sudden change of the policy a fit
+    that goes on from the last one can end in a poor optimum.
+    """
+
+    def __init__(self, *, cap: int | None, window_steps: int = 50) -> None:
+        """`cap`: the longest response there can be, in tokens; None if there is no bound."""
+        if window_steps < 1:
+            raise ValueError(f"window_steps must be at least 1, not {window_steps}")
+        self.window_steps = window_steps
+        self._given_cap = None if cap is None else max(cap, 2)
+        self._cap = self._given_cap or 2
+        self._steps: deque[_StepLengths] = deque()
+        self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
+        """Every watched prompt, and which step's prompts (or the new ones) it is among."""
+        self._ignored: deque[list[PromptId]] = deque()
+        """Prompts forgotten in each of the last `window_steps` steps."""
+        self._is_ignored: set[PromptId] = set()
+        self._new: dict[PromptId, PromptLengths] = {}
+        """First launched since the last step."""
+        self._num_seen = 0
+        """Launches of watched prompts since the last fit."""
+        self._num_at_cold_fit = 0
+        """Prompts in the window when a fit last started afresh."""
+        self._steps_since_cold_fit = 0
+        self._model: LengthModel | None = None
+
+    def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
+        """One launch of a prompt: lengths of its complete responses, and where the others were
+        stopped, in tokens.
+
+        Raises `ValueError` for a length below 0 or above the cap.
+        """
+        self.make_room([*finished, *stopped])
+        if prompt in self._is_ignored:
+            return
+        self._num_seen += 1
+        among = self._known.setdefault(prompt, self._new)
+        before = among.get(prompt, PromptLengths())
+        among[prompt] = PromptLengths(
+            finished=(*before.finished, *finished), stopped=(*before.stopped, *stopped)
+        )
+
+    def close_step(self, trained_lengths: Sequence[int]) -> None:
+        """The end of a step, after its launches were observed: what it trained on, in tokens."""
+        self.make_room(trained_lengths)
+        self._add_step(trained_lengths)
+        self._steps_since_cold_fit += 1
+        if self._num_seen and self._num_seen >= REFIT_SHARE * len(self._known):
+            self._refit()
+
+    @property
+    def model(self) -> LengthModel | None:
+        """The last fit; None while too little is known."""
+        return self._model if self._trusted() else None
+
+    @property
+    def num_bins(self) -> int:
+        return bin_starts(self._cap).size
+
+    def bins(self, lengths: Sequence[int]) -> IntArray:
+        """Bin of each length. Raises `ValueError` for a length below 0 or above the cap."""
+        values = np.asarray(lengths, dtype=np.int64)
+        check_lengths(values, self._cap)
+        return bins_of(bin_starts(self._cap), values)
+
+    def trained(self) -> tuple[FloatArray, FloatArray]:
+        """(B,) trained samples of the window per bin, and their tokens."""
+        nothing = np.zeros(self.num_bins)
+        counts = sum((step.counts for step in self._steps), start=nothing)
+        return counts, sum((step.tokens for step in self._steps), start=nothing)
+
+    def metrics(self) -> dict[str, float]:
+        """Trained lengths against the policy's own, over the window.
+
+        `length/trained_mean` is there as soon as something was trained on; the others come when
+        enough is known. `length/shift` is trained over own mean, minus 1;
+        `length/tail_trained_share` the share of the own tail beyond its 95 % quantile that was
+        trained on.
+        """
+        counts, tokens = self.trained()
+        if not counts.sum():
+            return {}
+        trained_mean = float(tokens.sum() / counts.sum())
+        metrics = {"length/trained_mean": trained_mean}
+        model = self.model
+        if model is None:
+            return metrics
+        own_mean = model.mean()
+        return metrics | {
+            "length/policy_mean": own_mean,
+            "length/shift": trained_mean / own_mean - 1,
+            "length/tail_trained_share": model.tail_share_of(counts),
+            "length/within_prompt_correlation": model.within_prompt_correlation(),
+        }
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """Check lengths against the cap; without one, raise the bound that stands in for it."""
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
+            wrong = shortest if shortest < 0 else longest
+            raise ValueError(
+                f"a length of {wrong} tokens, outside 0 to the cap of {self._given_cap}"
+            )
+        if self._given_cap is not None or longest < self._cap:
+            return
+        before = self.num_bins
+        self._cap = 2 ** (longest.bit_length())
+        # A power of two starts a bin under every cap, so the bins so far stay what they are.
+        more = self.num_bins - before
+        for step in self._steps:
+            step.counts = np.pad(step.counts, (0, more))
+            step.tokens = np.pad(step.tokens, (0, more))
+        self._model = None
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def saved(self) -> SavedWindow:
+        """Everything. An instance that restores it goes on as this one would."""
+        return SavedWindow(
+            cap=self._given_cap,
+            steps=[
+                SavedStep(
+                    prompts=_to_saved(step.prompts),
+                    ignored=step.ignored,
+                    counts=step.counts,
+                    tokens=step.tokens,
+                )
+                for step in self._steps
+            ],
+            ignored=list(self._ignored),
+            new=_to_saved(self._new),
+            current_cap=self._cap,
+            num_seen=self._num_seen,
+            num_at_cold_fit=self._num_at_cold_fit,
+            steps_since_cold_fit=self._steps_since_cold_fit,
+            model=self._model,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """`saved`, as JSON has it."""
+        return to_plain(self.saved())
+
+    def restore(self, state: Mapping[str, Any]) -> SavedWindow:
+        """Take over the `state` of another instance with the same cap, and hand it back as it was
+        `saved`. A shorter window forgets the oldest steps, from the next step on."""
+        saved = from_plain(SavedWindow, state)
+        if saved.cap != self._given_cap:
+            raise ValueError(
+                f"the lengths of the checkpoint are capped at {saved.cap} tokens, those of this "
+                f"run at {self._given_cap}: the two do not mix. Resume with the cap as it was"
+            )
+        self._cap = saved.current_cap
+        self._steps = deque(
+            _StepLengths(_from_saved(step.prompts), step.ignored, step.counts, step.tokens)
+            for step in saved.steps
+        )
+        self._ignored = deque(saved.ignored)
+        self._new = _from_saved(saved.new)
+        self._known = dict.fromkeys(self._new, self._new)
+        for step in self._steps:
+            self._known |= dict.fromkeys(step.prompts, step.prompts)
+        self._is_ignored = {prompt for forgotten in self._ignored for prompt in forgotten}
+        self._is_ignored.update(prompt for step in self._steps for prompt in step.ignored)
+        self._num_seen = saved.num_seen
+        self._num_at_cold_fit = saved.num_at_cold_fit
+        self._steps_since_cold_fit = saved.steps_since_cold_fit
+        self._model = saved.model
+        return saved
+
+    # -- the steps ---------------------------------------------------------------------
+
+    def _add_step(self, trained: Sequence[int]) -> None:
+        prompts, ignored = _thin_out(self._new, MAX_PROMPTS_PER_STEP)
+        for prompt in ignored:
+            del self._known[prompt]
+        if ignored:
+            self._num_seen -= len(ignored)
+            self._known |= dict.fromkeys(prompts, prompts)
+        self._is_ignored.update(ignored)
+        lengths = np.asarray(trained, dtype=np.int64)
+        bins, num_bins = bins_of(bin_starts(self._cap), lengths), self.num_bins
+        self._steps.append(
+            _StepLengths(
+                prompts=prompts,
+                ignored=ignored,
+                counts=np.bincount(bins, minlength=num_bins).astype(np.float64),
+                tokens=np.bincount(bins, lengths, num_bins).astype(np.float64),
+            )
+        )
+        self._new = {}
+        while len(self._steps) > self.window_steps:
+            self._forget(self._steps.popleft())
+
+    def _forget(self, step: _StepLengths) -> None:
+        for prompt in step.prompts:
+            del self._known[prompt]
+        self._is_ignored.update(step.prompts)
+        self._ignored.append([*step.prompts, *step.ignored])
+        while len(self._ignored) > self.window_steps:
+            self._is_ignored.difference_update(self._ignored.popleft())
+
+    # -- the fit -----------------------------------------------------------------------
+
+    def _trusted(self) -> bool:
+        model = self._model
+        return (
+            model is not None and model.num_prompts >= MIN_PROMPTS and model.unseen() < MAX_UNSEEN
+        )
+
+    def _refit(self) -> None:
+        prompts = [seen for step in self._steps for seen in step.prompts.values()]
+        self._num_seen = 0
+        cold = (
+            not self._trusted()
+            or len(prompts) >= COLD_GROWTH * self._num_at_cold_fit
+            or self._steps_since_cold_fit >= self.window_steps
+        )
+        if cold:
+            if _tail_is_dark(prompts):
+                self._model = None
+                return
+            self._num_at_cold_fit = len(prompts)
+            self._steps_since_cold_fit = 0
+        self._model = choose_length_model(
+            prompts,
+            cap=self._cap,
+            start=None if cold else self._model,
+            max_iterations=COLD_ITERATIONS if cold else WARM_ITERATIONS,
+        )
+
+
+def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
+    """Nothing is complete, or so many samples were stopped beyond the longest complete response
+    that a fit could not be trusted."""
+    longest = max((max(p.finished) for p in prompts if p.finished), default=None)
+    if longest is None:
+        return True
+    num_beyond = sum(stop >= longest for p in prompts for stop in p.stopped)
+    num_samples = sum(len(p.finished) + len(p.stopped) for p in prompts)
+    return num_beyond > MAX_UNSEEN * num_samples
+
+
+def _thin_out(
+    prompts: dict[PromptId, PromptLengths], most: int
+) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
+    """At most `most` of the prompts, evenly spread over their order, and the others."""
+    if len(prompts) <= most:
+        return prompts, []
+    names = list(prompts)
+    kept = {names[i * len(names) // most] for i in range(most)}
+    return (
+        {prompt: seen for prompt, seen in prompts.items() if prompt in kept},
+        [prompt for prompt in names if prompt not in kept],
+    )
+
+
+def _to_saved(prompts: Mapping[PromptId, PromptLengths]) -> list[SavedPrompt]:
+    return [SavedPrompt(name, seen.finished, seen.stopped) for name, seen in prompts.items()]
+
+
+def _from_saved(saved: Sequence[SavedPrompt]) -> dict[PromptId, PromptLengths]:
+    return {one.prompt: PromptLengths(finished=one.finished, stopped=one.stopped) for one in saved}

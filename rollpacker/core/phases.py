@@ -1,0 +1,89 @@
+"""What a job waits for, as one table. Whatever is not in it is a bug of the driver and raises.
+
+    phase       waits for
+    new         the run to begin
+    fetching    prompts from the dataset cursor
+    rolling     responses, then the verdicts on those kept
+    training    the optimizer step
+    syncing     the engines to take the new weights
+    committing  the step to become durable
+    done        nothing
+
+A restored job begins in `committing`. Verdicts may come late, and a wish to stop at any time.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from rollpacker.core.events import (
+    Committed,
+    Event,
+    PromptsFetched,
+    RunStarted,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+    StopRequested,
+    Trained,
+    WeightsSynced,
+)
+
+
+class Phase(StrEnum):
+    NEW = "new"
+    FETCHING = "fetching"
+    ROLLING = "rolling"
+    TRAINING = "training"
+    SYNCING = "syncing"
+    COMMITTING = "committing"
+    DONE = "done"
+
+
+_P = Phase
+
+TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
+    (_P.NEW, RunStarted): frozenset({_P.FETCHING, _P.DONE}),
+    # Fewer prompts than asked for: more are fetched, or too few are left for a race. They join the
+    # long queue, and what it holds is launched, or the step goes on with what it has.
+    (_P.FETCHING, PromptsFetched): frozenset(
+        {_P.FETCHING, _P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.DONE}
+    ),
+    # A round is over: train on it, commit a step that has nothing to train on, or replace groups
+    # without signal (dynamic sampling). Its last event is a response, or a verdict.
+    (_P.ROLLING, SampleGenerated): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
+    (_P.ROLLING, SampleAborted): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
+    (_P.ROLLING, SampleFailed): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
+    (_P.ROLLING, SampleScored): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING}),
+    (_P.TRAINING, Trained): frozenset({_P.SYNCING}),
+    (_P.SYNCING, WeightsSynced): frozenset({_P.COMMITTING}),
+    # Once more where the wish to stop came while the commit was under way, without a checkpoint.
+    (_P.COMMITTING, Committed): frozenset({_P.FETCHING, _P.ROLLING, _P.COMMITTING, _P.DONE}),
+    **{(phase, StopRequested): frozenset({phase}) for phase in Phase},
+    **{(phase, SampleScored): frozenset({phase}) for phase in Phase if phase is not _P.ROLLING},
+}
+"""Where the job may be after an event that it is told in a phase."""
+
+
+class ProtocolError(AssertionError):
+    """The driver sent an event that does not fit the phase: a bug in the driver."""
+
+
+def expect(phase: Phase, event: Event) -> None:
+    """Raise unless the table knows the event in this phase."""
+    if (phase, type(event)) not in TRANSITIONS:
+        raise ProtocolError(f"{type(event).__name__} in phase {phase}")
+
+
+def mermaid() -> str:
+    """The table as a Mermaid state diagram, for the docs. What leaves a phase as it is, is left
+    out."""
+    lines = ["stateDiagram-v2", "    [*] --> new"]
+    for (before, event), following in TRANSITIONS.items():
+        lines += [
+            f"    {before} --> {after}: {event.__name__}"
+            for after in sorted(following)
+            if after is not before
+        ]
+    return "\n".join([*lines, "    done --> [*]"]) + "\n"

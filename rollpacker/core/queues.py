@@ -1,0 +1,159 @@
+"""The prompts that wait for a round, and which round is next.
+
+fresh      fetched for the round that is put together
+tiers      deferred, and to race once more (`tail_batching.tiers`)
+long       deferred, and to be awaited: first in, first out
+
+a long round      as soon as the long queue fills one
+a flush           where an epoch or the run ends: whatever the long queue holds
+a cascade         as soon as a tier's queue fills its race, the last tier first
+fresh prompts     otherwise
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.core.groups import RoundPlan
+from rollpacker.core.ids import PromptId
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.plain import part_of, to_plain
+
+Waiting = tuple[PromptId, int]
+"""A prompt and the attempt that its next launch is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextRound:
+    """What a round is to launch and to bring."""
+
+    kind: RoundKind
+    prompts: tuple[Waiting, ...]
+    num_samples: int
+    """Launched per prompt."""
+    prompts_needed: int
+    """The round is over when so many prompts are done."""
+    defers_to: int = 0
+    """The tier whose queue prompts join that the round defers; beyond the last one: the long
+    queue."""
+
+    def plan(
+        self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
+    ) -> RoundPlan:
+        return RoundPlan(
+            number=number,
+            kind=self.kind,
+            version=version,
+            prompts=self.prompts,
+            num_samples=self.num_samples,
+            samples_needed=config.samples_per_prompt,
+            prompts_needed=self.prompts_needed,
+            # Without overlap no verdict is there before the last response is.
+            race=config.tail_batching.race if config.rewards.overlap else "generated",
+            balance_sources=config.tail_batching.balance_sources,
+            max_retries=config.max_retries,
+            tensor_parallel=tensor_parallel,
+            speculate=self.kind in config.speculate,
+            min_verdicts=config.min_verdicts,
+            defers_to=self.defers_to,
+        )
+
+
+class Queues:
+    def __init__(self, config: JobConfig) -> None:
+        tail = config.tail_batching
+        self.prompts_per_step = config.prompts_per_step
+        self.samples_per_prompt = config.samples_per_prompt
+        self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
+        """Factors of each tier's race."""
+        self.long: deque[Waiting] = deque()
+        self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
+        self.fresh: list[PromptId] = []
+        self.draining = False
+        """The epoch or the run ends: the queues are emptied before anything fresh is fetched."""
+        self.without_races = not tail.enabled
+
+    def __len__(self) -> int:
+        """Deferred prompts, whatever they wait for."""
+        return len(self.long) + sum(map(len, self.tiers))
+
+    def next_round(self, *, ending: bool) -> NextRound | None:
+        """The round that deferred prompts are due for; None: it is the turn of fresh ones.
+        `ending`: the run launches no more fresh prompts."""
+        self.draining = ending or (self.draining and len(self) > 0)
+        if self.draining:
+            for waiting in self.tiers:
+                self.long.extend(waiting)
+                waiting.clear()
+        if len(self.long) >= self.prompts_per_step:
+            return self._awaited(RoundKind.LONG)
+        if self.draining and self.long:
+            return self._awaited(RoundKind.FLUSH)
+        for tier in reversed(range(len(self.tiers))):
+            if len(self.tiers[tier]) >= self.races[tier].num_prompts(self.prompts_per_step):
+                return self._cascade(tier)
+        return None
+
+    def take_fresh(self) -> tuple[Waiting, ...]:
+        """The prompts fetched for the round, for their first attempt."""
+        fresh, self.fresh = self.fresh, []
+        return tuple([(prompt, 0) for prompt in fresh])
+
+    def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
+        """Prompts join the queue of this tier; beyond the last one, the long queue."""
+        (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
+
+    def _awaited(self, kind: RoundKind) -> NextRound:
+        count = min(self.prompts_per_step, len(self.long))
+        return NextRound(
+            kind=kind,
+            prompts=_first(self.long, count),
+            num_samples=self.samples_per_prompt,
+            prompts_needed=count,
+            defers_to=len(self.tiers),
+        )
+
+    def _cascade(self, tier: int) -> NextRound:
+        race = self.races[tier]
+        return NextRound(
+            kind=RoundKind.CASCADE,
+            prompts=_first(self.tiers[tier], race.num_prompts(self.prompts_per_step)),
+            num_samples=race.num_samples(self.samples_per_prompt),
+            prompts_needed=self.prompts_per_step,
+            defers_to=tier + 1,
+        )
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Three entries of the job's state."""
+        return to_plain(
+            _Saved(queue=self.long, tier_queues=list(self.tiers), draining=self.draining)
+        )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From the job's state. Prompts of a tier that the configuration no longer has wait for a
+        long round; where no races are any more, whatever is queued is emptied first, rather than
+        at the end of its epoch."""
+        saved = part_of(_Saved, state)
+        self.long.extend(saved.queue)
+        for tier, waiting in enumerate(saved.tier_queues):
+            self.defer(waiting, tier)
+        self.draining = saved.draining or (self.without_races and len(self) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """The queues in a checkpoint."""
+
+    queue: deque[Waiting]
+    tier_queues: list[deque[Waiting]]
+    draining: bool
+
+
+def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:
+    return tuple([queue.popleft() for _ in range(count)])

@@ -1,0 +1,158 @@
+"""A circuit breaker: while an endpoint is down, callers wait in line instead of knocking on it.
+
+closed --N failures in a row--> open --a success (of a probe, or of a late call)--> closed
+                                  every `probe_every_s` the first in line goes ahead as a probe
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+
+from rollpacker.endpoints.http import one_line
+
+logger = logging.getLogger(__name__)
+
+MAX_REASON = 200
+"""Characters of a failure's reason that are repeated in messages."""
+
+
+class Breaker:
+    """The state of one endpoint. Not for several threads; one event loop at a time.
+
+    Every call that got True from `ready` should end in `succeeded` or `failed`; one that reports
+    nothing (it was cancelled) changes nothing, since probes go out by the clock.
+    """
+
+    def __init__(self, name: str, *, failures: int = 5, probe_every_s: float = 5.0) -> None:
+        """`name` as messages call it, such as "the judge at http://host:8000"; `failures` in a row
+        open the circuit; a probe goes out every `probe_every_s` seconds while it is open."""
+        if failures < 1:
+            raise ValueError(f"failures must be at least 1, not {failures}")
+        if not probe_every_s > 0:
+            raise ValueError(f"probe_every_s must be more than 0, not {probe_every_s}")
+        self.name = name
+        self._limit = failures
+        self._probe_every_s = probe_every_s
+        self._failures = 0
+        self._failing_since = 0.0
+        self._why = ""
+        self._is_open = False
+        self._probe_at = 0.0
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs while somebody waits in line, and is cancelled with the last of them."""
+
+    @property
+    def failing_since(self) -> float | None:
+        """Loop time of the first failure since the last success; None after a success."""
+        return self._failing_since if self._failures else None
+
+    async def ready(self, until: float) -> bool:
+        """True: go ahead (the circuit is closed, or this call is the probe). While it is open, wait
+        in line. False: the loop's time `until` came first."""
+        if not self._is_open:
+            return True
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._line.append(turn)
+        self._set_timer()
+        wait_s = None if math.isinf(until) else max(0.0, until - loop.time())
+        try:
+            await asyncio.wait((turn,), timeout=wait_s)
+        except asyncio.CancelledError:
+            if turn.done() and self._is_open:  # it was the probe; the next in line takes its turn
+                self._probe_at = loop.time()
+                self._set_timer()
+            raise
+        finally:
+            self._leave(turn)
+        return turn.done()
+
+    def succeeded(self) -> None:
+        """A call was answered. Closes the circuit, and lets everybody in line go, in order."""
+        self._failures = 0
+        if not self._is_open:
+            return
+        self._is_open = False
+        logger.warning("%s answers again after %s", self.name, _duration(self._down_s()))
+        while self._line:
+            self._line.popleft().set_result(None)
+        self._stop_timer()
+
+    def failed(self, why: str) -> None:
+        """A call was not answered, or not usefully; `why` in a few words."""
+        now = _now()
+        self._why = _shortened(why)
+        if self._failures == 0:
+            self._failing_since = now
+        self._failures += 1
+        if self._is_open or self._failures < self._limit:
+            return
+        self._is_open = True
+        self._probe_at = now + self._probe_every_s
+        logger.warning(
+            "%s does not answer (%s); trying again every %g s",
+            self.name,
+            self._why,
+            self._probe_every_s,
+        )
+
+    @property
+    def why(self) -> str:
+        """What the last call that failed said."""
+        return self._why
+
+    def outage(self) -> str | None:
+        """The outage in words, with its length and its last reason; None while closed."""
+        if not self._is_open:
+            return None
+        return f"{self.name} has been down for {_duration(self._down_s())} ({self._why})"
+
+    def _down_s(self) -> float:
+        return max(0.0, _now() - self._failing_since)
+
+    def _set_timer(self) -> None:
+        self._stop_timer()
+        if self._line:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._probe_at, self._let_probe_go)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _let_probe_go(self) -> None:
+        self._probe_at = _now() + self._probe_every_s
+        self._line.popleft().set_result(None)
+        self._set_timer()
+
+    def _leave(self, turn: asyncio.Future[None]) -> None:
+        if turn in self._line:
+            self._line.remove(turn)
+            if not self._line:
+                self._stop_timer()
+
+
+def _now() -> float:
+    """The running loop's time; outside of one, the clock that loops go by."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _shortened(text: str) -> str:
+    """What an endpoint said, safe for a terminal."""
+    text = one_line(text)
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

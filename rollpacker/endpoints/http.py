@@ -1,0 +1,109 @@
+"""HTTP with somebody who is not trusted: checked addresses, bounded answers, no redirects."""
+
+from __future__ import annotations
+
+import email.utils
+import importlib
+import ipaddress
+import math
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollpacker.imports import require
+
+MAX_RETRY_AFTER_S = 60.0
+"""However long an endpoint asks to be left alone."""
+
+
+class CompressedAnswer(Exception):
+    """An answer is compressed, which nobody asked for, and is not unfolded."""
+
+
+def http_library(what: str) -> Any:
+    """The module httpx2. Raises `MissingPackageError`; `what` begins its sentence."""
+    require("httpx2", extra="judge", what=what)
+    return importlib.import_module("httpx2")
+
+
+def checked_url(url: str, *, key: str = "url", example: str = "http://localhost:8000/v1") -> str:
+    """The address without a slash at its end. Raises `ValueError` for what is none, and for one
+    that holds more than an address; `key` is what the config calls it."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ValueError(f'{key} "{url}" is no address; write it like {example}.')
+    if parts.username or parts.password:
+        raise ValueError(
+            f"{key} holds a password; put it into an environment variable, and its name into"
+            " token_env."
+        )
+    if parts.query or parts.fragment:
+        raise ValueError(
+            f"{key} must end with its path, such as {example}, without query or fragment."
+        )
+    return url.rstrip("/")
+
+
+def token_from(variable: str | None) -> str | None:
+    """The bearer token in this environment variable; None if none is named. Raises `ValueError` if
+    it is not set, or holds what is no token."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"the environment variable {variable} (token_env) is not set")
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"the environment variable {variable} (token_env) holds no token: a token is one line"
+            " of letters, digits and signs"
+        )
+    return token
+
+
+def is_private(url: str) -> bool:
+    """Whether nobody on the way can read what is sent: TLS, or this machine itself."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        return parts.scheme == "https" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
+    """The body of a streamed answer, and whether that is all of it. Raises `CompressedAnswer`."""
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > max_bytes:
+            return bytes(body[:max_bytes]), False
+    return bytes(body), True
+
+
+def retry_after_s(value: str | None, now: float) -> float | None:
+    """What a `Retry-After` header asks for, in seconds from `now` (Unix time): a number or an HTTP
+    date, at most `MAX_RETRY_AFTER_S`. None for what is neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - now
+        except (ValueError, TypeError, OverflowError, IndexError):
+            return None
+    if math.isnan(seconds):
+        return None
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+
+
+def one_line(text: str) -> str:
+    """What somebody else said, safe for a terminal: one line of printable characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

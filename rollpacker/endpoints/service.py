@@ -1,0 +1,101 @@
+"""A service as its callers know it: up, busy or down, and how long they wait for it.
+
+ready -> the breaker is closed, nobody asked for a pause -> one attempt -> succeeded, or failed
+   ^                                                                            |
+   +---------------------- pause, longer each time -----------------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+
+from rollpacker.endpoints.breaker import Breaker
+
+Probe = Callable[[], Awaitable[bool]]
+"""Asks the simplest thing there is, and tells whether it was answered."""
+
+
+class Service:
+    """What all callers of one address have learnt of it. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        outage_s: float,
+        failures: int = 5,
+        probe_every_s: float = 5.0,
+        first_pause_s: float = 0.5,
+        max_pause_s: float = 30.0,
+    ) -> None:
+        """`name` as messages call it. `outage_s`: so long callers wait for a service that is down
+        or busy. `failures`, `probe_every_s`: see `Breaker`. The pause after a failure begins with
+        `first_pause_s` and doubles up to `max_pause_s`."""
+        self.name = name
+        self.outage_s = outage_s
+        self.breaker = Breaker(name, failures=failures, probe_every_s=probe_every_s)
+        self.waited_s = 0.0
+        """Seconds that callers waited, in all."""
+        self._probe_every_s = probe_every_s
+        self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
+        self._not_before = 0.0
+        self._random = random.Random(os.urandom(8))
+
+    def outage(self) -> str | None:
+        """The outage in words; None while there is none."""
+        return self.breaker.outage()
+
+    async def ready(self, started: float, probe: Probe | None = None) -> bool:
+        """Wait while the service is down or wants to be left alone. False: for too long.
+
+        `started` is the loop's time when the caller began. The first to go ahead while the service
+        is down goes as a probe: with `probe` it finds out by that, without by its own attempt.
+        """
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        try:
+            while True:
+                was_down = self.outage() is not None
+                if not await self.breaker.ready(self._until(started)):
+                    return False
+                while (pause_s := self._not_before - loop.time()) > 0:
+                    if self._not_before > self._until(started):
+                        return False
+                    await asyncio.sleep(pause_s)
+                if probe is None or not was_down or self.outage() is None:
+                    return loop.time() < self._until(started)
+                if await probe():
+                    self.succeeded()
+        finally:
+            self.waited_s += loop.time() - since
+
+    def _until(self, started: float) -> float:
+        """When the outage has lasted too long. A newcomer may wait for one probe all the same, or
+        nobody would see the service return."""
+        since = self.breaker.failing_since
+        if since is None:
+            return started + self.outage_s
+        newcomer = started + min(2 * self._probe_every_s, self.outage_s)
+        return max(since + self.outage_s, newcomer)
+
+    def succeeded(self) -> None:
+        """An attempt was answered."""
+        self.breaker.succeeded()
+
+    def failed(self, why: str, *, after_s: float | None = None) -> None:
+        """An attempt was not answered; `after_s`: for so long it asks to be left alone."""
+        self.breaker.failed(why)
+        if after_s is not None:
+            now = asyncio.get_running_loop().time()
+            self._not_before = max(self._not_before, now + after_s)
+
+    async def pause(self, num_failed: int) -> None:
+        """Wait before the next attempt of a request that failed `num_failed` times. A random share
+        of it is left out, so that callers do not come back all at once."""
+        longest_s = min(self._first_pause_s * 2 ** min(num_failed - 1, 10), self._max_pause_s)
+        pause_s = self._random.uniform(0.5, 1.0) * longest_s
+        self.waited_s += pause_s
+        await asyncio.sleep(pause_s)

@@ -1,0 +1,172 @@
+"""Starts a process, says whether it runs, is stopped or has ended, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollpacker.processes import guardian
+
+_MAX_SIGNAL = 64
+END_S = 2.0
+"""A process that was told to end is waited for so long, then ended by force."""
+
+
+class Child:
+    """A process that this one has started. It ends when this object does, at the latest.
+
+    The methods may be called from any thread.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str, lifeline: int = -1) -> None:
+        """If `process` is a guardian, `lifeline` is our end of the pipe that keeps it."""
+        self.name = name
+        self.pid = process.pid
+        """The process that does the work. The owner sets it once it knows of a descendant that
+        does."""
+        self.process = process
+        self._lifeline = lifeline
+        self._close = weakref.finalize(self, _close, process, lifeline, os.getpid())
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        name: str,
+        *,
+        guarded: bool,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        output: int | None = None,
+    ) -> Child:
+        """Start `command` in a session of its own, so that a Ctrl-C is for this process alone.
+
+        A guarded child gets a guardian, which ends it and all that it started when told to and when
+        this process is gone; any other child must see to that itself. It prints to the descriptor
+        `output`. Raises `OSError`.
+        """
+        theirs, ours = os.pipe() if guarded else (-1, -1)
+        prefix = [sys.executable, "-ISB", guardian.__file__, str(theirs)] if guarded else []
+        try:
+            process = subprocess.Popen(
+                [*prefix, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(*pass_fds, theirs) if guarded else pass_fds,
+                start_new_session=True,
+                env=env,
+                cwd=cwd,
+            )
+        except BaseException:
+            _close_fd(ours)
+            raise
+        finally:
+            _close_fd(theirs)
+        return cls(process, name, ours)
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) or a debugger holds it. False where the system does not
+        tell."""
+        return state(self.pid) in ("T", "t")
+
+    def how_ended(self, wait_s: float = 0.0) -> str | None:
+        """Say in words how it ended, or None if it has not ended within `wait_s`."""
+        try:
+            code = self.process.wait(timeout=wait_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._lifeline >= 0 and 128 < code <= 128 + _MAX_SIGNAL:
+            code = 128 - code
+        if code >= 0:
+            return f"exit status {code}"
+        try:
+            return f"signal {-code}, {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+
+    def kill(self) -> None:
+        """Have it ended; with a guardian, its children too. `how_ended` says when they are gone."""
+        if self._close.alive:
+            _kill(self.process, self._lifeline)
+
+    async def gone(self, within_s: float = END_S) -> str | None:
+        """Wait for its end in an event loop, and say how it ended. It is ended by force if it takes
+        longer than `within_s`."""
+        until = time.monotonic() + within_s
+        while (how := self.how_ended()) is None and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+        self.kill_by_force()
+        return how
+
+    def kill_by_force(self) -> None:
+        """End what a guardian has left that is stopped or was killed."""
+        if self.pid != self.process.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
+
+    def close(self) -> None:
+        """End it and wait for that, up to `END_S`. Idempotent."""
+        self._close()
+
+
+def _close(process: subprocess.Popen[bytes], lifeline: int, owner: int) -> None:
+    if os.getpid() == owner:  # not in a child that was forked
+        if process.poll() is None:
+            _kill(process, lifeline)
+        try:
+            process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    _close_fd(lifeline)
+
+
+def _kill(process: subprocess.Popen[bytes], lifeline: int) -> None:
+    with contextlib.suppress(OSError):
+        if lifeline >= 0:
+            os.write(lifeline, b"x")
+        else:
+            process.kill()
+
+
+def _close_fd(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (ended), or "" if there is no
+    such process."""
+    return (_stat(pid) or [""])[0]
+
+
+def children(pid: int) -> list[int]:
+    """Return the numbers of the processes that this one has started and that are still there."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:  # gone, or a kernel without that file
+        numbers = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        return sorted(number for number in numbers if _stat(number)[1:2] == [str(pid)])
+    return [int(word) for word in text.split()]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name. The first two are state and parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

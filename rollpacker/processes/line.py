@@ -1,0 +1,168 @@
+"""A line to another process carries messages both ways over one socket.
+
+A thread uses `send`, `read` and `receive`, which block. An event loop uses `attach` and `post`,
+which do not. A line is used in one of the two ways at a time.
+This module imports little, since every child does that has a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from rollpacker.processes.frames import MAX_BYTES, Frames, Message, packed
+
+if TYPE_CHECKING:
+    import asyncio
+
+_CHUNK = 1 << 16
+
+
+class LineEnded(Exception):
+    """The other side hung up, is gone, or sent what is no message."""
+
+
+class Line:
+    """One side of a line."""
+
+    def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
+        self.frames = Frames(max_bytes)
+        self._connection = connection
+        self._heard: deque[Message] = deque()
+        self._unsent = bytearray()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def pair(cls) -> tuple[Line, socket.socket]:
+        """Return this process's side, and the socket of the other side for a child to inherit."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    @classmethod
+    def inherited(cls, fd: int) -> Line:
+        """Return a child's side. Programs that the child starts do not get it."""
+        os.set_inheritable(fd, False)
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    # -- from a thread --------------------------------------------------------------------
+
+    def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Send a message, and wait until all of it is on its way. Raises `LineEnded`."""
+        try:
+            self._connection.sendall(packed(kind, number, payload))
+        except OSError as error:
+            raise LineEnded(str(error)) from None
+
+    def read(self) -> list[Message]:
+        """Wait for some bytes and return the messages that are complete now. Raises `LineEnded`."""
+        try:
+            data = self._connection.recv(_CHUNK)
+            messages = self.frames.feed(data)
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError) as error:
+            raise LineEnded(str(error)) from None
+        if not data:
+            raise LineEnded("it hung up")
+        return messages
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """Return the next message. Raises `LineEnded`, and `TimeoutError` if none is complete in
+        time."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._heard:
+            if until is not None and not ready([self], until - time.monotonic()):
+                raise TimeoutError
+            self._heard += self.read()
+        return self._heard.popleft()
+
+    # -- in an event loop -----------------------------------------------------------------
+
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        heard: Callable[[Message], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """Call `heard` with each message in this loop, and `ended` once when the line has ended. A
+        `ValueError` that `heard` raises ends the line."""
+        self._connection.setblocking(False)
+        self._loop = loop
+
+        def readable() -> None:
+            try:
+                for message in self.read():
+                    heard(message)
+            except (LineEnded, ValueError):
+                self.detach()
+                ended()
+
+        while self._heard:
+            heard(self._heard.popleft())
+        loop.add_reader(self.fileno(), readable)
+
+    def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Send a message without waiting. After the end of the line it does nothing."""
+        self._unsent += packed(kind, number, payload)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._loop is None:
+            self._unsent.clear()
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self.fileno(), self._flush)
+            return
+        except OSError:
+            self._unsent.clear()
+        self._loop.remove_writer(self.fileno())
+
+    def detach(self) -> None:
+        """Stop calling the loop. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self.fileno())
+            loop.remove_writer(self.fileno())
+
+    # -- the end --------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """End the line for both sides; a thread of ours that waits for a message sees it.
+        Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this side. Idempotent."""
+        self.detach()
+        self._connection.close()
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+Readable = TypeVar("Readable", bound=HasFileno)
+
+
+def ready(those: Iterable[Readable], timeout_s: float | None) -> list[Readable]:
+    """Wait until some of them can be read without waiting, and return these; none after the
+    time."""
+    by_fd = {one.fileno(): one for one in those}
+    poll = select.poll()  # `select.select` knows descriptors below 1,024 only
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    wait_ms = None if timeout_s is None else max(timeout_s, 0) * 1000
+    return [by_fd[fd] for fd, _ in poll.poll(wait_ms)]

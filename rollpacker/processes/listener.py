@@ -1,0 +1,126 @@
+"""Lines to processes that are not this one's children. They knock at a port and show a token.
+
+Whoever knocks has `KNOCK_S` to say it in a message of at most `MAX_HELLO_BYTES`, and is turned away
+otherwise. Nobody else waits for a stranger meanwhile, and what one sends is never more than bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from rollpacker.processes.frames import MAX_BYTES, Message
+from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
+
+KNOCK_S = 10.0
+"""How long a connection may take to say hello."""
+MAX_HELLO_BYTES = 4096
+MAX_KNOCKING = 64
+"""So many connections may be open that have not said hello. One more ends the oldest."""
+HELLO = 0
+_TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Knock:
+    line: Line
+    until: float
+    """The time on the monotonic clock at which it is turned away."""
+
+
+class Listener:
+    """An open port. One thread at a time uses it; an event loop lends it one
+    (`asyncio.to_thread`)."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on any free port of this one address. Raises `OSError`."""
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self._socket = socket.socket(family, kind, protocol)
+        self._socket.bind(address)
+        self._socket.listen(128)
+        self._socket.setblocking(False)
+        self.host: str = self._socket.getsockname()[0]
+        self.port: int = self._socket.getsockname()[1]
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        """The secret that `connect` must be given."""
+        self._knocks: list[_Knock] = []
+
+    def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
+        """Wait for one or more that say hello with the right token. Returns their lines and what
+        else they said, or nothing after `within_s`."""
+        until = time.monotonic() + within_s
+        found: list[tuple[Line, bytes]] = []
+        while not found:
+            now = time.monotonic()
+            for late in [knock for knock in self._knocks if knock.until < now]:
+                self._forget(late)
+            if now > until:
+                break
+            waiting: list[HasFileno] = [self._socket, *(knock.line for knock in self._knocks)]
+            next_s = min([until, *(knock.until for knock in self._knocks)]) - now
+            readable = ready(waiting, next_s)
+            for knock in [knock for knock in self._knocks if knock.line in readable]:
+                hello = self._hello(knock)
+                if hello is not None:
+                    found.append((knock.line, hello))
+            if self._socket in readable:
+                self._open()
+        return found
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):  # whoever knocked may be gone already
+            connection, _ = self._socket.accept()
+            connection.setblocking(True)
+            line = Line(_watched(connection), max_bytes=MAX_HELLO_BYTES)
+            self._knocks.append(_Knock(line, time.monotonic() + KNOCK_S))
+        if len(self._knocks) > MAX_KNOCKING:
+            self._forget(self._knocks[0])
+
+    def _hello(self, knock: _Knock) -> bytes | None:
+        """Return what it says after the token, or None if that is not complete or not right."""
+        try:
+            messages = knock.line.read()
+        except LineEnded:
+            self._forget(knock)
+            return None
+        if not messages:
+            return None
+        said = messages[0]
+        if len(messages) > 1 or not self._is_known(said):
+            self._forget(knock)
+            return None
+        self._knocks.remove(knock)
+        knock.line.frames.max_bytes = MAX_BYTES
+        return said.payload[_TOKEN_BYTES:]
+
+    def _is_known(self, said: Message) -> bool:
+        return said.kind == HELLO and hmac.compare_digest(said.payload[:_TOKEN_BYTES], self.token)
+
+    def _forget(self, knock: _Knock) -> None:
+        self._knocks.remove(knock)
+        knock.line.close()
+
+    def close(self) -> None:
+        """Close the port, and the lines to those that have not said hello. Idempotent."""
+        self._socket.close()
+        while self._knocks:
+            self._forget(self._knocks[0])
+
+
+def connect(host: str, port: int, token: bytes, hello: bytes) -> Line:
+    """Return a line to whoever listens there. Raises `OSError` and `LineEnded`."""
+    line = Line(_watched(socket.create_connection((host, port))))
+    line.send(HELLO, payload=token + hello)
+    return line
+
+
+def _watched(connection: socket.socket) -> socket.socket:
+    """Let the kernel find out that the other machine is gone without a word (keep-alive)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection

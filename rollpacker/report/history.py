@@ -1,0 +1,324 @@
+"""What happened, step by step: the one place that interprets the event log.
+
+    events, commands, notes, sessions  ->  History.feed  ->  a StepHistory at every commit
+
+Whatever tells of a run (seconds, metrics, summary, trace, timeline, fit, what-if, a simulation's
+result) is a function of these records. An event or command that changes them has its `case` here
+and nowhere else in `report`; what has none tells nothing of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rollpacker.core.commands import (
+    Command,
+    Commit,
+    Defer,
+    Drop,
+    Finish,
+    Launch,
+    Score,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    Event,
+    PromptsFetched,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.report.step_history import (
+    End,
+    Outcome,
+    Phase,
+    RoundHistory,
+    SampleHistory,
+    StepHistory,
+    Verdict,
+)
+
+RUN_PHASES = ("rollout", "reward_wait", "training", "sync", "checkpoint", "controller")
+"""What a run can be doing. "controller" is whatever has no other name."""
+
+
+class History:
+    """Feed it a log's entries, live or from a file; it answers with a `StepHistory` whenever a step
+    is committed. `feed` is O(1) but at a launch and at a step's end, where it is linear in the
+    step's samples.
+
+    What is known before a commit can be read at any time: `step` is the one under way, `phase` what
+    the run is doing (`RUN_PHASES`), `live` what the engine has, `queue` the prompts that wait for a
+    long round or another race. Where a session begins anew without the step before, `step` is
+    replaced by another one and what it held is gone, as it is for the run."""
+
+    def __init__(self) -> None:
+        self.step = StepHistory()
+        self.last_step = 0
+        """The last one committed."""
+        self.phase = "controller"
+        self.live: set[SampleId] = set()
+        self.queue: set[PromptId] = set()
+        self.num_sessions = 0
+        self.marks: set[str] = set()
+        """Of all sessions so far."""
+        self.evaluations: dict[int, Mapping[str, float]] = {}
+        """By the step that they came after."""
+        self.finished: str | None = None
+        """Why the run is over; None: it is not, or was killed."""
+        self._phase_s = 0.0
+        self._emptied_s: float | None = None
+        """The event at hand ended the last live sample of a round."""
+        self._num_streaming = 0
+        """Groups whose gradients are being accumulated while the round goes on."""
+        self._is_committing = False
+        self._checks: dict[SampleId, tuple[float, float]] = {}
+        """Under way: when they were asked for, and how long they were queued before."""
+
+    @property
+    def session(self) -> Session | None:
+        """The one at hand."""
+        return self.step.session
+
+    def feed(self, entry: Entry) -> StepHistory | None:
+        if isinstance(entry, Record):
+            return self.take(entry.time_s, entry.event, entry.commands)
+        if isinstance(entry, Note):
+            self._note(entry)
+        else:
+            self._begin_session(entry)
+        return None
+
+    def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
+        """The same for an event and the core's answer, for those who keep no `Record`."""
+        done = self._event(event, now)
+        for command in commands:
+            self._command(command, now)
+        if self._emptied_s is not None:
+            self._end_round()
+        return done
+
+    # -- around the core -----------------------------------------------------------------
+
+    def _begin_session(self, session: Session) -> None:
+        self.num_sessions += 1
+        self.marks.update(session.marks)
+        self._checks.clear()
+        if self._is_committing:
+            self.step.session, self.step.turns.commit_s = session, None
+            return
+        # Whatever was in flight in the session before is launched again by the `Committed` that
+        # follows.
+        self.step = StepHistory(start_s=session.time_s, session=session)
+        self.live.clear()
+        self._num_streaming = 0
+        self.phase = "controller"
+
+    def _note(self, note: Note) -> None:
+        self.step.notes.append(note)
+        if note.name != "gradients":
+            self.step.phases.append(Phase(note.name, note.time_s - note.seconds, note.time_s))
+            if note.name == "evaluation" and note.metrics:
+                self.evaluations[note.step] = note.metrics
+            return
+        self._num_streaming = max(0, self._num_streaming - int(note.metrics.get("groups", 0)))
+        if self.phase == "training" and not self._num_streaming and self.step.train_on is None:
+            self._turn("reward_wait", note.time_s)
+
+    # -- events --------------------------------------------------------------------------
+
+    def _event(self, event: Event, now: float) -> StepHistory | None:
+        match event:
+            case SampleScored():
+                self._scored(event, now)
+            case SampleGenerated():
+                end = End.AT_LIMIT if event.finish_reason == "length" else End.FINISHED
+                sample = self._end_sample(event.sample, end, now)
+                sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+            case SampleAborted():
+                sample = self._end_sample(event.sample, End.STOPPED, now)
+                sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+                sample.outcome = Outcome.SURPLUS
+            case SampleFailed():
+                self._end_sample(event.sample, End.FAILED, now).outcome = Outcome.FAILED
+            case PromptsFetched():
+                # Fetched and never launched in a step of its own means: joined the long queue at an
+                # epoch's end.
+                self.queue.update(event.prompts)
+                self.step.prompts.fetched += event.prompts
+            case Trained():
+                self.step.trainer = event.metrics
+                self.step.turns.trained_s = now
+                self._turn("controller", now)
+            case WeightsSynced():
+                self.step.turns.synced_s = now
+                self._turn("controller", now)
+            case Committed():
+                return self._commit(event, now)
+            case _:
+                pass
+        return None
+
+    def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
+        step = self.step
+        found = step.samples.get(sample)
+        if found is None:  # lines are missing
+            found = step.samples[sample] = SampleHistory(sample, now)
+        found.end_s, found.end = now, end
+        live = self.live
+        if sample not in live:
+            return found
+        live.remove(sample)
+        round_ = step.rounds[-1]
+        if end is End.FAILED:
+            round_.is_irregular = True
+        else:
+            round_.ends.append(found)
+        if not live:
+            self._emptied_s = now
+            if self.phase == "rollout":
+                self._turn("training" if self._num_streaming else "reward_wait", now)
+        return found
+
+    def _end_round(self) -> None:
+        """The engine is empty, and the answer to the event that left it so launches no more."""
+        if self._emptied_s is not None:
+            self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
+
+    def _scored(self, event: SampleScored, now: float) -> None:
+        asked_s, queue_s = self._checks.pop(event.sample, (None, 0.0))
+        verdict = Verdict(event, now, asked_s, queue_s)
+        self.step.checks.verdicts.append(verdict)
+        sample = self.step.samples.get(event.sample)
+        if sample is not None:
+            sample.verdict = verdict
+
+    def _commit(self, event: Committed, now: float) -> StepHistory | None:
+        self._is_committing = False
+        self._turn("controller", now)
+        if event.step <= self.last_step:
+            # A resumed run is given its last `Committed` again.
+            self.step.turns.committed_before_s = now
+            return None
+        done = self.step
+        self.step = StepHistory(start_s=now, session=done.session)
+        self.step.turns.committed_before_s = now
+        done.step, done.end_s, done.checkpointed = event.step, now, event.checkpointed
+        done.prompts.long_queue = len(self.queue)
+        self.last_step = event.step
+        self.live.clear()
+        self._num_streaming = 0
+        _settle(done)
+        return done
+
+    # -- commands ------------------------------------------------------------------------
+
+    def _command(self, command: Command, now: float) -> None:
+        step = self.step
+        match command:
+            case Score():
+                self._ask(command, now)
+            case Launch():
+                self._launch(command, now)
+            case Defer():
+                step.prompts.deferred.update(command.prompts)
+                self.queue.update(command.prompts)
+            case Drop():
+                step.prompts.dropped[command.reason] += 1
+                self.queue.discard(command.prompt)
+            case StartGradients():
+                step.streamed += command.groups
+                self._num_streaming += len(command.groups)
+                if self.phase == "reward_wait":
+                    self._turn("training", now)
+            case TrainOn():
+                step.train_on, step.turns.train_on_s = command, now
+                self._num_streaming = 0
+                self._turn("training", now)
+            case SyncWeights():
+                self._turn("sync", now)
+            case Commit():
+                self._is_committing = True
+                step.turns.commit_s = now
+                self._turn("checkpoint", now)
+            case Finish():
+                self.finished = command.reason
+            case _:
+                pass
+
+    def _ask(self, command: Score, now: float) -> None:
+        self.step.checks.asked.append(command)
+        queue_s = 0.0
+        if not command.retry:
+            sample = self.step.samples.get(command.sample)
+            if sample is not None and sample.end_s is not None:
+                queue_s = max(0.0, now - sample.end_s)
+        self._checks[command.sample] = (now, queue_s)
+
+    def _launch(self, command: Launch, now: float) -> None:
+        step, samples = self.step, command.samples
+        goes_on = self.live or self._emptied_s is not None
+        if goes_on and step.rounds[-1].number == command.round:
+            round_ = step.rounds[-1]
+            round_.is_irregular = True
+            round_.samples += samples
+        else:
+            self.live.clear()  # if something is left, lines are missing: its end was never logged
+            self._end_round()
+            round_ = RoundHistory(
+                number=command.round,
+                kind=command.kind,
+                version=command.version,
+                tensor_parallel=command.tensor_parallel,
+                samples=samples,
+                start_s=now,
+                slots=None if step.session is None else step.session.slots,
+            )
+            step.rounds.append(round_)
+        known = step.samples
+        for sample in samples:
+            known[sample] = SampleHistory(sample, now)
+        self.queue.difference_update({sample.prompt for sample in samples})
+        self.live.update(samples)
+        self._emptied_s = None
+        round_.peak_live = max(round_.peak_live, len(self.live))
+        self._turn("rollout", now)
+
+    def _turn(self, phase: str, now: float) -> None:
+        """End the phase at hand and begin another."""
+        was = self.phase
+        if was != "rollout" and was != "controller" and now > self._phase_s:
+            self.step.phases.append(Phase(was, self._phase_s, now))
+        self.phase, self._phase_s = phase, now
+
+
+def _settle(step: StepHistory) -> None:
+    """What became of every sample is known when the step is committed."""
+    trained = {sample for group in step.groups for sample in group}
+    deferred = step.prompts.deferred
+    for sample in step.samples.values():
+        if sample.sample in trained:
+            sample.outcome = Outcome.TRAINED
+        elif sample.end is not End.FAILED and sample.sample.prompt in deferred:
+            sample.outcome = Outcome.DEFERRED
+
+
+def iterate_steps(entries: Iterable[Entry], *, unfinished: bool = False) -> Iterator[StepHistory]:
+    """The committed steps of a log, one at a time. `unfinished`: those as well that a session left
+    without a commit, with step number 0, and at last the one that the log ends in."""
+    history = History()
+    for entry in entries:
+        step = history.step
+        done = history.feed(entry)
+        if done is not None or (unfinished and history.step is not step):
+            yield step
+    if unfinished:
+        yield history.step

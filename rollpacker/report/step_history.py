@@ -1,0 +1,215 @@
+"""What one step's record holds: rounds, samples with their ends and verdicts, phases, prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollpacker.core.commands import RoundKind, Score, TrainOn
+from rollpacker.core.events import SampleScored
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import Note, Session
+
+
+class End(StrEnum):
+    """How the engine let go of a sample."""
+
+    FINISHED = "finished"
+    AT_LIMIT = "finished at the length limit"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Outcome(StrEnum):
+    """What became of a sample."""
+
+    TRAINED = "trained on"
+    SURPLUS = "surplus, stopped"
+    DEFERRED = "prompt deferred"
+    UNUSED = "finished, not used"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """One answer of a reward. A check that was asked for again has several."""
+
+    event: SampleScored
+    time_s: float
+    asked_s: float | None
+    """When the check was asked for; None if no process that still lives asked for it."""
+    queue_s: float
+    """From the end of the response to the first asking."""
+
+
+@dataclass(slots=True)
+class SampleHistory:
+    """One launched sample. A sample that ends without a launch in the log starts where it ends."""
+
+    sample: SampleId
+    start_s: float
+    end_s: float | None = None
+    end: End | None = None
+    """None while it is being generated."""
+    num_tokens: int = 0
+    preemptions: int = 0
+    verdict: Verdict | None = None
+    """The last one."""
+    outcome: Outcome = Outcome.UNUSED
+    """Final once the step is committed."""
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.verdict is None else self.verdict.event.value
+
+    @property
+    def is_finished(self) -> bool:
+        """It is a whole response, possibly cut at the length limit."""
+        return self.end is End.FINISHED or self.end is End.AT_LIMIT
+
+
+@dataclass(slots=True)
+class RoundHistory:
+    """One rollout."""
+
+    number: int
+    kind: RoundKind
+    version: int
+    """Of the weights that its samples come from."""
+    tensor_parallel: int
+    samples: tuple[SampleId, ...]
+    start_s: float
+    slots: int | None
+    """Of the engine, as the session told."""
+    end_s: float | None = None
+    """When the last of the samples ended or failed; None: some have not, as far as the log says."""
+    ends: list[SampleHistory] = field(default_factory=list)
+    """In the order in which they finished or were stopped; those that failed are not here."""
+    is_irregular: bool = False
+    """A sample failed, or was launched once more in the same round."""
+    peak_live: int = 0
+    """Samples that were live at once, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, or a note's
+    name (evaluation, startup)."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Turns:
+    """When a step passed from one stage to the next. None: it did not, as far as the log says."""
+
+    committed_before_s: float | None = None
+    """The commit of the step before, if it was in the same session."""
+    train_on_s: float | None = None
+    trained_s: float | None = None
+    synced_s: float | None = None
+    commit_s: float | None = None
+    """The `Commit` command; None as well if another session took the run up before the answer."""
+
+
+@dataclass(slots=True)
+class StepPrompts:
+    """What became of prompts in a step, besides training."""
+
+    fetched: list[PromptId] = field(default_factory=list)
+    deferred: set[PromptId] = field(default_factory=set)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """How many, by reason."""
+    long_queue: int = 0
+    """How many waited for a long round, or for another race, when the step was committed."""
+
+
+@dataclass(slots=True)
+class StepChecks:
+    """The checks that began in a step and those that ended in it: not always the same ones."""
+
+    asked: list[Score] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepHistory:
+    """One optimizer step and the rounds that fed it. Times are seconds since the run began."""
+
+    start_s: float = 0.0
+    """The commit of the step before, or the begin of the session."""
+    step: int = 0
+    """0 until it is committed."""
+    end_s: float = 0.0
+    checkpointed: bool = False
+    session: Session | None = None
+    """The one at hand, or that committed it."""
+    rounds: list[RoundHistory] = field(default_factory=list)
+    samples: dict[SampleId, SampleHistory] = field(default_factory=dict)
+    """In launch order."""
+    prompts: StepPrompts = field(default_factory=StepPrompts)
+    checks: StepChecks = field(default_factory=StepChecks)
+    streamed: list[tuple[SampleId, ...]] = field(default_factory=list)
+    """Groups whose gradients were asked for before the step was due."""
+    train_on: TrainOn | None = None
+    trainer: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the optimizer step."""
+    turns: Turns = field(default_factory=Turns)
+    phases: list[Phase] = field(default_factory=list)
+    """In the order in which they ended."""
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def kind(self) -> RoundKind | None:
+        """Of the first round: rounds that refill a step are of other kinds."""
+        return self.rounds[0].kind if self.rounds else None
+
+    @property
+    def version(self) -> int:
+        return self.rounds[-1].version if self.rounds else 0
+
+    @property
+    def groups(self) -> Sequence[tuple[SampleId, ...]]:
+        """That the step was trained on."""
+        return () if self.train_on is None else self.train_on.groups
+
+    @property
+    def num_launched(self) -> int:
+        """Samples."""
+        return sum(len(round_.samples) for round_ in self.rounds)
+
+    @property
+    def num_streamed(self) -> int:
+        """Samples."""
+        return sum(map(len, self.streamed))
+
+    @property
+    def peak_live(self) -> int:
+        return max((round_.peak_live for round_ in self.rounds), default=0)
+
+    @property
+    def rollout_start_s(self) -> float | None:
+        return self.rounds[0].start_s if self.rounds else None
+
+    @property
+    def rollout_end_s(self) -> float | None:
+        """When nothing was left in the engine for the last time."""
+        ends = [round_.end_s for round_ in self.rounds if round_.end_s is not None]
+        return ends[-1] if ends else None
+
+    def trained_samples(self) -> list[SampleHistory]:
+        """In the order of training, without those whose end is not in the log."""
+        known = (self.samples.get(sample) for group in self.groups for sample in group)
+        return [sample for sample in known if sample is not None and sample.is_finished]
+
+    def ends(self) -> list[SampleHistory]:
+        """Samples that finished or were stopped, in that order; first those without a launch."""
+        in_rounds = [end for round_ in self.rounds for end in round_.ends]
+        known = {end.sample for end in in_rounds}
+        ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
+        others = [s for s in self.samples.values() if s.end in ended and s.sample not in known]
+        return others + in_rounds

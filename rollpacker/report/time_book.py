@@ -1,0 +1,123 @@
+"""Where a run's seconds went. Every second between the first and the last entry of a log belongs to
+exactly one cause, so the causes add up to the wall time."""
+
+from __future__ import annotations
+
+from rollpacker.core.records import Entry, Note, Record, Session
+
+CAUSES: dict[str, str] = {
+    "decode": "slots that were generating",
+    "tail_idle": "slots empty while the rest of the round finished",
+    "reward_wait": "nothing left to generate, verdicts still out",
+    "training": "gradients and the optimizer step, also in waits",
+    "sync": "new weights on their way to the engine",
+    "checkpoint": "making the step durable",
+    "controller": "decisions, fetching prompts, gaps",
+    "evaluation": "held-out evaluation",
+    "startup": "loading before the first event",
+}
+"""Every cause of time, with what it means."""
+
+STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in ("evaluation", "startup"))
+
+
+class TimeBook:
+    """Books time to causes, from what the history says the run was doing when it passed.
+
+    With live(t) the samples in the engine and peak the most there were at once in the step, decode
+    is the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
+    "slots empty while the rest of the round finished". `slots` caps both where an engine has fewer
+    slots than samples. What the controller spent on a record (`cost_s`) is taken out of the
+    interval that follows it and booked under controller, and so is whatever has no other name. A
+    note's span goes to evaluation or startup."""
+
+    def __init__(self, slots: int | None) -> None:
+        self.slots = slots
+        """Of the session at hand, if its log says so; else as given."""
+        self._given_slots = slots
+        self.start_s: float | None = None
+        self.now_s = 0.0
+        self.totals = dict.fromkeys(CAUSES, 0.0)
+        """Seconds by cause of the committed steps; `seconds` has the rest as well."""
+        self._owed_s = 0.0
+        self._open = dict.fromkeys(CAUSES, 0.0)
+        self._rollout_s = 0.0
+        self._live_s = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first entry to the last."""
+        return 0.0 if self.start_s is None else self.now_s - self.start_s
+
+    def advance(self, entry: Entry, phase: str, num_live: int) -> None:
+        """Book the time up to this entry, in which the run was in `phase`."""
+        if isinstance(entry, Record):
+            self._advance(entry.time_s, phase, num_live)
+            if entry.cost_s > 0.0:
+                self._owed_s += entry.cost_s
+        elif isinstance(entry, Note):
+            if self.start_s is None:
+                self.start_s = self.now_s = entry.time_s - entry.seconds
+            # Gradients are a phase of the run, not a span beside it.
+            span_s = 0.0 if entry.name == "gradients" else entry.seconds
+            cause = entry.name if entry.name in ("evaluation", "startup") else "controller"
+            self._advance(entry.time_s, phase, num_live, cause=cause, span_s=span_s)
+        else:
+            self._advance(entry.time_s, phase, num_live)
+            self._owed_s = 0.0
+
+    def begin_session(self, session: Session) -> None:
+        self.slots = self._given_slots if session.slots is None else session.slots
+
+    def close_step(self, peak_live: int) -> dict[str, float]:
+        """Seconds by cause since the last committed step."""
+        seconds = self._seconds_so_far(peak_live)
+        for cause, value in seconds.items():
+            self.totals[cause] += value
+        self._open = dict.fromkeys(CAUSES, 0.0)
+        self._rollout_s = self._live_s = 0.0
+        return seconds
+
+    def abandon_step(self, peak_live: int) -> None:
+        """The step will be begun anew; the next one has its seconds as well."""
+        self._open = self._seconds_so_far(peak_live)
+        self._rollout_s = self._live_s = 0.0
+
+    def seconds(self, peak_live: int) -> dict[str, float]:
+        """Seconds by cause up to the last entry; they add up to `wall_s`."""
+        so_far = self._seconds_so_far(peak_live)
+        return {cause: self.totals[cause] + so_far[cause] for cause in CAUSES}
+
+    def _advance(
+        self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
+    ) -> None:
+        """First a note's span, then what the controller owes, then the phase."""
+        if self.start_s is None:
+            self.start_s = self.now_s = time_s
+        rest = time_s - self.now_s
+        if rest <= 0.0:
+            return
+        self.now_s = time_s
+        if span_s > 0.0:
+            span_s = min(span_s, rest)
+            self._open[cause] += span_s
+            rest -= span_s
+        if self._owed_s > 0.0:
+            own = min(self._owed_s, rest)
+            self._owed_s -= own
+            self._open["controller"] += own
+            rest -= own
+        if phase == "rollout":
+            self._rollout_s += rest
+            self._live_s += rest * (num_live if self.slots is None else min(num_live, self.slots))
+        else:
+            self._open[phase] += rest
+
+    def _seconds_so_far(self, peak_live: int) -> dict[str, float]:
+        seconds = dict(self._open)
+        peak = peak_live if self.slots is None else min(peak_live, self.slots)
+        # The integral can top the interval by a rounding error.
+        decode = min(self._live_s / peak, self._rollout_s) if peak else self._rollout_s
+        seconds["decode"] += decode
+        seconds["tail_idle"] += self._rollout_s - decode
+        return seconds

@@ -1,0 +1,302 @@
+"""Rewards from plain functions: called in worker processes, judged by what they return.
+
+A function gets only what its signature takes. None means "not applicable"; whatever goes wrong
+means "no verdict" for the samples it hits, with a reason that names function and cause. Neither is
+ever a zero. This process does not even import the function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import difflib
+import logging
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.processes.output import OutputQuota
+from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.rewards.functions.returned import Value, shortened
+from rollpacker.rewards.functions.shapes import Binding, Signature
+from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerLost
+from rollpacker.rewards.functions.worker_pool import WorkerPool
+from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[Sequence[Mapping[str, Any]]], None]
+_MAX_REASON = 400
+"""The most characters of a reason. What the worker quotes in it is shorter."""
+
+Verdict = Scored | Failed | None
+
+
+class RewardFunction:
+    """Meets `RewardPart` with one function in workers of its own, whose mistakes become reasons."""
+
+    DEADLINE: AdaptiveDeadlineConfig | None = None
+    WORKERS: int | None = None
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        name: str | None = None,
+        *,
+        factory: str | None = None,
+        check: Check | None = None,
+    ) -> None:
+        """Starts a worker to look at the function; `RewardError` if it cannot be used. `factory`
+        (`module:Class`) is called with the config's arguments to make the function; `check` is
+        asked about rows too."""
+        self._config = config if factory is None else dataclasses.replace(config, arguments={})
+        self._own_check = check
+        self._cwd = str(Path.cwd())
+        self._load = pickle.dumps(
+            {
+                "spec": factory or config.function,
+                "factory": factory is not None,
+                "arguments": dict(config.arguments),
+            }
+        )
+        self._quota = OutputQuota()
+        self._spares = [self._start(f"{name or config.name or 'reward'}-1")]
+        hello = self._greeted(self._spares[0])
+        self.name: str = name or config.name or hello["name"]
+        self._spares[0].child.name = f"{self.name}-1"
+        self._is_async: bool = hello["is_async"]
+        try:
+            self._binding = Binding(self._config, Signature.of(hello["parameters"]))
+        except RewardError:
+            self._spares.pop().close()
+            raise
+        self._pools: dict[asyncio.AbstractEventLoop, WorkerPool] = {}
+        self._reported: set[str] = set()
+        self._told_shape = False
+
+    def _start(self, name: str) -> WorkerProcess:
+        return WorkerProcess(name, self._load, self._cwd, self._quota)
+
+    def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
+        function = self._config.function
+        try:
+            hello = process.greet()
+        except WorkerEnded as error:
+            why = f'"{function}": importing it ended the worker ({error}).'
+        except TimeoutError:
+            why = f'"{function}": importing it took longer than {LOAD_TIMEOUT_S:g} s.'
+        else:
+            if "refused" not in hello:
+                return hello
+            why = hello["refused"]
+            if hello.get("complete"):
+                process.close()
+                raise RewardError(why)
+        process.close()
+        raise RewardError(f"reward {why}")
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `RewardError` if a row lacks a column that the function cannot do without."""
+        rows = list(rows)
+        of_its_own = "" if self._config.tasks is None else " of those it judges"
+        for number, row in enumerate(rows):
+            name = self._binding.missing_column(row)
+            if name is not None:
+                close = difflib.get_close_matches(name, [str(k) for k in row], n=1, cutoff=0.5)
+                hint = f' Did you mean "{close[0]}"?' if close else ""
+                raise RewardError(
+                    f"reward {self.name} needs the column {name}; row {number}{of_its_own} has:"
+                    f" {', '.join(map(str, row)) or 'none'}.{hint} Set answer_column, or give"
+                    " the parameter a default."
+                )
+        if self._own_check is not None:
+            self._own_check(rows)
+
+    # -- workers ----------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Let this loop use the worker that is there already, or start one when a call comes."""
+        self._pool()
+
+    def _pool(self) -> WorkerPool:
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            for other in [loop for loop in self._pools if loop.is_closed()]:
+                self._spares += self._pools.pop(other).give_idle()
+            spares, self._spares = self._spares, []
+            self._pools[loop] = WorkerPool(
+                self.name,
+                self._start,
+                is_async=self._is_async,
+                max_workers=self._max_workers(),
+                workers=spares,
+            )
+        return self._pools[loop]
+
+    def _max_workers(self) -> int:
+        if self._config.workers != "auto":
+            return self._config.workers
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    def outage(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        """End every worker. Scoring again starts new ones."""
+        for loop, pool in list(self._pools.items()):
+            if loop.is_closed():
+                self._spares += pool.give_idle()
+                del self._pools[loop]
+        while self._spares:
+            self._spares.pop().close()
+        loop = asyncio.get_running_loop()
+        if loop in self._pools:
+            await self._pools.pop(loop).close()
+
+    # -- verdicts ---------------------------------------------------------------------------
+
+    async def score(
+        self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
+    ) -> list[Verdict]:
+        """Return one verdict per sample. If a call as a whole fails, each sample gets its own
+        call."""
+        if not samples:
+            return []
+        limit = _Limit.of(self._config.timeout_s, timeout_s)
+        if self._binding.per_sample and len(samples) > 1:
+            return await self._one_by_one(samples, limit, alone=False)
+        return await self._judge(samples, limit)
+
+    async def _one_by_one(
+        self, samples: Sequence[RewardInput], limit: _Limit, *, alone: bool
+    ) -> list[Verdict]:
+        calls = (self._judge([sample], limit, alone=alone) for sample in samples)
+        return [verdict for (verdict,) in await asyncio.gather(*calls)]
+
+    async def _judge(
+        self, samples: Sequence[RewardInput], limit: _Limit, *, alone: bool = False
+    ) -> list[Verdict]:
+        try:
+            payload = self._payload(samples)
+        except Exception as error:
+            if len(samples) > 1:
+                return await self._one_by_one(samples, limit, alone=False)
+            return [self._failed(f"cannot be called: {_said(error)}", _said(error))]
+        try:
+            reply = await self._pool().call(payload, limit.seconds, alone=alone)
+        except NoWorker as error:
+            why = f"no worker: {shortened(str(error))}"
+            return [self._failed(why, why, Cause.INFRASTRUCTURE)] * len(samples)
+        except (Overran, WorkerLost) as error:
+            if len(samples) > 1:
+                return await self._one_by_one(samples, limit, alone=True)
+            return [await self._second_chance(samples[0], payload, limit, error, alone)]
+        if "error" in reply and len(samples) > 1:
+            self._raised(reply)
+            return await self._one_by_one(samples, limit, alone=False)
+        return self._verdicts(reply, len(samples))
+
+    def _payload(self, samples: Sequence[RewardInput]) -> bytes:
+        args, named = self._binding.bind(samples)
+        return pickle.dumps((self._binding.shape, len(samples), args, named))
+
+    async def _second_chance(
+        self,
+        sample: RewardInput,
+        payload: bytes,
+        limit: _Limit,
+        error: Overran | WorkerLost,
+        alone: bool,
+    ) -> Verdict:
+        """Find out whether this sample, another one in the same worker, or neither made a single
+        call fail: ask once more where that is open and there is time."""
+        left_s = limit.seconds
+        if isinstance(error, WorkerLost):
+            left_s = error.left_s
+            if error.stopped or left_s < limit.seconds / 2:
+                return self._lost(str(error))
+        elif alone or not error.shared:
+            return self._overran(limit)
+        try:
+            reply = await self._pool().call(payload, left_s, alone=True)
+        except Overran:
+            if isinstance(error, WorkerLost):
+                return self._lost(f"{error}; another ran out of time")
+            return self._overran(limit)
+        except WorkerLost as again:
+            if again.stopped:
+                return self._lost(str(again))
+            how = f"ended its worker twice, {again.how}"
+            return self._failed(how, how)
+        except NoWorker as none:
+            return self._lost(f"{error}; no other worker: {none}")
+        return self._verdicts(reply, 1)[0]
+
+    def _overran(self, limit: _Limit) -> Failed:
+        kind = f"took longer than {limit.name}"
+        return self._failed(kind, kind, Cause.DEADLINE)
+
+    def _lost(self, why: str) -> Failed:
+        return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
+
+    def _raised(self, reply: Mapping[str, Any]) -> Failed:
+        """Return the failure in short. The whole story goes to the log, once per kind of error."""
+        kind, said = reply["error"], reply["said"]
+        self._report(kind, reply["where"])
+        return Failed(reason=f"{self.name} raised {kind}: {said}")
+
+    def _failed(self, why: str, kind: str, cause: Cause = Cause.SAMPLE) -> Failed:
+        self._report(kind)
+        return Failed(reason=f"{self.name} {why}", cause=cause)
+
+    def _report(self, kind: str, where: str = "") -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
+
+    def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
+        """Return the verdicts that a reply holds (`returned.py` says what a value is)."""
+        if "error" in reply:
+            return [self._raised(reply)] * count
+        if "wrong" in reply:
+            why = shortened(reply["wrong"], _MAX_REASON)
+            if not self._told_shape:
+                self._told_shape = True
+                self._report(why)
+            return [Failed(reason=f"{self.name} {why}")] * count
+        seconds = None if self._config.deadline is None else reply["seconds"]
+        return [self._verdict(value, seconds) for value in reply["values"]]
+
+    def _verdict(self, value: Value, seconds: float | None) -> Verdict:
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            self._report(shortened(value["kind"]))
+            why = shortened(value["why"], _MAX_REASON)
+            return Failed(reason=f"{self.name} {why}", seconds=seconds)
+        return Scored(value=value, seconds=seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Limit:
+    """How long one call may take, and what a message calls that limit."""
+
+    seconds: float
+    name: str
+
+    @classmethod
+    def of(cls, own_s: float, asked_s: float | None) -> _Limit:
+        if asked_s is None or own_s <= asked_s:
+            return cls(own_s, f"timeout_s={own_s:g}")
+        return cls(asked_s, f"its deadline of {asked_s:.3g} s")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it needs the column {error.args[0]}"
+    return shortened(f"its columns cannot be sent to a worker: {type(error).__name__}: {error}")

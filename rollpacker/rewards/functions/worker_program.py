@@ -1,0 +1,199 @@
+"""The program of a worker process: one reward function, called as the controller asks.
+
+controller -- requests, pickled --> worker: LOAD once, then CALLs
+controller <-- replies, JSON ------ worker: a value, or why there is none
+
+Requests hold what a row's columns hold, which may be anything; they come from this process's own
+parent over an inherited socket. A blocking function is called in the main thread, one call at a
+time. An async one runs in the worker's own event loop, any number of calls at once. Light: it
+imports no more than it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.imports import ImportSpecError, load_function
+from rollpacker.processes.line import Line, LineEnded
+from rollpacker.rewards.functions.returned import Value, WrongReturn, error_of, values_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from rollpacker.processes.frames import Message
+
+LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
+
+
+def main(line_fd: int) -> None:
+    """Answer requests until the controller hangs up."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    controller = _Controller(Line.inherited(line_fd))
+    controller.reply(0, {"pid": os.getpid()})
+    hello, function = _load(controller.request().payload)
+    controller.reply(0, hello)
+    if function is None:
+        return
+    if hello["is_async"]:
+        import asyncio
+
+        asyncio.run(_serve_async(controller, function))
+    while True:
+        request = controller.request()
+        controller.reply(request.number, function.answer(request.payload))
+
+
+class _Controller:
+    """The other end of the line. When it hangs up, this process ends."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.send = line.send
+        self._pid = os.getpid()
+
+    def request(self) -> Message:
+        try:
+            return self.line.receive()
+        except LineEnded:
+            os._exit(0)
+
+    def reply(self, call: int, reply: dict[str, Any], kind: int = REPLY) -> None:
+        if os.getpid() != self._pid:  # a child that the function forked came back here too
+            os._exit(0)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
+        try:
+            self.send(kind, call, json.dumps(reply, allow_nan=False).encode())
+        except LineEnded:
+            os._exit(0)
+
+
+# -- the function ------------------------------------------------------------------------
+
+
+def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
+    """Return what the controller needs to know of the function, or why it cannot be had."""
+    try:
+        request = pickle.loads(payload)
+        function = load_function(request["spec"])
+        if request["factory"]:
+            function = function(**request["arguments"])
+            request["arguments"] = {}
+    except ImportSpecError as error:
+        return {"refused": str(error)}, None
+    except BaseException as error:  # whatever the user's module does: it is theirs to be told
+        told = error_of(error)
+        is_own = type(error).__name__ == "RewardError"
+        if is_own:
+            return {"refused": str(error), "complete": True}, None
+        return {"refused": f"{told['error']}: {told['said']}{told['where']}"}, None
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+    hello = {
+        "name": getattr(function, "__name__", type(function).__name__),
+        "is_async": is_async,
+        "parameters": _parameters(function),
+    }
+    return hello, LoadedFunction(function, request["arguments"])
+
+
+def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:
+    """Return name and kind of each parameter and whether it has a default, or None for a function
+    that does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return [
+        {"name": p.name, "kind": p.kind.name, "has_default": p.default is not p.empty}
+        for p in parameters
+    ]
+
+
+class LoadedFunction:
+    """The function and the arguments that the config gives it."""
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _call(self, payload: bytes) -> tuple[Any, str, int]:
+        shape, count, args, kwargs = pickle.loads(payload)
+        return self._function(*args, **kwargs | self._arguments), shape, count
+
+    def answer(self, payload: bytes) -> dict[str, Any]:
+        """Call the function and return the reply, whatever comes of that."""
+        started = time.perf_counter()
+        try:
+            returned, shape, count = self._call(payload)
+            if not inspect.isawaitable(returned):
+                return _answered(values_of(shape, returned, count), started)
+        except BaseException as error:  # an exit ends this call, not the worker
+            return _not_answered(error)
+        import asyncio
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(self._awaited(returned, shape, count, started))
+
+    async def answer_async(self, payload: bytes) -> dict[str, Any]:
+        """Do as `answer` does for a coroutine function."""
+        started = time.perf_counter()
+        try:
+            returned, shape, count = self._call(payload)
+        except BaseException as error:
+            return _not_answered(error)
+        return await self._awaited(returned, shape, count, started)
+
+    async def _awaited(
+        self, returned: Any, shape: str, count: int, started: float
+    ) -> dict[str, Any]:
+        try:
+            return _answered(values_of(shape, await returned, count), started)
+        except BaseException as error:  # an exit would end the loop
+            return _not_answered(error)
+
+
+def _answered(values: list[Value], started: float) -> dict[str, Any]:
+    return {"values": values, "seconds": time.perf_counter() - started}
+
+
+def _not_answered(error: BaseException) -> dict[str, Any]:
+    return {"wrong": str(error)} if isinstance(error, WrongReturn) else dict(error_of(error))
+
+
+async def _serve_async(controller: _Controller, function: LoadedFunction) -> None:
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    tasks: dict[int, asyncio.Task[None]] = {}
+    controller.send = controller.line.post
+
+    async def answer(call: int, payload: bytes) -> None:
+        reply = await function.answer_async(payload)
+        del tasks[call]
+        controller.reply(call, reply)
+
+    def heard(request: Message) -> None:
+        call = request.number
+        if request.kind == CALL:
+            tasks[call] = loop.create_task(answer(call, request.payload))
+        elif request.kind == CANCEL:
+            if call in tasks:
+                tasks[call].cancel()
+            controller.reply(call, {}, ACK)
+
+    controller.line.attach(loop, heard, lambda: os._exit(0))
+    await loop.create_future()

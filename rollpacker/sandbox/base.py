@@ -1,0 +1,205 @@
+"""The sandbox protocol: a program in, bytes and a status out. Light."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+
+class SandboxUnavailable(RuntimeError):
+    """Nothing here isolates untrusted programs. The message (at most ten lines) says what is
+    missing, how to check it, and three cures."""
+
+
+I_ACCEPT = "I accept that model-written code runs without isolation"
+"""What `sandbox.allow_unsandboxed_code` must say, word by word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig:
+    """Where untrusted programs run (`sandbox.*`)."""
+
+    backend: Literal["auto", "bwrap", "http"] = "auto"
+    """auto: http if a url is set, else bwrap."""
+    url: str | None = None
+    """http only: of a service that speaks SandboxFusion's protocol, such as http://host:8080."""
+    token_env: str | None = None
+    """http only: the environment variable that holds the bearer token."""
+    memory_mb: int = 512
+    """Of a whole run, children included."""
+    disk_mb: int = 64
+    output_kb: int = 1024
+    allow_unsandboxed_code: str | None = None
+    """Run programs as plain processes of your own user where nothing isolates them. Must be the
+    sentence `I accept that model-written code runs without isolation`; every metric file is then
+    marked."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_mb", "disk_mb", "output_kb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.backend == "http" and self.url is None:
+            raise ValueError("backend http needs a url")
+        if self.allow_unsandboxed_code not in (None, I_ACCEPT):
+            raise ValueError(f'allow_unsandboxed_code must be exactly "{I_ACCEPT}"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What programs of one kind find ready in their interpreter.
+
+    Whoever has such programs makes one and gives it with every run. The sandbox keeps interpreters
+    for each profile that it has met.
+    """
+
+    name: str
+    """For messages and lists of processes."""
+    packages: tuple[str, ...] = ()
+    """Installed packages that programs may import, by import name. All others are hidden."""
+    distributions: tuple[str, ...] = ()
+    """Installed distributions whose metadata these packages ask for."""
+    folders: tuple[tuple[str, str], ...] = ()
+    """Folders of modules that programs may import: a dotted package name, and the path here."""
+    warm: tuple[str, ...] = ()
+    """Modules that are imported, in this order, before any program comes. The last may be one of
+    the folders' that does more to get ready: it is run once for each interpreter, not for each
+    program."""
+    is_cold: bool = False
+    """A new interpreter is started for every run, instead of a copy of one that is ready."""
+
+
+PYTHON = Profile(
+    name="python",
+    warm=(
+        *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
+        *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
+        *("resource", "fcntl", "string", "threading", "traceback", "typing"),
+    ),
+)
+"""The standard library."""
+COLD = Profile(name="cold", warm=("fcntl", "math", "resource"), is_cold=True)
+"""The same in an interpreter of its own."""
+PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
+
+
+def profile_of(profile: Profile | str) -> Profile:
+    """The profile itself, or the built-in one of that name. Raises `ValueError`."""
+    if isinstance(profile, Profile):
+        return profile
+    if profile not in PROFILES:
+        raise ValueError(f"no sandbox profile {profile!r}; there are {', '.join(PROFILES)}")
+    return PROFILES[profile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one run."""
+
+    wall_s: float = 10.0
+    """Enforced from outside."""
+    cpu_s: float | None = None
+    """None: the wall limit, rounded up to whole seconds, plus 1."""
+    memory_bytes: int = 512 << 20
+    """Of all processes of the run together."""
+    output_bytes: int = 1 << 20
+    """Kept of stdout, and of stderr; a run that writes more is ended."""
+    disk_bytes: int = 64 << 20
+    """Files in the run's own temporary folder, its only writable place."""
+    max_files: int = 1024
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.wall_s) and self.wall_s > 0):
+            raise ValueError(f"wall_s must be more than 0, not {self.wall_s}")
+        if self.cpu_s is not None and not self.cpu_s > 0:
+            raise ValueError(f"cpu_s must be more than 0, not {self.cpu_s}")
+        for name in ("memory_bytes", "output_bytes", "disk_bytes", "max_files"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+class Status(StrEnum):
+    """How a run ended. None of them says that its answer is right."""
+
+    OK = "ok"
+    """Exit status 0, which a program can choose."""
+    NONZERO = "nonzero"
+    TIMEOUT = "timeout"
+    """Wall or processor time."""
+    MEMORY = "memory"
+    OUTPUT = "output"
+    """Wrote more than it may."""
+    KILLED = "killed"
+    """By a signal of its own doing."""
+    SANDBOX_ERROR = "sandbox_error"
+    """The sandbox failed, not the program, of which this says nothing: ask again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came out of one run. All of it may be forged by the program, but for status, times
+    and sizes."""
+
+    status: Status
+    exit_code: int | None = None
+    """None if it did not exit by itself."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+    """Output was cut off."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+    detail: str = ""
+    """For `sandbox_error`: what failed, and which worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend was seen to enforce on this machine, by its self-test."""
+
+    backend: str
+    passed: tuple[str, ...]
+    """Names of the canary attacks that were contained."""
+    failed: tuple[str, ...]
+    profiles: tuple[str, ...]
+    """Names of those that every backend has."""
+    memory: str
+    """How the memory of a whole run is bounded: "cgroup v2", "cgroup v1" or "no fork"."""
+    can_fork: bool
+    """Programs may start processes (only where their memory is bounded together)."""
+    seconds: float
+    """The self-test took so long."""
+
+
+class Sandbox(Protocol):
+    """A pool of workers. Any number of runs may be asked for at the same time; those beyond the
+    number of workers wait, and waiting does not count as time of the run."""
+
+    capabilities: Capabilities
+
+    async def run(
+        self,
+        program: str,
+        *,
+        stdin: str | bytes = b"",
+        files: Mapping[str, str | bytes] | None = None,
+        limits: Limits | None = None,
+        profile: Profile | str = "python",
+    ) -> RunResult:
+        """Run a Python program to its end or limit. `files` (relative names) are put into its
+        working folder. Profiles: "python" (standard library, forked from a warm interpreter),
+        "cold" (the same in a new interpreter), or one of the caller's own. Never raises for what
+        the program does; raises `ValueError` for a profile that cannot be used here or a file name
+        that leaves the folder. Cancelling the call ends the run."""
+        ...
+
+    async def lacks(self, profile: Profile) -> str:
+        """What is missing for programs of this profile, in words; "" if nothing is."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker; nothing is left behind."""
+        ...

@@ -1,0 +1,239 @@
+"""Control groups: a bound on the memory and the number of tasks of all processes of a run together,
+and one share of the processors for them, however many they are.
+
+Every worker has a group of its own. The zygote stays outside; the run enters the group, by
+descriptors that were opened here, before it gives up its rights. Needs a place where this process
+may make groups: version 2 below (or beside) its own group, with the memory controller; or version
+1 below its own groups. Groups are named after their owner, and those of owners that are dead are
+removed by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "rollpacker"
+_NUMBERS = itertools.count()
+_REMOVE_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where groups can be made."""
+
+    version: int
+    memory: Path
+    tasks: Path | None
+    """Has the controller "pids"; in version 2 the same folder. None: there is none."""
+    cpu: Path | None = None
+    """Has the controller "cpu", likewise. A group there has the same weight as one ordinary process
+    beside it, which is the default and wants no setting."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        found = (self.memory, self.tasks, self.cpu)
+        return tuple(dict.fromkeys(folder for folder in found if folder is not None))
+
+
+def find_place() -> Place | None:
+    """Tried out by making a group. None: this process may not, or there is no such controller."""
+    groups = own_groups(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
+    unified = groups.get("")
+    if unified is not None:
+        # Refused where processes sit in the group itself, as this one does; then its parent may do.
+        for wanted in ("+memory +pids", "+cpu"):  # all or nothing of what is written at once
+            with contextlib.suppress(OSError):
+                (unified / "cgroup.subtree_control").write_text(wanted)
+        for folder in (unified, unified.parent):
+            controllers = _controllers_of_a_child(folder)
+            if "memory" in controllers:
+                tasks, cpu = (folder if name in controllers else None for name in ("pids", "cpu"))
+                return Place(2, folder, tasks, cpu)
+    memory = groups.get("memory")
+    if memory is not None and _can_make(memory, "memory.oom_control"):
+        found = [
+            folder if folder is not None and _can_make(folder, needed) else None
+            for folder, needed in (
+                (groups.get("pids"), "pids.max"),
+                (groups.get("cpu"), "cpu.shares"),
+            )
+        ]
+        return Place(1, memory, *found)
+    return None
+
+
+def own_groups(cgroup: Path, mountinfo: Path) -> dict[str, Path]:
+    """Folder of this process's group, by controller; "" is version 2."""
+    mounts: dict[str, tuple[str, str]] = {}
+    for line in _lines(mountinfo):
+        before, _, after = line.partition(" - ")
+        _, _, _, root, point, *_ = before.split(" ")
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2":
+            mounts[""] = (root, point)
+        elif kind == "cgroup":
+            mounts |= dict.fromkeys(options.split(","), (root, point))
+    found = {}
+    for line in _lines(cgroup):
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            root, point = mounts.get(name, ("", ""))
+            if point and (path + "/").startswith(root.rstrip("/") + "/"):
+                found[name] = Path(point, path[len(root.rstrip("/")) :].lstrip("/"))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _controllers_of_a_child(folder: Path) -> set[str]:
+    """What a new group below a version 2 folder has; nothing if it cannot be made and entered."""
+    trial = folder / _name("trial")
+    try:
+        trial.mkdir()
+    except OSError:
+        return set()
+    try:
+        controllers = set((trial / "cgroup.controllers").read_text().split())
+        return controllers if _may_enter(trial) else set()
+    except OSError:
+        return set()
+    finally:
+        trial.rmdir()
+
+
+def _may_enter(group: Path) -> bool:
+    """Tried with a process of its own; in version 2 it depends on a common ancestor."""
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "5"], {})
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        return False
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    return True
+
+
+def _can_make(folder: Path, needed: str) -> bool:
+    trial = folder / _name("trial")
+    try:
+        trial.mkdir()
+    except OSError:
+        return False
+    try:
+        return os.access(trial / needed, os.W_OK)
+    finally:
+        trial.rmdir()
+
+
+def _owner() -> str:
+    return f"{_pid_namespace()}-{os.getpid()}-{_started(os.getpid())}"
+
+
+def _name(what: str) -> str:
+    return f"{_PREFIX}-{_owner()}-{what}"
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> str:
+    """Clock ticks after boot; "" if there is no such process."""
+    text = "".join(_lines(Path(f"/proc/{pid}/stat")))
+    return text.rpartition(")")[2].split()[19] if text else ""
+
+
+def sweep(place: Place) -> None:
+    """Remove the groups of owners that are dead."""
+    pattern = re.compile(rf"{_PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-")
+    for folder in place.folders:
+        for group in folder.glob(f"{_PREFIX}-*"):
+            match = pattern.match(group.name)
+            if match and _started(int(match[1])) != match[2]:
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+
+
+class Group:
+    """Of one worker: its runs, one after the other."""
+
+    def __init__(self, place: Place, name: str, max_tasks: int) -> None:
+        """Raises OSError."""
+        self._version = place.version
+        unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
+        own = _name(unique)
+        self._folders = [folder / own for folder in place.folders]
+        self._memory = place.memory / own
+        self.counts_tasks = place.tasks is not None
+        self._limit = 0
+        for folder in self._folders:
+            folder.mkdir()
+        if place.tasks is not None:
+            (place.tasks / own / "pids.max").write_text(str(max_tasks))
+        self.entrances = [os.open(path / "cgroup.procs", os.O_WRONLY) for path in self._folders]
+        """A process that writes "0" to each is in the group."""
+        events = "memory.events" if place.version == 2 else "memory.oom_control"
+        self._events = os.open(self._memory / events, os.O_RDONLY)
+        self._peak = -1
+        if place.version == 1:
+            self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
+        self._num_killed = self._count_killed()
+
+    def begin(self, memory_bytes: int) -> None:
+        """Before a run. Raises OSError."""
+        if memory_bytes != self._limit:
+            if self._version == 2:
+                self._write("memory.max", memory_bytes)
+                self._write("memory.swap.max", 0)
+            else:
+                self._write("memory.memsw.limit_in_bytes", -1)
+                self._write("memory.limit_in_bytes", memory_bytes)
+                self._write("memory.memsw.limit_in_bytes", memory_bytes)
+            self._limit = memory_bytes
+        if self._peak >= 0:
+            os.pwrite(self._peak, b"0", 0)
+
+    def _write(self, name: str, value: int) -> None:
+        """Kernels without swap accounting lack some of the files."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._memory / name).write_text(str(value))
+
+    def end(self) -> tuple[bool, int]:
+        """After a run: whether the kernel ended processes for memory; peak bytes (0: unknown)."""
+        before, self._num_killed = self._num_killed, self._count_killed()
+        peak = int(os.pread(self._peak, 32, 0)) if self._peak >= 0 else 0
+        return self._num_killed > before, peak
+
+    def _count_killed(self) -> int:
+        match = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
+        return int(match[1]) if match else 0
+
+    async def close(self) -> None:
+        """Remove it, once its processes are gone."""
+        for fd in (*self.entrances, self._events, self._peak):
+            if fd >= 0:
+                os.close(fd)
+        until = asyncio.get_running_loop().time() + _REMOVE_LIMIT_S
+        for folder in self._folders:
+            while True:
+                try:
+                    folder.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    if asyncio.get_running_loop().time() > until:
+                        break
+                    await asyncio.sleep(0.01)

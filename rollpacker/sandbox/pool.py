@@ -1,0 +1,286 @@
+"""The pool of zygotes: the backend "bwrap".
+
+A run takes an idle worker of its profile (or starts one), sends it one request and waits for the
+reply. The worker ends the run at its limit. A worker that was stopped, that died, that does not
+reply within `GRACE_S` after the limit, or that sends anything but a reply is killed, named in the
+log and replaced, and its run is a `sandbox_error`. Waiting for a worker, or for one to start, is
+not counted as time of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
+from rollpacker.sandbox.base import (
+    PROFILES,
+    PYTHON,
+    Capabilities,
+    Limits,
+    Profile,
+    RunResult,
+    SandboxUnavailable,
+    Status,
+    profile_of,
+)
+from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
+from rollpacker.sandbox.zygote_process import Reply, Worker, WorkerError, last_line
+
+MAX_RUNS, MAX_AGE_S = 1000, 600.0
+"""A worker that is older is replaced."""
+IDLE_S = 60.0
+"""An idle worker is ended after this, but for one."""
+
+STARVED = 0.8
+"""A run that ran into its wall limit, and had no processor for this share of its time, has no
+verdict. On two processors a program of 110 busy threads leaves one beside it 2 %."""
+
+_log = logging.getLogger(__name__)
+_STATUS = {
+    zygote.TIMED_OUT: Status.TIMEOUT,
+    zygote.FLOODED: Status.OUTPUT,
+    zygote.CANCELLED: Status.KILLED,
+}
+
+
+@dataclass(slots=True)
+class _Call:
+    """A run on its way."""
+
+    result: asyncio.Future[RunResult]
+    """There as soon as it is known; the worker is seen to afterwards."""
+    worker: Worker | None = None
+    cancelled: bool = False
+
+    def finish(self, result: RunResult) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.worker is not None:
+            self.worker.cancel_run()
+
+
+class Pool:
+    """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
+
+    def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
+        """`allow_fork`: where memory can be bounded. Raises SandboxUnavailable."""
+        self._defaults = defaults
+        self._bwrap = bwrap.find_bwrap()
+        self._groups = cgroup.find_place()
+        # Without a bound on tasks beside that on memory, only the user's own limit would stop a
+        # fork bomb, and it does not hold for root.
+        bounded = self._groups is not None and (self._groups.tasks is not None or os.getuid() != 0)
+        can_fork = allow_fork and bounded
+        try:
+            # Where the processors are shared out by session, nobody may have a second one.
+            shared_out = self._groups is not None and self._groups.cpu is not None
+            self._filter = seccomp.program(fork=can_fork, sessions=shared_out)
+        except ValueError as error:
+            raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from None
+        self._slots = asyncio.Semaphore(workers)
+        self._idle: dict[Profile, list[Worker]] = {}
+        self._free_groups: list[cgroup.Group] = []
+        self._calls: dict[asyncio.Task[None], _Call] = {}
+        self._names = itertools.count(1)
+        self._closing = asyncio.Event()
+        self._retiring: asyncio.Task[None] | None = None
+        self.capabilities = Capabilities(
+            backend="bwrap",
+            passed=(),
+            failed=(),
+            profiles=tuple(PROFILES),
+            memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
+            can_fork=can_fork,
+            seconds=0.0,
+        )
+
+    async def open(self) -> None:
+        """Start the first worker. Raises SandboxUnavailable."""
+        if self._groups is not None:
+            cgroup.sweep(self._groups)
+        try:
+            self._put_back(await self._started(PYTHON))
+        except (WorkerError, OSError) as error:
+            raise SandboxUnavailable(bwrap.why_unavailable(str(error))) from error
+        self._retiring = asyncio.create_task(self._retire_idle())
+
+    async def run(
+        self,
+        program: str,
+        *,
+        stdin: str | bytes = b"",
+        files: Mapping[str, str | bytes] | None = None,
+        limits: Limits | None = None,
+        profile: Profile | str = "python",
+    ) -> RunResult:
+        profile = profile_of(profile)
+        if profile not in self._idle and (missing := bwrap.lacks(profile)):
+            raise ValueError(missing)
+        limits = limits or self._defaults
+        request = frames.payload(program, stdin, files or {}, limits)
+        await self._slots.acquire()
+        if self._closing.is_set():
+            self._slots.release()
+            raise RuntimeError("this sandbox is closed")
+        call = _Call(asyncio.get_running_loop().create_future())
+        task = asyncio.create_task(self._run(call, request, limits, profile))
+        self._calls[task] = call
+        task.add_done_callback(self._on_done)
+        try:
+            return await call.result
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+
+    async def lacks(self, profile: Profile) -> str:
+        return bwrap.lacks(profile)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        call = self._calls.pop(task)
+        self._slots.release()
+        if call.result.done():
+            return
+        if task.cancelled():
+            call.result.cancel()
+        elif error := task.exception():
+            call.result.set_exception(error)
+
+    async def _run(self, call: _Call, request: bytes, limits: Limits, profile: Profile) -> None:
+        worker = None
+        try:
+            worker = call.worker = await self._take(profile)
+            if call.cancelled:
+                await self._give_back(worker)
+                return
+            try:
+                reply = await worker.run(request, limits)
+            finally:
+                call.worker = None  # from here on there is nothing to cancel
+            if reply.how == zygote.BROKEN and not reply.short_of_memory:
+                raise WorkerError(f"{worker}: {last_line(reply.stderr)}")
+        except (WorkerError, OSError) as error:
+            _log.warning("sandbox worker failed and is replaced: %s", error)
+            call.finish(RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
+            if worker is not None:
+                await self._replace(worker)
+            return
+        call.finish(result_of(reply, limits))
+        await self._give_back(worker)
+
+    async def _take(self, profile: Profile) -> Worker:
+        idle = self._idle.get(profile, [])
+        while idle:
+            worker = idle.pop()
+            trouble = worker.trouble()
+            if not trouble:
+                return worker
+            _log.warning("sandbox worker failed while idle and is replaced: %s", trouble)
+            await self._end(worker)
+        return await self._started(profile)
+
+    async def _replace(self, worker: Worker) -> None:
+        """At once, so that the next run need not wait for one to start."""
+        await self._end(worker)
+        if self._closing.is_set():
+            return
+        try:
+            self._put_back(await self._started(worker.profile))
+        except (WorkerError, OSError) as error:
+            _log.warning("sandbox worker cannot be replaced: %s", error)
+
+    async def _started(self, profile: Profile) -> Worker:
+        name = f"{profile.name}-{next(self._names)}"
+        worker = Worker(name, profile, self._group(name))
+        try:
+            await worker.start(self._bwrap, self._filter)
+        except BaseException:
+            await self._end(worker)
+            raise
+        return worker
+
+    def _group(self, name: str) -> cgroup.Group | None:
+        if self._groups is None:
+            return None
+        if self._free_groups:
+            return self._free_groups.pop()
+        return cgroup.Group(self._groups, name, zygote.MAX_TASKS)
+
+    async def _end(self, worker: Worker) -> None:
+        await worker.close()
+        if worker.group is not None:
+            self._free_groups.append(worker.group)
+
+    async def _give_back(self, worker: Worker) -> None:
+        age_s = asyncio.get_running_loop().time() - worker.started_at
+        worn = worker.num_runs >= MAX_RUNS or age_s > MAX_AGE_S
+        if worn or self._closing.is_set():
+            await self._end(worker)
+        else:
+            self._put_back(worker)
+
+    def _put_back(self, worker: Worker) -> None:
+        worker.idle_since = asyncio.get_running_loop().time()
+        self._idle.setdefault(worker.profile, []).append(worker)
+
+    async def _retire_idle(self) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), IDLE_S / 4)
+            oldest = asyncio.get_running_loop().time() - IDLE_S
+            for idle in self._idle.values():
+                while len(idle) > 1 and idle[0].idle_since < oldest:
+                    await self._end(idle.pop(0))
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._retiring is not None:
+            await self._retiring
+        for call in self._calls.values():
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(set(self._calls))
+        for idle in self._idle.values():
+            while idle:
+                await self._end(idle.pop())
+        for group in self._free_groups:
+            await group.close()
+
+
+def result_of(reply: Reply, limits: Limits) -> RunResult:
+    """A reply in the terms of every backend."""
+    cap = limits.output_bytes
+    status = _status(reply)
+    own_cpu_s = reply.cpu_s / reply.wall_s if reply.wall_s else 0.0
+    if status is Status.TIMEOUT and reply.waited_share > STARVED and own_cpu_s < 1 - STARVED:
+        why = f"it had no processor for {reply.waited_share:.0%} of its time"
+        return RunResult(status=Status.SANDBOX_ERROR, detail=why, wall_s=reply.wall_s)
+    return RunResult(
+        status=status,
+        exit_code=reply.exit_code if status in (Status.OK, Status.NONZERO) else None,
+        stdout=reply.stdout[:cap],
+        stderr=reply.stderr[:cap],
+        truncated=max(len(reply.stdout), len(reply.stderr)) > cap,
+        wall_s=reply.wall_s,
+        cpu_s=reply.cpu_s,
+        peak_memory_bytes=reply.peak_bytes,
+    )
+
+
+def _status(reply: Reply) -> Status:
+    if reply.how in _STATUS:
+        return _STATUS[reply.how]
+    # Before the exit status: what is left of a program whose children were ended can choose that.
+    if reply.short_of_memory or reply.signal == OUT_OF_MEMORY_SIGNAL:
+        return Status.MEMORY
+    if reply.signal == 0 and reply.exit_code == 0:
+        return Status.OK
+    return Status.KILLED if reply.signal else Status.NONZERO

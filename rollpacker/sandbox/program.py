@@ -1,0 +1,130 @@
+"""Runs one program as `__main__`, inside the sandbox, with every right given up already.
+
+Handed into the sandbox as one compiled file. A warm run calls `run_program` in its copy of the
+zygote; a cold run is a new interpreter that was started with this file. Imports only what is built
+in (not even `__future__`): a cold run pays for the rest.
+"""
+
+import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
+import _thread
+import posix
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORK = "/tmp/work"
+"""Where a run works."""
+READY = b"k"
+"""Written when what comes next is the program's own doing."""
+THREAD_STACK = 8 << 20
+"""Bytes. The C library's default is the limit of the first thread's stack, which is larger here."""
+OUT_OF_MEMORY_SIGNAL = 64
+"""A run whose program ends with MemoryError ends itself by this."""
+FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
+"""Of the environment; not for programs. Each further heap of the C library would reserve 64 MB of a
+run's address space."""
+
+
+def run_program(program: bytes) -> None:
+    """Run it and leave with its exit status, as an interpreter of its own would."""
+    main = type(sys)("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    main.__file__ = f"{WORK}/main.py"
+    sys.modules["__main__"] = main
+    sys.path.insert(0, WORK)
+    sys.argv = ["main.py"]
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _open_standard_streams()
+    status = 1
+    out_of_memory = False
+    try:
+        exec(compile(program, "main.py", "exec", dont_inherit=True), main.__dict__)
+        status = 0
+    except SystemExit as stop:
+        status = _exit_status(stop)
+    except BaseException as error:
+        out_of_memory = isinstance(error, MemoryError)
+        _show(error)
+    _finish()
+    if out_of_memory:
+        posix.kill(posix.getpid(), OUT_OF_MEMORY_SIGNAL)
+    posix._exit(status)
+
+
+def _open_standard_streams() -> None:
+    """Those of the zygote were made for other files, and remember whether these can seek."""
+    streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
+    for fd, (name, mode, buffering, errors) in enumerate(
+        (*streams, ("stderr", "w", 1, "backslashreplace"))
+    ):
+        stream = open(  # noqa: SIM115
+            fd, mode, buffering, encoding="utf-8", errors=errors, closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _exit_status(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    _quietly(lambda: print(stop.code, file=sys.stderr))
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """The traceback as usual, without the frame of this file."""
+    below = error.__traceback__ and error.__traceback__.tb_next
+    _quietly(lambda: sys.excepthook(type(error), error.with_traceback(below), below))
+
+
+def _finish() -> None:
+    """Threads, exit functions and buffers, in an interpreter's order."""
+    import atexit
+
+    if "threading" in sys.modules:
+        _quietly(lambda: sys.modules["threading"]._shutdown())
+    _quietly(atexit._run_exitfuncs)
+    _quietly(lambda: sys.stdout.flush())
+    _quietly(lambda: sys.stderr.flush())
+
+
+def _quietly(action: "Callable[[], object]") -> None:
+    """Whatever the program has made of it, the others still come."""
+    try:
+        action()
+    except BaseException:
+        return
+
+
+def add_exit() -> None:
+    """`exit` and `quit`, which an interpreter started with -S lacks."""
+    import builtins
+    from _sitebuiltins import Quitter
+
+    for name in ("exit", "quit"):
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
+
+
+def _read_all(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def _main(program: int, ready: int) -> None:
+    """In an interpreter of its own, with a file that holds the program and the pipe for `READY`."""
+    posix.environ.pop(FOR_THE_C_LIBRARY, None)
+    posix.unsetenv(FOR_THE_C_LIBRARY)
+    add_exit()
+    _thread.stack_size(THREAD_STACK)
+    text = _read_all(program)
+    posix.write(ready, READY)
+    posix.close(ready)
+    run_program(text)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]))

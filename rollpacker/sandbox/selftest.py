@@ -1,0 +1,306 @@
+"""Canary attacks on a sandbox, about a second of them, before it is trusted with anything.
+
+Each looks at what an attack changed outside (a canary file, a listener, a bystander process, the
+process table) and where that cannot be, at what came out. A canary counts as contained only if its
+program also shows that it ran: a probe that never started proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollpacker.sandbox import canaries
+from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+
+_LIMITS = Limits(wall_s=5.0, memory_bytes=128 << 20, disk_bytes=8 << 20, output_bytes=64 << 10)
+_SHARED_BYTES = 16 << 20
+"""Memory that forks share with the interpreter that they come from, and that is not the run's."""
+_HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "HOME", "PWD", "TERM", "TMPDIR", "SHLVL", "_")
+"""Variables that a sandbox may set itself, to what they happen to be here as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bait:
+    """What attacks must neither read nor change nor reach."""
+
+    folder: Path
+    secret: str
+    bystander: subprocess.Popen[bytes]
+    tcp: socket.socket
+    abstract: socket.socket
+    path: socket.socket
+    local: bool
+    """The programs run on this machine, so that its process table shows them."""
+    mark: str = field(default_factory=lambda: "rp" + secrets.token_hex(5))
+    """The name that programs give to their processes; the kernel keeps 15 characters."""
+
+    @property
+    def secret_file(self) -> Path:
+        return self.folder / "secret.txt"
+
+    def program(self, body: str) -> str:
+        """`body` behind a line that says where the bait is."""
+        bait = {
+            "folder": str(self.folder),
+            "secret_file": str(self.secret_file),
+            "home": str(Path.home()),
+            "bystander": self.bystander.pid,
+            "port": self.tcp.getsockname()[1],
+            "abstract": self.abstract.getsockname().decode("latin-1"),
+            "path": self.path.getsockname(),
+            "mark": self.mark,
+        }
+        return f"bait = {bait!r}\n{body}"
+
+    def marked(self) -> list[int]:
+        """Processes on this machine that carry the mark."""
+        found = []
+        for comm in Path("/proc").glob("[0-9]*/comm"):
+            with contextlib.suppress(OSError):
+                if comm.read_text().strip() == self.mark:
+                    found.append(int(comm.parent.name))
+        return found
+
+
+@contextlib.contextmanager
+def _bait(*, local: bool) -> Iterator[_Bait]:
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="rp-"))
+        secret = secrets.token_hex(16)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        abstract = stack.enter_context(_listener(f"\0rollpacker-{secret[:8]}"))
+        path = stack.enter_context(_listener(f"{name}/socket"))
+        for listener in (tcp, abstract, path):
+            listener.setblocking(False)
+        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        bystander = subprocess.Popen(sleep, stdin=subprocess.DEVNULL, start_new_session=True)
+        stack.callback(bystander.wait)
+        stack.callback(bystander.kill)
+        bait = _Bait(Path(name), secret, bystander, tcp, abstract, path, local)
+        bait.secret_file.write_text(secret)
+        yield bait
+
+
+def _listener(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(8)
+    return listener
+
+
+async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the canary attacks that were contained, and of those that were not.
+
+    `backend` "http": the programs run elsewhere, where this machine's process table does not show
+    them. Raises nothing for what a sandbox does wrong.
+    """
+    passed: list[str] = []
+    failed: list[str] = []
+    with _bait(local=backend != "http") as bait:
+        for name, canary in _CANARIES.items():
+            try:
+                contained = await canary(box, bait)
+            except Exception:  # whatever a broken backend raises: it has not contained this
+                contained = False
+            (passed if contained else failed).append(name)
+            if name == "runs" and not contained:
+                return (), tuple(_CANARIES)
+    return tuple(passed), tuple(failed)
+
+
+async def _run(box: Sandbox, bait: _Bait, body: str, limits: Limits = _LIMITS) -> RunResult:
+    result = await box.run(bait.program(body), files={"own.txt": "own file"}, limits=limits)
+    if result.status is Status.SANDBOX_ERROR:
+        raise RuntimeError(result.detail)
+    return result
+
+
+async def _runs(box: Sandbox, bait: _Bait) -> bool:
+    result = await _run(box, bait, "print(6 * 7)")
+    return result.status is Status.OK and result.stdout == b"42\n"
+
+
+async def _environment(box: Sandbox, bait: _Bait) -> bool:
+    out = (await _run(box, bait, canaries.ENVIRONMENT)).stdout
+    ours = [
+        os.fsencode(f"{name}={value}")
+        for name, value in os.environ.items()
+        if name not in _HARMLESS and not name.startswith("PYTHON")
+    ]
+    return b"looked" in out and not any(entry in out for entry in ours)
+
+
+async def _host_files(box: Sandbox, bait: _Bait) -> bool:
+    out = (await _run(box, bait, canaries.HOST_FILES)).stdout
+    passwords = Path("/etc/passwd")
+    host = passwords.read_bytes() if passwords.exists() else b""
+    leaked = bait.secret.encode() in out or (len(host) > 100 and host in out)
+    return b"own file" in out and not leaked
+
+
+async def _writes(box: Sandbox, bait: _Bait) -> bool:
+    before = sorted(bait.folder.iterdir())
+    out = (await _run(box, bait, canaries.WRITES)).stdout
+    elsewhere = [Path(folder, bait.mark) for folder in ("/", "/tmp", "/usr", Path.home())]
+    unchanged = sorted(bait.folder.iterdir()) == before
+    return (
+        b"wrote its own" in out
+        and unchanged
+        and bait.secret_file.read_text() == bait.secret
+        and not any(path.exists() for path in elsewhere)
+    )
+
+
+async def _network(box: Sandbox, bait: _Bait) -> bool:
+    with socket.create_connection(bait.tcp.getsockname()):  # the listener does see connections
+        await asyncio.sleep(0)
+    if not _was_reached(bait.tcp):
+        return False
+    out = (await _run(box, bait, canaries.NETWORK)).stdout
+    reached = [_was_reached(listener) for listener in (bait.tcp, bait.abstract, bait.path)]
+    return b"tried" in out and not any(reached) and b"REACHED" not in out
+
+
+def _was_reached(listener: socket.socket) -> bool:
+    try:
+        listener.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+async def _signals(box: Sandbox, bait: _Bait) -> bool:
+    result = await _run(box, bait, canaries.SIGNALS, Limits(wall_s=0.2))
+    state = Path(f"/proc/{bait.bystander.pid}/stat")
+    stopped = state.exists() and state.read_text().rpartition(")")[2].split()[0] in "Tt"
+    if stopped:
+        bait.bystander.send_signal(signal.SIGCONT)
+    alive = bait.bystander.poll() is None
+    return b"tried" in result.stdout and alive and not stopped and await _runs(box, bait)
+
+
+async def _left_over(box: Sandbox, bait: _Bait) -> bool:
+    """A program that forks and leaves daemons: seen while it runs, gone afterwards. A busy machine
+    may miss the first sight, so it is tried a few times."""
+    for _ in range(5):
+        seen, contained = await _leave_daemons(box, bait)
+        if not contained or seen or not bait.local:
+            return contained
+    return False
+
+
+async def _leave_daemons(box: Sandbox, bait: _Bait) -> tuple[bool, bool]:
+    """Whether its processes were seen while it ran, and whether all were gone afterwards."""
+    running = asyncio.ensure_future(_run(box, bait, canaries.DAEMONS))
+    seen = False
+    while not running.done():
+        await asyncio.wait([running], timeout=0.02)
+        seen = seen or bool(bait.marked())
+    out = (await running).stdout
+    gone_by = time.monotonic() + 2.0
+    while (left := bait.marked()) and time.monotonic() < gone_by:
+        await asyncio.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return seen, b"tried" in out and not left
+
+
+async def _memory(box: Sandbox, bait: _Bait) -> bool:
+    result = await _run(box, bait, canaries.MEMORY)
+    small, large = b"small one" in result.stdout, b"large one" in result.stdout
+    return small and not large and result.status is not Status.OK
+
+
+async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
+    """Several processes together may not have more than one: no fork, or a bound on them all."""
+    limits = Limits(wall_s=1.0, memory_bytes=128 << 20)
+    running = asyncio.ensure_future(_run(box, bait, canaries.CHILDREN, limits))
+    most = 0
+    while not running.done():
+        await asyncio.wait([running], timeout=0.02)
+        most = max(most, sum(map(_private_bytes, bait.marked())))
+    out = (await running).stdout
+    return b"tried" in out and most <= 1.1 * limits.memory_bytes + _SHARED_BYTES
+
+
+def _private_bytes(pid: int) -> int:
+    """Resident memory that is no file's; what processes share is counted once between them."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        shares = [line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem"))]
+        return sum(int(words[1]) << 10 for words in shares)
+    return 0
+
+
+async def _disk(box: Sandbox, bait: _Bait) -> bool:
+    out = (await _run(box, bait, canaries.DISK)).stdout
+    words = out.split()
+    return words[:1] == [b"wrote"] and 0 < int(words[1]) <= 1.1 * _LIMITS.disk_bytes
+
+
+async def _output(box: Sandbox, bait: _Bait) -> bool:
+    result = await _run(box, bait, canaries.OUTPUT)
+    kept = len(result.stdout)
+    return result.status is Status.OUTPUT and 0 < kept <= _LIMITS.output_bytes
+
+
+async def _endless(box: Sandbox, bait: _Bait) -> bool:
+    limits = Limits(wall_s=0.2)
+    began = time.monotonic()
+    result = await _run(box, bait, canaries.ENDLESS, limits)
+    return result.status is Status.TIMEOUT and time.monotonic() - began < 2.0
+
+
+async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
+    """Nothing is open but the three standard ones."""
+    out = (await _run(box, bait, canaries.DESCRIPTORS)).stdout
+    return out == b"looked\n"
+
+
+async def _kernel(box: Sandbox, bait: _Bait) -> bool:
+    """New namespaces, ptrace and a dozen other calls are refused; capabilities are gone."""
+    out = (await _run(box, bait, canaries.KERNEL)).stdout
+    return b"getpid works" in out and b"looked" in out and b"ALLOWED" not in out
+
+
+async def _next_run(box: Sandbox, bait: _Bait) -> bool:
+    """A program that spoils its interpreter and folder changes nothing for the next."""
+    await _run(box, bait, canaries.POISON)
+    result = await _run(box, bait, canaries.AFTER_POISON)
+    return result.status is Status.OK and result.stdout == b'{"sum": 6} clean\n'
+
+
+_Canary = Callable[[Sandbox, _Bait], Awaitable[bool]]
+_CANARIES: dict[str, _Canary] = {
+    "runs": _runs,
+    "environment": _environment,
+    "host files": _host_files,
+    "writes": _writes,
+    "network": _network,
+    "signals": _signals,
+    "left over": _left_over,
+    "memory": _memory,
+    "memory of children": _memory_of_children,
+    "disk": _disk,
+    "output": _output,
+    "endless": _endless,
+    "descriptors": _descriptors,
+    "kernel": _kernel,
+    "next run": _next_run,
+}
+
+ESSENTIAL = frozenset(_CANARIES)
+"""A sandbox on this machine must contain every one of these; else it is not used."""

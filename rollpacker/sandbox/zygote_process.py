@@ -1,0 +1,233 @@
+"""One zygote in its bubblewrap, as the controller's process sees it: one run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollpacker.processes.child import Child, state
+from rollpacker.sandbox import bwrap, frames, processes, zygote
+from rollpacker.sandbox.base import Limits, Profile
+from rollpacker.sandbox.cgroup import Group
+
+GRACE_S = 0.5
+"""After a run's limit, for the worker to end it and to reply."""
+LOOK_S = 0.05
+"""While a run is under way its worker is looked at this often."""
+START_LIMIT_S = 60.0
+"""For a new worker to report itself."""
+
+
+class WorkerError(Exception):
+    """A worker failed; nothing that a program can be blamed for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply as it came, but for the outputs' surplus byte."""
+
+    how: bytes
+    exit_code: int
+    signal: int
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    stdout: bytes
+    stderr: bytes
+    short_of_memory: bool = False
+    """The kernel ended processes for it."""
+    waited_share: float = 0.0
+    """Of its time in which it was ready to run and had no processor. Known where the run is one
+    process: of several, they may have taken it from each other."""
+
+
+class Worker:
+    """Start it once; close it whatever happened."""
+
+    def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
+        self.name = name
+        self.profile = profile
+        self.num_runs = 0
+        self.started_at = self.idle_since = asyncio.get_running_loop().time()
+        self.group = group
+        self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        self._child: Child | None = None
+        """bubblewrap; `pid` is the zygote's, as this process sees it, once that has started."""
+        self._writer: asyncio.StreamWriter | None = None
+        self._impatient: asyncio.TimerHandle | None = None
+        self._asked = False
+        """The request of the run at hand was written."""
+        self._waited_share = 0.0
+
+    async def start(self, program: str, call_filter: bytes) -> None:
+        """Raises WorkerError."""
+        try:
+            await self._spawn(program)
+            assert self._writer is not None
+            self._writer.write(zygote.START.pack(zygote.MAGIC, len(call_filter)) + call_filter)
+            reported = asyncio.ensure_future(self._reader.readexactly(zygote.REPLY.size))
+            trouble = await self._watch(reported, START_LIMIT_S)
+            if not reported.done():
+                reported.cancel()
+                await asyncio.wait({reported})
+                raise WorkerError(trouble or f"{self} did not report itself")
+            reported.result()
+            self._find_zygote()
+        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerError(f"{self} did not start: {self.last_words() or error!r}") from error
+
+    async def _spawn(self, program: str) -> None:
+        ours, theirs = socket.socketpair()
+        entrances = self.group.entrances if self.group else ()
+        with theirs:
+            process = bwrap.start(
+                program,
+                self.profile,
+                theirs,
+                self._errors,
+                entrances,
+                tasks_are_counted=self.group is not None and self.group.counts_tasks,
+            )
+        self._child = Child(process, self.name)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+
+    def _find_zygote(self) -> None:
+        """Raises OSError while there is none."""
+        assert self._child is not None
+        if self.pid == self._child.process.pid:
+            self._child.pid = processes.only_grandchild(self.pid)
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._child is None else self._child.pid
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def trouble(self) -> str:
+        """What is wrong with it, to be seen without asking it; "" if nothing is."""
+        assert self._child is not None
+        if self._child.how_ended() is not None or self._reader.at_eof():
+            return f"{self} died: {self.last_words() or 'nobody knows why'}"
+        with contextlib.suppress(OSError):
+            self._find_zygote()
+        if self._child.is_stopped():
+            return f"{self} was stopped by a signal"
+        return f"{self} died" if state(self.pid) in ("", "Z", "X") else ""
+
+    async def run(self, request: bytes, limits: Limits) -> Reply:
+        """`request`: the payload. Raises WorkerError."""
+        self.num_runs += 1
+        self._asked = False
+        self._waited_share = 0.0
+        try:
+            return await self._run_in_group(request, limits)
+        finally:
+            if self._impatient is not None:
+                self._impatient.cancel()
+                self._impatient = None
+
+    async def _run_in_group(self, request: bytes, limits: Limits) -> Reply:
+        if self.group is None:
+            reply = await self._run(request, limits)
+            return replace(reply, waited_share=self._waited_share)
+        try:
+            self.group.begin(limits.memory_bytes)
+        except OSError as error:
+            raise WorkerError(f"{self}: its memory cannot be limited: {error}") from None
+        reply = await self._run(request, limits)
+        short_of_memory, peak = self.group.end()
+        return replace(reply, short_of_memory=short_of_memory, peak_bytes=peak or reply.peak_bytes)
+
+    async def _run(self, request: bytes, limits: Limits) -> Reply:
+        exchange = asyncio.ensure_future(self._exchange(request, limits))
+        trouble = await self._watch(exchange, limits.wall_s + GRACE_S)
+        if not exchange.done():
+            exchange.cancel()
+            await asyncio.wait({exchange})
+            raise WorkerError(trouble or f"{self} did not answer within its limit")
+        try:
+            return exchange.result()
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
+
+    async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
+        """Until it is done, out of time, or will never be done for the trouble that is returned."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        until = began + limit_s
+        while not exchange.done() and (left := until - loop.time()) > 0:
+            await asyncio.wait({exchange}, timeout=min(left, LOOK_S))
+            if self.group is None and not exchange.done():
+                self._waited_share = processes.waited_s(self.pid) / (loop.time() - began)
+            if not exchange.done() and (trouble := self.trouble()):
+                # Its last reply may have come just now.
+                await asyncio.wait({exchange}, timeout=0.01)
+                return trouble
+        if not exchange.done() and loop.time() > until + 0.1:
+            # This loop was busy with something else: what it did not look at may be there by now.
+            await asyncio.wait({exchange}, timeout=GRACE_S)
+        return ""
+
+    async def _exchange(self, request: bytes, limits: Limits) -> Reply:
+        assert self._writer is not None
+        self._writer.write(frames.header(b"r", self.num_runs, limits, len(request)))
+        self._writer.write(request)
+        self._asked = True
+        if self._impatient is not None:  # cancelled before it was asked for
+            self._ask_to_cancel()
+        await self._writer.drain()
+        return await self._reply(self.num_runs, limits.output_bytes)
+
+    def cancel_run(self) -> None:
+        """Let the worker end its run now; it then replies as usual, or is killed."""
+        assert self._child is not None
+        self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._child.kill)
+        if self._asked:
+            self._ask_to_cancel()
+
+    def _ask_to_cancel(self) -> None:
+        """After the request, or the worker would not know which run is meant."""
+        assert self._writer is not None
+        self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
+
+    async def _reply(self, run_id: int, cap: int) -> Reply:
+        header = await self._reader.readexactly(zygote.REPLY.size)
+        magic, how, got_id, *numbers, out, err = zygote.REPLY.unpack(header)
+        exit_code, signal, wall_s, cpu_s, peak_bytes = numbers
+        if magic != zygote.MAGIC or got_id != run_id or max(out, err) > cap + 1:
+            raise WorkerError(f"{self} sent something that is no reply")
+        return Reply(
+            how=how,
+            exit_code=exit_code,
+            signal=signal,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            peak_bytes=peak_bytes,
+            stdout=await self._reader.readexactly(out),
+            stderr=await self._reader.readexactly(err),
+        )
+
+    def last_words(self) -> str:
+        """The last line that it wrote to its standard error."""
+        with contextlib.suppress(OSError):
+            return last_line(os.pread(self._errors, 1 << 16, 0))
+        return ""
+
+    async def close(self) -> None:
+        """End it and all that it runs, at once."""
+        if self._child is not None:
+            self._child.kill()
+            await self._child.gone()
+            self._child.close()
+        if self._writer is not None:
+            self._writer.close()
+        os.close(self._errors)
+
+
+def last_line(text: bytes) -> str:
+    return text.decode(errors="replace").strip().rpartition("\n")[2]

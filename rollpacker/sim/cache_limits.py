@@ -1,0 +1,69 @@
+"""What fits into one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollpacker.sim.decode_time import UNLIMITED
+
+KV_WATERMARK = 0.01
+"""Share of the cache that stays free when a request is admitted beside others, so that it is not
+preempted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one engine."""
+
+    capacity: int
+    """Tokens in the cache, prompts included."""
+    admission: int
+    """Tokens in the cache up to which a request is admitted beside others."""
+    simple: int
+    """Tokens up to which the cache neither overflows nor makes a step longer than its floor."""
+    max_running: int
+    """Sequences in one step."""
+    prompt_tokens: int
+    recompute_token_s: float
+    """Prefill of one token of a preempted sequence."""
+
+    @classmethod
+    def of(
+        cls,
+        kv_tokens: int | None,
+        max_running: int | None,
+        prompt_tokens: int,
+        recompute_token_s: float,
+        flat_tokens: int,
+    ) -> Limits:
+        """None is no limit. `flat_tokens`: in the cache while a step takes its floor time."""
+        assert kv_tokens is None or kv_tokens > prompt_tokens
+        assert max_running is None or max_running >= 1
+        admission = UNLIMITED if kv_tokens is None else int(kv_tokens * (1 - KV_WATERMARK))
+        return cls(
+            capacity=UNLIMITED if kv_tokens is None else kv_tokens,
+            admission=admission,
+            simple=min(flat_tokens, admission),
+            max_running=UNLIMITED if max_running is None else max_running,
+            prompt_tokens=prompt_tokens,
+            recompute_token_s=recompute_token_s,
+        )
+
+    def check(self, longest: int) -> None:
+        """Raises `ValueError` if the cache cannot hold a response of so many tokens even alone."""
+        tokens = longest + self.prompt_tokens
+        if tokens > self.capacity:
+            raise ValueError(
+                f"a sequence of {tokens} tokens does not fit the KV cache of one engine, "
+                f"{self.capacity} tokens: raise rollout.tensor_parallel or lower "
+                "rollout.max_response_tokens"
+            )
+
+    def stay_simple(self, lengths: Sequence[int], most_done: int) -> bool:
+        """Whether responses of these lengths, alone in the engine and with at most `most_done`
+        tokens each, stay within `simple`. They start together, so the short ones are gone when the
+        long ones are long."""
+        fixed, num = self.prompt_tokens + most_done, len(lengths)
+        ends = enumerate(sorted(lengths))
+        return max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= self.simple

@@ -1,0 +1,101 @@
+"""The clock of a simulation: what comes next, and when that is.
+
+    at once     events of the present moment, in the order in which they were said
+    the heap    everything later; equal times in the order in which they were said
+
+Time stands still while an event is handled and jumps to the next one after that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rollpacker.core.events import Event
+
+
+class Moving(Protocol):
+    """Something whose next event may change its time while it is awaited: an engine."""
+
+    @property
+    def next_finish(self) -> float:
+        """When that event happens, in seconds; inf: there is none."""
+        ...
+
+
+class VirtualClock:
+    """A `bus.Clock` that also says which event is next."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+        self.last: Event | None = None
+        """`run` returns when this event has been taken."""
+        self.passes_over: Callable[[Event], bool] | None = None
+        """Asked about every event of the heap, if set: true for one that does not happen."""
+        self._at_once: deque[Event] = deque()
+        self._heap: list[tuple[float, int, Moving | None, Any]] = []
+        """(time, counter, None, event), or (time, counter, the moving thing, what makes its
+        event). Of a moving thing only the entry at its present `next_finish` counts."""
+        self._counter = 0
+        self._stopped = False
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self.time_s
+
+    def stamp(self) -> float:
+        """The same: where the core learns from a time it rounds that as the event log does."""
+        return self.time_s
+
+    def after(self, seconds: float, event: Event) -> None:
+        """The event happens so much later; at once if that is not above 0."""
+        if seconds <= 0.0:
+            self._at_once.append(event)
+            return
+        self._counter += 1
+        heapq.heappush(self._heap, (self.time_s + seconds, self._counter, None, event))
+
+    def expect(self, moving: Moving, event: Callable[[], Event]) -> None:
+        """The next event of a moving thing, made by `event` at its time. To be called again
+        whenever that time has changed, but not after the event itself."""
+        when = moving.next_finish
+        if when != math.inf:
+            self._counter += 1
+            heapq.heappush(self._heap, (when, self._counter, moving, event))
+
+    def stop(self) -> None:
+        """`run` returns as soon as the event at hand is handled."""
+        self._stopped = True
+
+    def run(self, take: Callable[[Event], None]) -> None:
+        """Hand out one event after the other, until `last` or `stop`."""
+        # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
+        heap, at_once = self._heap, self._at_once
+        while not self._stopped:
+            if at_once:
+                event = at_once.popleft()
+            else:
+                assert heap, "nothing comes any more"
+                self.time_s, _, moving, thing = heap[0]
+                if moving is None:
+                    heapq.heappop(heap)
+                    if self.passes_over is not None and self.passes_over(thing):
+                        continue
+                    event = thing
+                elif moving.next_finish != self.time_s:  # it moved since
+                    heapq.heappop(heap)
+                    continue
+                else:
+                    event = thing()
+                    when = moving.next_finish
+                    if when != math.inf:
+                        self._counter += 1
+                        heapq.heapreplace(heap, (when, self._counter, moving, thing))
+                    else:
+                        heapq.heappop(heap)
+            take(event)
+            if event is self.last:
+                return

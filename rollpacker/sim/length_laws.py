@@ -1,0 +1,137 @@
+"""How long responses are: laws by normal score, and recorded lengths."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.sim.length_trace import read_trace
+from rollpacker.sim.workload_spec import LengthLaw
+
+FloatArray = NDArray[np.floating[Any]]
+IntArray = NDArray[np.int64]
+
+CHUNK = 16
+"""Responses of a prompt drawn at once."""
+
+_STEPS_PER_UNIT = 2048
+_MAX_SCORE = 8.0
+_SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
+"""Grid of normal scores, on which length laws are tabulated."""
+
+
+class Lengths(Protocol):
+    """Where the lengths of a part's responses come from."""
+
+    cap: int
+    hard_prompts: float
+    hard_prompt_cap_probability: float
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        """Lengths (N, CHUNK) of the responses chunk * CHUNK, ... of N prompts: their place among
+        the part's prompts, their normal scores (N,), and the responses' (N, CHUNK)."""
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        """Possible lengths, and their probabilities; hard prompts left out."""
+
+
+class _TableLengths:
+    """Lengths by normal score."""
+
+    def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
+        self.cap = cap
+        self.hard_prompts = law.hard_prompts
+        self.hard_prompt_cap_probability = law.hard_prompt_cap_probability
+        self._shared = math.sqrt(law.within_prompt_correlation)
+        self._own = math.sqrt(1 - law.within_prompt_correlation)
+        self._table = np.clip(table, 1, cap)
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        z = self._shared * u[:, None] + self._own * e
+        places = np.rint((z + _MAX_SCORE) * _STEPS_PER_UNIT).astype(np.int64)
+        chosen: IntArray = self._table[np.clip(places, 0, self._table.size - 1)]
+        return chosen
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        edges = _phi(np.concatenate([_SCORES - 0.5 / _STEPS_PER_UNIT, [np.inf]]))
+        edges[0] = 0.0
+        return self._table, np.diff(edges)
+
+
+class PoolLengths:
+    """Recorded lengths of each prompt: first as recorded, then drawn from them."""
+
+    hard_prompts = 0.0
+    hard_prompt_cap_probability = 0.0
+
+    def __init__(self, pools: Sequence[Sequence[int]], cap: int) -> None:
+        if not pools or not all(pools):
+            raise ValueError("every prompt needs at least one recorded length, and there is none")
+        self.cap = cap
+        self._pools = [np.clip(np.asarray(pool, dtype=np.int64), 1, cap) for pool in pools]
+
+    def draw(
+        self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
+    ) -> IntArray:
+        lengths = np.empty(e.shape, dtype=np.int64)
+        uniforms = _phi(e)
+        for at, rank in enumerate(ranks.tolist()):
+            turn, place = divmod(rank, len(self._pools))
+            pool = self._pools[place]
+            drawn = np.minimum((uniforms[at] * pool.size).astype(np.int64), pool.size - 1)
+            lengths[at] = pool[drawn]
+            if not turn and not attempt:
+                recorded = pool[chunk * CHUNK : (chunk + 1) * CHUNK]
+                lengths[at, : recorded.size] = recorded
+        return lengths
+
+    def law(self) -> tuple[IntArray, FloatArray]:
+        share = 1 / len(self._pools)
+        weights = [np.full(pool.size, share / pool.size) for pool in self._pools]
+        return np.concatenate(self._pools), np.concatenate(weights)
+
+
+def lengths_of(law: LengthLaw, cap: int) -> Lengths:
+    if law.trace is not None:
+        trace = read_trace(law.trace)
+        if trace.pools:
+            return PoolLengths(trace.pools, cap)
+        return _TableLengths(_empirical_table(trace.lengths), law, cap)
+    assert law.quantile_law is not None
+    return _TableLengths(_quantile_table(law.quantile_law), law, cap)
+
+
+def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
+    """Tokens at each of `_SCORES`: log-linear between quantiles, down to one token at 0."""
+    at = sorted(quantiles)
+    logs = np.log([quantiles[q] for q in at])
+    tokens = np.exp(np.interp(_phi(_SCORES), [0.0, *at], [0.0, *logs]))
+    table: IntArray = np.rint(tokens).astype(np.int64)
+    return table
+
+
+def _empirical_table(lengths: Sequence[int]) -> IntArray:
+    """Tokens at each of `_SCORES`: the recorded length of that rank."""
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
+    return ordered[np.clip(ranks, 0, ordered.size - 1)]
+
+
+@functools.cache
+def _phi_table() -> FloatArray:
+    return np.array([0.5 * math.erfc(-score / math.sqrt(2)) for score in _SCORES])
+
+
+def _phi(scores: FloatArray) -> FloatArray:
+    """The normal distribution function, to 3e-8."""
+    values: FloatArray = np.interp(scores, _SCORES, _phi_table(), left=0.0, right=1.0)
+    return values

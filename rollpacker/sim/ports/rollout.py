@@ -1,0 +1,223 @@
+"""The engines: a fleet of token clocks for each degree of tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Abort, Launch, Release
+from rollpacker.core.events import Event, SampleAborted, SampleGenerated
+from rollpacker.sim.clock import VirtualClock
+from rollpacker.sim.engine import TokenClockEngine
+from rollpacker.sim.machine import Machine, Responses
+from rollpacker.sim.ports.training import GradientWork
+from rollpacker.sim.tally import Tally
+
+MIGRATION_S = 3.0
+"""From a release to the moment when the trainer can use the devices: at most this, says the
+RollPacker paper, section 4.4."""
+
+
+class Lane:
+    """One engine of a fleet."""
+
+    __slots__ = ("engine", "finish", "last_busy_s")
+
+    def __init__(self, engine: TokenClockEngine, finish: Callable[[Lane], Event]) -> None:
+        self.engine = engine
+        self.last_busy_s = 0.0
+        self.finish = partial(finish, self)
+        """Take out what finishes at `engine.next_finish`."""
+
+
+class Rollout:
+    """Obeys `Launch`, `Abort` and `Release`."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        machine: Machine,
+        responses: Responses,
+        tally: Tally,
+        work: GradientWork,
+        max_response_tokens: int | None,
+    ) -> None:
+        self._clock = clock
+        self._machine = machine
+        self._responses = responses
+        self._tally = tally
+        self._work = work
+        self._cap = math.inf if max_response_tokens is None else max_response_tokens
+        self._fleets: dict[tuple[int, bool], list[Lane]] = {}
+        """By degree and by whether the engines decode speculatively."""
+        self._fleet: list[Lane] = []
+        """Of the round, as are all below."""
+        self._launch: Launch | None = None
+        self._lane_of: dict[int, Lane] = {}
+        """By key of the sample."""
+        self._num_generating = 0
+        self._released: tuple[float, list[Lane]] | None = None
+        """When devices were released, and their engines."""
+
+    def routes(self) -> Routes:
+        return {Launch: self._obey_launch, Abort: self._abort, Release: self._release}
+
+    @property
+    def released(self) -> list[Lane]:
+        """Engines that take nothing until the next round."""
+        return [] if self._released is None else self._released[1]
+
+    # -- launch ------------------------------------------------------------------------
+
+    def _obey_launch(self, command: Launch) -> None:
+        now = self._clock.time_s
+        if self._launch is None or self._launch.round != command.round:
+            self._begin_round(command, now)
+        elif not self._num_generating:
+            self._tally.rollout_begins(now, str(command.kind), command.tensor_parallel)
+        self._deal(command, now)
+
+    def _begin_round(self, command: Launch, now: float) -> None:
+        assert not self._num_generating, "a round began before the engines were empty"
+        self._tally.rollout_begins(now, str(command.kind), command.tensor_parallel)
+        self._launch = command
+        self._fleet = self._fleet_of(command.tensor_parallel, command.speculate)
+        self._lane_of = {}
+        self._released = None
+        self._work.begin_round(now)
+        for lane in self._fleet:
+            lane.last_busy_s = now
+
+    def _deal(self, command: Launch, now: float) -> None:
+        """Samples go to the engines in turn."""
+        keys, lengths = self._responses.add(command.samples), self._responses.lengths
+        lanes = self._staying()
+        prefill_s = self._machine.latency.prefill_s
+        self._num_generating += len(keys)
+        for turn, lane in enumerate(lanes):
+            own = keys[turn :: len(lanes)]
+            if own:
+                self._lane_of.update(dict.fromkeys(own, lane))
+                # The prefill gives the first token.
+                requests = [(key, lengths[key], 1 if lengths[key] > 1 else 0) for key in own]
+                lane.engine.submit(now, requests, prefill_s(len(own), command.tensor_parallel))
+                self._clock.expect(lane.engine, lane.finish)
+
+    def _staying(self) -> list[Lane]:
+        released = self.released
+        return [lane for lane in self._fleet if lane not in released] if released else self._fleet
+
+    def _fleet_of(self, degree: int, speculate: bool) -> list[Lane]:
+        found = self._fleets.get((degree, speculate))
+        if found is None:
+            machine = self._machine
+            cost = machine.latency.step_cost(degree)
+            if speculate and machine.speculation is not None:
+                cost = replace(
+                    cost,
+                    speculation_speedup=machine.speculation.speedup,
+                    speculation_max_live=machine.speculation.max_live,
+                )
+            engines = [
+                TokenClockEngine(
+                    cost,
+                    machine.latency.kv_tokens(degree),
+                    machine.max_running,
+                    machine.prompt_tokens,
+                    machine.latency.recompute_token_s(degree),
+                )
+                for _ in range(machine.gpus // degree)
+            ]
+            found = [Lane(engine, self._finish) for engine in engines]
+            self._fleets[degree, speculate] = found
+        return found
+
+    # -- what comes out ----------------------------------------------------------------
+
+    def _finish(self, lane: Lane) -> Event:
+        """The next response of this engine is complete, now."""
+        key, length, preemptions = lane.engine.pop()
+        lane.last_busy_s = self._clock.time_s
+        self._tally.left_engine(length, preemptions)
+        self._num_generating -= 1
+        if not self._num_generating:
+            self._rollout_ends()
+        assert self._launch is not None
+        return SampleGenerated(
+            time_s=0.0,
+            sample=self._responses.samples[key],
+            num_tokens=length,
+            finish_reason="stop" if length < self._cap else "length",
+            version=self._launch.version,
+            preemptions=preemptions,
+        )
+
+    def _abort(self, command: Abort) -> None:
+        now, keys = self._clock.time_s, self._responses.keys
+        by_lane: dict[Lane, list[int]] = {}
+        for sample in command.samples:
+            key = keys[sample]
+            by_lane.setdefault(self._lane_of[key], []).append(key)
+        reached: dict[int, tuple[int, int]] = {}
+        for lane, group in by_lane.items():
+            for key, tokens in zip(group, lane.engine.abort(now, group), strict=True):
+                preemptions = lane.engine.preemptions(key)
+                reached[key] = (tokens, preemptions)
+                self._tally.left_engine(tokens, preemptions)
+            lane.last_busy_s = now
+            self._clock.expect(lane.engine, lane.finish)
+        self._num_generating -= len(command.samples)
+        if not self._num_generating:
+            self._rollout_ends()
+        for sample in command.samples:
+            tokens, preemptions = reached[keys[sample]]
+            self._clock.after(
+                0.0,
+                SampleAborted(
+                    time_s=0.0, sample=sample, num_tokens=tokens, preemptions=preemptions
+                ),
+            )
+
+    def _rollout_ends(self) -> None:
+        """The last engine is empty: from here on every device waits for verdicts."""
+        now, machine, launch = self._clock.time_s, self._machine, self._launch
+        assert launch is not None
+        self._tally.rollout_ends(now)
+        self._work.have(now, machine.gpus)
+        idle_s = sum(now - lane.last_busy_s for lane in self._fleet) * launch.tensor_parallel
+        if self._released is not None:
+            when, lanes = self._released
+            settling_s = min(MIGRATION_S, now - when) * len(lanes) * launch.tensor_parallel
+            idle_s -= self._work.done_s + settling_s
+        self._tally.bubble["tail"] += max(idle_s, 0.0)
+
+    # -- release -----------------------------------------------------------------------
+
+    def _release(self, command: Release) -> None:
+        now, machine, launch = self._clock.time_s, self._machine, self._launch
+        assert launch is not None
+        degree = launch.tensor_parallel
+        gone = [self._fleet[i] for i in sorted({device // degree for device in command.devices})]
+        self._released = (now, gone)
+        # One that finishes at this very moment takes its last token on the other engine.
+        moved = [
+            request._replace(done_tokens=min(request.done_tokens, request.length - 1))
+            for lane in gone
+            for request in lane.engine.drain(now)
+        ]
+        staying = self._staying()
+        token_s = machine.latency.recompute_token_s(degree)
+        for turn, lane in enumerate(staying):
+            requests = moved[turn :: len(staying)]
+            if requests:
+                tokens = sum(r.done_tokens + machine.prompt_tokens for r in requests)
+                lane.engine.submit(now, requests, tokens * token_s)
+                self._clock.expect(lane.engine, lane.finish)
+                self._lane_of.update((request.key, lane) for request in requests)
+        for lane in gone:
+            lane.last_busy_s = now
+        self._tally.bubble["migration"] += MIGRATION_S * len(command.devices)
+        self._work.have(now, len(command.devices), after_s=MIGRATION_S)

@@ -1,0 +1,147 @@
+"""What is counted while a run is simulated: the time of every step, and idle devices by cause.
+
+    committed     launch       engines empty   (launch ...)    train on   trained   committed
+        |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
+
+The steps are those that `result.step_result` makes of the history of the event log, as a test
+holds. They are counted here all the same: a simulation that keeps the history as well takes 1.5
+times as long (`benchmarks/sim_speed.py --history`).
+
+A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
+on is no step here: its time belongs to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
+from rollpacker.sim.workload import Workload
+
+
+class Tally:
+    """Told what happens by the ports, in the order of time."""
+
+    def __init__(self, gpus: int, workload: Workload) -> None:
+        self.steps: list[StepResult] = []
+        self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
+        """Device-seconds."""
+        self._gpus = gpus
+        self._workload = workload
+        self._num_tail_trained = 0
+        self._open = _OpenStep(began_s=0.0)
+
+    # -- what the ports tell -----------------------------------------------------------
+
+    def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
+        """Samples are launched on empty engines."""
+        step = self._open
+        step.kind, step.tensor_parallel = kind, tensor_parallel
+        if step.empty_since_s is None:
+            self.bubble["sync"] += (now_s - step.began_s) * self._gpus
+        else:
+            self._waited(now_s)
+            step.rollout_from_s = now_s
+
+    def left_engine(self, num_tokens: int, preemptions: int) -> None:
+        """A response is complete or aborted."""
+        self._open.tokens_generated += num_tokens
+        self._open.preemptions += preemptions
+
+    def rollout_ends(self, now_s: float) -> None:
+        """The last engine is empty."""
+        step = self._open
+        step.rollout_s += now_s - step.rollout_from_s
+        step.empty_since_s = now_s
+
+    def streamed(self, num_samples: int) -> None:
+        """Gradients of so many samples begin before the round is over."""
+        self._open.num_streamed += num_samples
+
+    def training_begins(self, now_s: float, lengths: Sequence[int]) -> None:
+        """On responses of these lengths."""
+        self._waited(now_s)
+        step, p95 = self._open, self._workload.policy_length_p95
+        step.train_on_s = now_s
+        step.num_trained, step.tokens_trained = len(lengths), sum(lengths)
+        step.max_trained = max(lengths, default=0)
+        self._num_tail_trained += sum(length > p95 for length in lengths)
+
+    def trained(self, now_s: float) -> None:
+        self._open.trained_s = now_s
+
+    def committed(self, end_s: float) -> bool:
+        """The step is durable at `end_s`. False: there was nothing to train on, and it goes on."""
+        step = self._open
+        if not step.num_trained:
+            return False
+        self.steps.append(step.result(end_s))
+        self.bubble["sync"] += (end_s - step.trained_s) * self._gpus
+        self._open = _OpenStep(began_s=end_s)
+        return True
+
+    def _waited(self, now_s: float) -> None:
+        """Since the engines became empty everything waited for verdicts."""
+        step = self._open
+        assert step.empty_since_s is not None
+        waited_s = now_s - step.empty_since_s
+        step.reward_s += waited_s
+        self.bubble["reward_wait"] += waited_s * self._gpus
+
+    # -- the result --------------------------------------------------------------------
+
+    def result(self, num_releases: int) -> SystemResult:
+        """Of the steps so far, at least one."""
+        steps = self.steps
+        num_trained = sum(step.num_trained for step in steps)
+        tokens_trained = sum(step.tokens_trained for step in steps)
+        return SystemResult(
+            steps=tuple(steps),
+            tokens_generated=sum(step.tokens_generated for step in steps),
+            tokens_trained=tokens_trained,
+            trained_length_mean=tokens_trained / num_trained,
+            policy_length_mean=self._workload.policy_length_mean,
+            policy_length_p95=self._workload.policy_length_p95,
+            tail_trained_share=self._num_tail_trained / num_trained,
+            bubble=dict(self.bubble),
+            device_seconds=self._gpus * sum(step.total_s for step in steps),
+            num_releases=num_releases,
+        )
+
+
+class _OpenStep:
+    """The step that is not committed yet."""
+
+    def __init__(self, began_s: float) -> None:
+        self.kind = ""
+        """Of its latest round, as the degree is."""
+        self.tensor_parallel = 1
+        self.began_s = self.rollout_from_s = began_s
+        self.empty_since_s: float | None = None
+        self.rollout_s = 0.0
+        self.reward_s = 0.0
+        self.train_on_s = 0.0
+        self.trained_s = 0.0
+        self.preemptions = 0
+        self.tokens_generated = 0
+        self.tokens_trained = 0
+        self.num_trained = 0
+        self.max_trained = 0
+        self.num_streamed = 0
+
+    def result(self, end_s: float) -> StepResult:
+        return StepResult(
+            kind=self.kind,
+            rollout_s=self.rollout_s,
+            reward_s=self.reward_s,
+            train_s=self.trained_s - self.train_on_s,
+            sync_s=end_s - self.trained_s,
+            total_s=end_s - self.began_s,
+            tensor_parallel=self.tensor_parallel,
+            preemptions=self.preemptions,
+            max_response_tokens=self.max_trained,
+            tokens_generated=self.tokens_generated,
+            tokens_trained=self.tokens_trained,
+            num_trained=self.num_trained,
+            num_streamed=self.num_streamed,
+        )

@@ -1,0 +1,136 @@
+"""What goes wrong in a run that is made up: failures, late finishes, lost verdicts, slow checks.
+
+    bus --command--> Unkind --> the port that obeys it
+    bus <--event---- Unkind.answer <-- what that port says
+
+The ports themselves are kind: they do what they are told. Between them and the bus, `Unkind`
+changes some of the answers. What it changes depends on its seed and on the sample, and on nothing
+else: the same run meets the same misfortune again, also after a resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from rollpacker.bus import Port, Routes
+from rollpacker.core.commands import Launch, Score
+from rollpacker.core.events import (
+    Event,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+)
+from rollpacker.core.ids import SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnkindConfig:
+    """How often what goes wrong. All shares lie in [0, 1]; 0 is never."""
+
+    failure_rate: float = 0.0
+    """Share of the responses that the engine fails on, at the moment when they would be done."""
+    late_finish_rate: float = 0.0
+    """Share of the aborts that cross a finish on its way."""
+    no_verdict_rate: float = 0.0
+    """Share of the samples that cannot be judged, however often one asks."""
+    infrastructure_rate: float = 0.0
+    """Share of the checks whose machinery fails; worth asking again."""
+    verdict_delay_s: float = 0.0
+    """Checks take up to so many seconds longer, all lengths of time alike."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            most = math.inf if each.name.endswith("_s") else 1.0
+            if not (math.isfinite(value) and 0 <= value <= most):
+                limits = "not be negative" if most > 1 else "lie in [0, 1]"
+                raise ValueError(f"{each.name} must {limits}, not {value}")
+
+
+class Unkind:
+    """A port around others that launch and judge samples."""
+
+    def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
+        self.config = config
+        self._ports = ports
+        self._seed = seed
+        self._version = 0
+        """The version of the weights that the samples at work come from."""
+        self._retries: dict[SampleId, int] = {}
+        """Checks that were asked for again, and how often."""
+
+    def routes(self) -> Routes:
+        """The routes of the ports inside; launches and checks are overheard on their way."""
+        routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
+        for kind, overhear in ((Launch, self._on_launch), (Score, self._on_score)):
+            if kind in routes:
+                routes[kind] = _both(overhear, routes[kind])
+        return routes
+
+    def answer(self, event: Event) -> Event:
+        """What the core hears instead of this: mostly the event itself."""
+        config = self.config
+        match event:
+            case SampleGenerated(sample=sample):
+                if self._share("failure", sample) < config.failure_rate:
+                    return SampleFailed(time_s=event.time_s, sample=sample, reason="made to fail")
+            case SampleAborted(sample=sample):
+                if self._share("late", sample) < config.late_finish_rate:
+                    return SampleGenerated(
+                        time_s=event.time_s,
+                        sample=sample,
+                        num_tokens=event.num_tokens + 1,
+                        finish_reason="stop",
+                        version=self._version,
+                        preemptions=event.preemptions,
+                    )
+            case SampleScored(sample=sample, cause=""):
+                return self._verdict(event, self._retries.pop(sample, 0))
+        return event
+
+    def delay_s(self, sample: SampleId) -> float:
+        """How much longer the check of this sample takes, in seconds."""
+        most = self.config.verdict_delay_s
+        return most * self._share("delay", sample) if most else 0.0
+
+    def _verdict(self, event: SampleScored, retry: int) -> SampleScored:
+        sample = event.sample
+        if self._share(f"machinery {retry}", sample) < self.config.infrastructure_rate:
+            cause, reason = "infrastructure", "made to fail"
+        elif self._share("verdict", sample) < self.config.no_verdict_rate:
+            cause, reason = "sample", "made to be lost"
+        else:
+            return event
+        return SampleScored(
+            time_s=event.time_s,
+            sample=sample,
+            value=None,
+            reason=reason,
+            seconds=event.seconds,
+            cause=cause,
+        )
+
+    def _on_launch(self, command: Launch) -> None:
+        self._version = command.version
+
+    def _on_score(self, command: Score) -> None:
+        if command.retry:
+            self._retries[command.sample] = command.retry
+
+    def _share(self, what: str, sample: SampleId) -> float:
+        """A number in [0, 1), the same whenever it is asked for."""
+        key = f"{self._seed} {what} {sample}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
+
+
+def _both(overhear: Callable[[Any], None], obey: Callable[[Any], None]) -> Callable[[Any], None]:
+    def route(command: Any) -> None:
+        overhear(command)
+        obey(command)
+
+    return route

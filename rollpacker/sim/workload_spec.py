@@ -1,0 +1,131 @@
+"""What a scenario says of its prompts: how long their responses are, and how these are checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
+from rollpacker.sim.scenario_checks import MAX_SECONDS, check_known, check_quantiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLaw:
+    """How long responses are (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles` and
+    `trace`."""
+
+    preset: str | None = None
+    quantiles: Mapping[float, int] | None = None
+    """Tokens by quantile; the logarithm is linear between them. Below the lowest it falls to one
+    token, above the highest it stays. An override sets the whole mapping."""
+    trace: str | None = None
+    """A JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]} per
+    prompt. Of the second kind the prompts come in the file's order, and what follows here has no
+    effect. The path is relative to the folder that the command is run in."""
+    within_prompt_correlation: float = 0.05
+    """Of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the prompt."""
+    hard_prompts: float = 0.0
+    """This share of the prompts is hard: ..."""
+    hard_prompt_cap_probability: float = 0.15
+    """... each of their responses runs to the cap with this probability."""
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("preset", "quantiles", "trace") if getattr(self, n) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            raise ValueError(f"set exactly one of preset, quantiles and trace; set: {found}")
+        if self.preset is not None:
+            check_known("preset", self.preset, LENGTH_LAWS)
+        if self.quantiles is not None:
+            check_quantiles("quantiles", self.quantiles, smallest=1)
+        if self.trace == "":
+            raise ValueError("trace is empty: give the name of a JSONL file")
+        for name in ("within_prompt_correlation", "hard_prompts", "hard_prompt_cap_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
+
+    @property
+    def quantile_law(self) -> Mapping[float, int] | None:
+        """The quantiles, whether written or by preset; None for a trace."""
+        return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardStage:
+    """The prompts that are checked in one way (`rewards.N.*`). What is not set comes from the kind
+    (`presets.REWARD_KINDS`)."""
+
+    kind: Literal["math", "code", "judge", "none"]
+    share: float
+    """Of the prompts."""
+    seconds_quantiles: Mapping[float, float] | None = None
+    """Seconds of one check by quantile (math, code); the logarithm is linear between them, and
+    beyond both ends it stays."""
+    workers: int | None = None
+    """Checks at once (math, code)."""
+    calls_per_s: float | None = None
+    """Calls that are answered per second (judge)."""
+    slowest_correct_s: float | None = None
+    """No answer that takes longer to check is correct (math, code). None: the kind's limit; with
+    the kind's own times, what is known of them."""
+    check_truncated: bool = True
+    """Also responses that were cut off at the limit are checked. False: they are wrong at once, as
+    a program without an end is."""
+    lengths: LengthLaw | None = None
+    """Response lengths of these prompts; None: the scenario's."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be more than 0 and at most 1, not {self.share}")
+        pool = ("seconds_quantiles", "workers", "slowest_correct_s")
+        meant = {"math": pool, "code": pool, "judge": ("calls_per_s",), "none": ()}[self.kind]
+        for name in (*pool, "calls_per_s"):
+            if getattr(self, name) is not None and name not in meant:
+                takes = f"it takes {', '.join(meant)}" if meant else "it takes no time"
+                raise ValueError(
+                    f"{name} means nothing for kind={self.kind} ({takes}): leave it out"
+                )
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(
+                f"workers must be at least 1, not {self.workers}, or nothing is ever checked"
+            )
+        if self.seconds_quantiles is not None:
+            check_quantiles(
+                "seconds_quantiles", self.seconds_quantiles, smallest=0, largest=MAX_SECONDS
+            )
+        for name in ("calls_per_s", "slowest_correct_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MAX_SECONDS:
+                raise ValueError(
+                    f"{name} must be more than 0 and at most {MAX_SECONDS:g}, not {value}"
+                )
+
+    @property
+    def num_workers(self) -> int:
+        """Checks at once: a judge is one worker that takes 1 / calls_per_s; 0 for none."""
+        if self.kind == "judge":
+            return 1
+        return self.workers or REWARD_KINDS[self.kind].workers or 0
+
+    @property
+    def seconds_law(self) -> Mapping[float, float] | None:
+        """Seconds that one check keeps a worker, by quantile; None if there is no check."""
+        if self.kind == "judge":
+            rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
+            assert rate is not None
+            return {0.5: 1 / rate}
+        return self.seconds_quantiles or REWARD_KINDS[self.kind].seconds_quantiles
+
+    @property
+    def limit_s(self) -> float | None:
+        """A check that takes longer has failed, whatever the deadline in force."""
+        return REWARD_KINDS[self.kind].limit_s
+
+    @property
+    def correct_within_s(self) -> float:
+        """No answer that takes longer is correct; infinite if time says nothing."""
+        kind = REWARD_KINDS[self.kind]
+        known = kind.slowest_correct_s if self.seconds_quantiles is None else None
+        return self.slowest_correct_s or known or kind.limit_s or math.inf

@@ -1,0 +1,117 @@
+"""Calls, results and errors between the run's own process and a rank of the trainer, as bytes.
+
+The bytes cannot execute anything, since under torchrun they come over a network. Both sides know
+the same types, and a rank does nothing but `METHODS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.processes.codec import Codec, Kind
+from rollpacker.trainer.base import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    TrainConfig,
+    TrainerError,
+    TrainerProcessError,
+    TrainerStateError,
+    TrainSample,
+)
+from rollpacker.trainer.model import ModelError
+from rollpacker.trainer.outcome import StepOutcome
+from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.weight_buffer import BufferLayout, Place
+
+METHODS = (
+    *("setup", "score", "accumulate", "rescale", "apply", "save", "load"),
+    *("map_weights", "write_weights", "hashes"),
+)
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(TrainerProcessError, TrainerStateError, NonFiniteError, TrainerError, ModelError),
+        *(torch.OutOfMemoryError, OSError, ValueError),
+    )
+}
+"""The errors that the run's own process raises again, the most special ones first."""
+
+
+@functools.cache
+def codec() -> Codec:
+    return Codec(
+        *(LearnerSetup, ModelConfig, LoraConfig, TrainConfig, CriticConfig, AlgorithmConfig),
+        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
+        *(BufferLayout, Place),
+        Kind(Counter, dict, Counter),
+        Kind(type(Path()), str, Path),
+        Kind(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+def error_bytes(error: Exception) -> bytes:
+    """Write an error so that the run's own process can raise it. A foreign one becomes a
+    `TrainerError`: its class may be unknown there, and its traceback, by which that process tells a
+    user's mistake from a bug, does not survive the way."""
+    name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "")
+    module = type(error).__module__
+    is_ours = module.startswith("rollpacker.")
+    said: tuple[object, ...] = (str(error),)
+    if isinstance(error, OSError):
+        said = (error.errno, error.strerror, error.filename) if error.errno else error.args
+        is_ours = module == "builtins"
+    elif type(error) is ValueError:
+        is_ours = _raised_in(error).startswith("rollpacker.")
+    if not name or not (is_ours or isinstance(error, torch.OutOfMemoryError)):
+        name, said = _foreign(error)
+    return codec().encode((name, said))
+
+
+def error_of(data: bytes) -> Exception:
+    """Read what `error_bytes` has written."""
+    name, said = codec().decode(data)
+    return _ERRORS[name](*said)
+
+
+def _foreign(error: Exception) -> tuple[str, tuple[str]]:
+    rank = os.environ["RANK"]
+    if _is_of_another(error):
+        return TrainerProcessError.__name__, (
+            f"process {rank} of the trainer lost its connection to another one. No"
+            " update of this step was kept; --resume goes on from the last checkpoint",
+        )
+    traceback.print_exception(error)
+    return TrainerError.__name__, (f"process {rank} of the trainer failed: {error!r}",)
+
+
+def _is_of_another(error: Exception) -> bool:
+    """Whether a joint call failed since another process is gone: that one is what to report."""
+    return "gloo/transport" in str(error) or "ncclRemoteError" in str(error)
+
+
+def _raised_in(error: Exception) -> str:
+    """Return the name of the module that raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))

@@ -1,0 +1,22 @@
+"""Warnings that are said once and not at every sample."""
+
+from __future__ import annotations
+
+import logging
+
+
+class WarnOnce:
+    """Logs a warning the first time that it is called with this `message`, whatever the arguments.
+
+    One object for each thing that warns (a reward, an endpoint): a second run in the same process
+    is told again. A text that is different each time is a message of its own: give it formatted.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._said: set[str] = set()
+
+    def __call__(self, message: str, *arguments: object) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._logger.warning(message, *arguments, stacklevel=2)

@@ -1,0 +1,119 @@
+"""The self-test against boxes that do not contain, and against one that does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rollpacker.sandbox import canaries, open_sandbox
+from rollpacker.sandbox.base import Limits, RunResult, Status
+from rollpacker.sandbox.selftest import ESSENTIAL, self_test
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandboxes here are Linux's")
+
+HARMLESS = {
+    "runs": "print(6 * 7)",
+    "environment": canaries.ENVIRONMENT,
+    "host files": canaries.HOST_FILES,
+    "network": canaries.NETWORK,
+    "signals": canaries.SIGNALS,
+    "left over": canaries.DAEMONS,
+    "descriptors": canaries.DESCRIPTORS,
+}
+"""Canaries that may run without a sandbox on a machine that is in use."""
+
+
+class Answers:
+    """Says the same whatever it is asked: nothing ever ran."""
+
+    def __init__(self, result: RunResult) -> None:
+        self.result = result
+
+    async def run(self, program: str, **more: object) -> RunResult:
+        return self.result
+
+
+class Plain:
+    """Runs harmless canaries as plain processes, and fails on all others."""
+
+    def __init__(self) -> None:
+        self.ran: set[str] = set()
+
+    async def run(self, program: str, *, limits: Limits, files: dict[str, str]) -> RunResult:
+        for name, body in HARMLESS.items():
+            if program.endswith(body):
+                self.ran.add(name)
+                return await asyncio.to_thread(self._run, program, limits, files)
+        raise RuntimeError("not outside of a sandbox")
+
+    @staticmethod
+    def _run(program: str, limits: Limits, files: dict[str, str]) -> RunResult:
+        reader, writer = os.pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in {**files, "main.py": program}.items():
+                Path(folder, name).write_text(text)
+            process = subprocess.Popen(
+                # A parent of its own, for the canaries that stop their parent.
+                ["/bin/sh", "-c", f"{sys.executable} main.py; true"],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                pass_fds=(reader,),
+                start_new_session=True,
+            )
+            try:
+                stdout, _ = process.communicate(timeout=min(limits.wall_s, 1.0))
+                status = Status.OK
+            except subprocess.TimeoutExpired as error:
+                stdout, status = error.stdout or b"", Status.TIMEOUT
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(reader)
+        os.close(writer)
+        return RunResult(status=status, exit_code=0, stdout=stdout)
+
+
+def test_a_probe_that_never_ran_proves_nothing() -> None:
+    for stdout in (b"42\n", b"", b"tried looked started"):
+        box = Answers(RunResult(status=Status.OK, exit_code=0, stdout=stdout))
+        passed, failed = asyncio.run(self_test(box, backend="bwrap"))
+        assert set(passed) <= {"runs"}
+        assert ESSENTIAL - {"runs"} <= set(failed)
+
+
+def test_a_box_that_cannot_run_anything_passes_nothing() -> None:
+    broken = Answers(RunResult(status=Status.SANDBOX_ERROR, detail="no"))
+    passed, failed = asyncio.run(self_test(broken, backend="bwrap"))
+    assert not passed
+    assert set(failed) == ESSENTIAL
+
+
+def test_plain_processes_are_seen_to_contain_nothing() -> None:
+    os.environ["ROLLPACKER_SELFTEST_PROBE"] = "a-value-that-nobody-else-has"
+    try:
+        box = Plain()
+        passed, failed = asyncio.run(self_test(box, backend="none"))
+    finally:
+        del os.environ["ROLLPACKER_SELFTEST_PROBE"]
+    assert box.ran == set(HARMLESS)
+    assert passed == ("runs",)
+    assert set(HARMLESS) - {"runs"} <= set(failed)
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="NOT TESTED: bwrap is not installed")
+def test_bubblewrap_contains_every_canary() -> None:
+    async def go() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        async with open_sandbox("bwrap", workers=1) as box:
+            return await self_test(box, backend="bwrap")
+
+    passed, failed = asyncio.run(go())
+    assert not failed
+    assert set(passed) == ESSENTIAL

@@ -1,0 +1,205 @@
+"""Optional packages: declared, and where one is missing one sentence that names its extra."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+TREES = [ast.parse(path.read_text()) for path in (ROOT / "rollpacker").rglob("*.py")]
+
+
+def distribution(requirement: str) -> str:
+    """`math-verify[antlr]>=0.9` -> `math_verify`."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found
+    return found[0].lower().replace("-", "_")
+
+
+def test_whatever_is_imported_is_declared() -> None:
+    needed = [*PROJECT["dependencies"], *(one for name in EXTRAS for one in EXTRAS[name])]
+    declared = {distribution(one) for one in needed}
+    providers = packages_distributions()
+    missing = set()
+    for tree in TREES:
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module]
+            for top in {name.partition(".")[0] for name in names}:
+                known = {distribution(one) for one in providers.get(top, [top])}
+                if top not in {*sys.stdlib_module_names, "rollpacker"} and not known & declared:
+                    missing.add(top)
+    assert missing == set()
+
+
+def test_every_extra_that_a_message_names_has_the_package() -> None:
+    """And `all` has every extra."""
+    used = set()
+    for tree in TREES:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
+                "require",
+                "missing",
+            ):
+                continue
+            extra = next((k.value for k in node.keywords if k.arg == "extra"), None)
+            if isinstance(extra, ast.Constant) and isinstance(node.args[0], ast.Constant):
+                used.add((extra.value, node.args[0].value))
+    assert {extra for extra, _ in used} == {*EXTRAS} - {"all", "dev"}
+    for extra, package in used:
+        assert package in {distribution(one) for one in EXTRAS[extra]}
+    assert set(re.findall(r"\w+", EXTRAS["all"][0])) == {*EXTRAS, "rollpacker"} - {"all", "dev"}
+
+
+_WITHOUT_THEM = """
+import asyncio, contextlib, io, json, sys, tempfile
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+HIDDEN = set(sys.argv[2].split())
+
+class WithoutHidden(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in HIDDEN
+        return None if hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutHidden
+import resume
+from rollpacker.cli.main import main
+
+def run(*arguments):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([str(argument) for argument in arguments])
+    return [code, said.getvalue(), out.getvalue()]
+
+def math_check():
+    from rollpacker.rewards.base import RewardConfig
+    from rollpacker.rewards.math.reward import MathConfig, MathReward
+    from rollpacker.rewards.shared import Shared
+    from rollpacker.sandbox import bwrap
+    from rollpacker.sandbox.base import SandboxConfig
+
+    class Box:
+        async def lacks(self, profile):
+            return bwrap.lacks(profile)
+
+    class FakeShared(Shared):
+        def check_sandbox(self):
+            pass
+
+        async def sandbox(self):
+            return Box()
+
+    shared, entry = FakeShared(SandboxConfig()), RewardConfig(function="math")
+    reward = MathReward(MathConfig(), entry=entry, name="math", shared=shared)
+    try:
+        reward.check([{"answer": "3"}])
+    except ValueError as error:
+        from rollpacker.cli.errors import classify
+        return [classify(error)[0], str(error), ""]
+
+with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary)
+    resume.write_model(folder / "model")
+    config = resume.write_config(folder, 2)
+    gym = "data.train={kind: reasoning_gym, size: 4, tasks: [{task: chain_sum}]}"
+    hub = "data.train={kind: huggingface, path: some/name}"
+    judge = "rewards=[{function: judge, arguments: {url: 'http://127.0.0.1:9/v1', model: m,"
+    judge += " reference_column: null}}]"
+    scorer = "rewards=[{function: reasoning_gym}]"
+    rows = folder / "gym.jsonl"
+    row = {"prompt": "1+2=", "answer": "3", "task": "chain_sum", "question": "?", "metadata": {}}
+    rows.write_text(json.dumps({**row, "task_options": {}}) + "\\n")
+    made = run("train", config)
+    files = sorted(path.name for path in (folder / "runs" / "reference").iterdir())
+    found = {
+        "train": made,
+        "report": run("report", folder / "runs" / "reference"),
+        "picture": run("report", folder / "runs" / "reference", "--steps", "1"),
+        "lora": run("train", config, "name=lora", "model.lora={rank: 2}"),
+        "data": run("train", config, "name=gym", gym),
+        "hub": run("train", config, "name=hub", hub),
+        "judge": run("train", config, "name=judge", judge),
+        "scorer": run("train", config, "name=scorer", f"data.train.path={rows}", scorer),
+        "math": math_check(),
+    }
+    assert not HIDDEN & set(sys.modules), HIDDEN & set(sys.modules)
+    print(json.dumps({"files": files, "found": found}))
+"""
+
+EXPECTED = {
+    "picture": "drawing a picture needs matplotlib",
+    "lora": "model.lora needs peft",
+    "data": "data of kind reasoning_gym needs reasoning_gym",
+    "hub": "data of kind huggingface needs datasets",
+    "judge": "the reward judge with a url needs openai",
+    "scorer": "the reward reasoning_gym needs reasoning_gym",
+    "math": "the reward math needs math_verify",
+}
+NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} | {
+    "judge": "judge",
+    "scorer": "gym",
+    "math": "math",
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, object]:
+    """What is said and written where none of the optional packages is installed."""
+    hidden = "matplotlib tensorboard peft openai math_verify reasoning_gym datasets"
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_THEM, str(ROOT / "benchmarks"), hidden],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_run_needs_none_of_them(without) -> None:
+    code, said, _ = without["found"]["train"]
+    assert code == 0, said
+    assert {"summary.json", "metrics.jsonl", "samples", "trace.json"} <= set(without["files"])
+    assert not {"timeline.png", "tensorboard"} & set(without["files"])
+    for package in ("matplotlib", "tensorboard"):
+        assert said.count(f"needs {package}, which is not installed") == 1
+    code, _, out = without["found"]["report"]
+    assert code == 0 and "Wrote summary.json, trace.json" in out
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_what_needs_one_says_which_extra(without, case: str) -> None:
+    code, said, _ = without["found"][case]
+    extra = NAMED[case]
+    sentence = f"{EXPECTED[case]}, which is not installed: pip install 'rollpacker[{extra}]'"
+    assert (code, said.strip().removeprefix("rollpacker: ")) == (2, sentence)
+
+
+def test_a_simulation_draws_nothing_without_matplotlib(tmp_path, monkeypatch, capsys) -> None:
+    from rollpacker import imports
+    from rollpacker.cli.main import main
+
+    monkeypatch.setattr(imports, "missing", lambda package, **_: f"this needs {package}")
+    monkeypatch.chdir(tmp_path)
+    scenario = str(ROOT / "configs" / "scenarios" / "14b-16k.yaml")
+    assert main(["simulate", scenario, "steps=1", "--picture", "x.png"]) == 2
+    assert capsys.readouterr().err == "rollpacker: this needs matplotlib\n"
+    assert main(["simulate", scenario, "steps=1"]) == 0
+    assert "this needs matplotlib" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
