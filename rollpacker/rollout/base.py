@@ -68,7 +68,7 @@ class EngineOutput:
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """With `SampleGenerated` only."""
+    """There is one with a `SampleGenerated` only."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]

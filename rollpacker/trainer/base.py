@@ -178,9 +178,9 @@ class TokenScores:
     the algorithm does not need it. Log-probs are at the sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
-    """Of the policy, by the trainer."""
+    """The policy's own, as the trainer computes them."""
     ref_log_probs: tuple[float, ...] | None = None
-    """Of the reference model."""
+    """The reference model's."""
     teacher_log_probs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     """The critic's, of the state before each token."""

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArithmetic:
-    """Of one step; token numbers are upper bounds, for responses that all reach the limit."""
+    """What one step launches and trains on. Token numbers are upper bounds, for responses that all
+    reach the limit."""
 
     short_prompts: int
     short_samples_per_prompt: int
@@ -20,7 +21,7 @@ class BatchArithmetic:
     cascade_rounds: tuple[tuple[int, int], ...]
     """Prompts, and samples of each, that every further race of deferred prompts launches."""
     long_samples: int
-    """Of a long round, and of a plain one."""
+    """Samples that a long round launches, and a plain one."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -37,7 +38,7 @@ class BatchArithmetic:
 
 
 def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """Of a step of this run."""
+    """What a step of this run launches and trains on."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
     short_prompts = tail.factors.num_prompts(prompts)

@@ -48,11 +48,11 @@ class Estimate:
     num_parameters: int | None
     batch: BatchArithmetic
     memory: tuple[MemoryPart, ...]
-    """Of the run's own process. Empty if nothing is known of the model."""
+    """What the run's own process holds. Empty if nothing is known of the model."""
     processes: int
-    """Of the trainer's own; 0 if it works in the run's process."""
+    """How many the trainer has of its own; 0 if it works in the run's process."""
     process_memory: tuple[MemoryPart, ...]
-    """Of each of these."""
+    """What each of these processes holds."""
     notes: tuple[str, ...]
     """What could not be known, and what looks wrong."""
 
@@ -149,7 +149,7 @@ def _memory(
     on_cuda: bool,
     notes: list[str],
 ) -> tuple[list[MemoryPart], list[MemoryPart]]:
-    """Of the run's own process, and of each of the trainer's."""
+    """What the run's own process holds, and what each of the trainer's."""
     processes = config.train.processes
     models = TrainingMemory(
         config=config,

@@ -76,8 +76,8 @@ class FlopModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Of a transformers causal LM or its body, with or without adapters. Which parameters are
-        trained is read off now."""
+        """The costs of a transformers causal LM or its body, with or without adapters. Which
+        parameters are trained is read off now."""
         known: Any = model
         config = known.config.get_text_config()
         head = getattr(known.get_output_embeddings(), "weight", None)

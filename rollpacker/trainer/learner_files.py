@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerFiles:
-    """With several ranks everything here is a joint call; rank 0 has the whole and writes it."""
+    """What is written and read. With several ranks everything here is a joint call; rank 0 has the
+    whole and writes it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     critic: Critic | None
     trained: Mapping[str, Trained]
-    """By the prefix of its tensors in a checkpoint."""
+    """The modules with an optimizer, by the prefix of their tensors in a checkpoint."""
     shards: Shards | None
     run_dtype: torch.dtype
 

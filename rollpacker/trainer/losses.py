@@ -36,7 +36,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Of one micro-batch; the tensors but for the losses are [N]."""
+    """The losses of one micro-batch. The tensors besides are [N]."""
 
     losses: Sequence[Tensor]
     """The policy's, and the critic's if there is one; weighted sums, to be differentiated."""

@@ -32,7 +32,7 @@ class ModelSet:
     teacher: FrozenPolicy | None
     algorithm: AlgorithmConfig
     temperature: float
-    """Of sampling. Log-probs are taken at it."""
+    """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
     """Layers that keep no activations for the backward pass."""
 

@@ -12,14 +12,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """Of one rank. The norms are those of the whole step, on every rank alike."""
+    """What one rank reports. The norms are those of the whole step, on every rank alike."""
 
     sums: StepSums
     grad_norm: float
     learning_rate: float
     critic_grad_norm: float | None
     peak_memory_bytes: int
-    """Of this rank's process or device since the step before."""
+    """The most that this rank's process or device held since the step before."""
     lora_merge_loss: float | None = None
     """`lora.merge_loss` after the update, where a merge rounds."""
 

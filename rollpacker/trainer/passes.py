@@ -31,7 +31,7 @@ alike."""
 
 
 class Passes(Protocol):
-    """With several ranks every method is a joint call."""
+    """Whoever runs the models. With several ranks every method is a joint call."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """Forward without gradients over all of them. The answers are in their order."""

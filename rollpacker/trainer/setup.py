@@ -25,7 +25,7 @@ class LearnerSetup:
     train: TrainConfig
     algorithm: AlgorithmConfig
     temperature: float
-    """Of sampling: log-probs are taken at it."""
+    """The sampling temperature, at which log-probs are taken."""
     total_steps: int | None
     """Where schedules end."""
     threads: int | None = None

@@ -41,7 +41,7 @@ class StepSums:
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
-    """Of forward and backward passes; of several ranks, the slowest one's."""
+    """How long forward and backward passes took; of several ranks, the slowest one."""
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -222,5 +222,5 @@ def _effective_size(total: float, squares: float, count: int) -> float:
 
 
 def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """In one transfer from the device."""
+    """Their values, read in one transfer from the device."""
     return torch.stack([value.double() for value in scalars]).tolist()

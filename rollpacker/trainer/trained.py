@@ -50,13 +50,13 @@ class Trained:
     # -- gradients -------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Also those that wait to be summed over the ranks."""
+        """Drop the gradients, and those that wait to be summed over the ranks."""
         if self._sharded is not None:
             self._sharded.forget()
         self.optimizer.forget_gradients()
 
     def norm(self) -> float:
-        """Of the whole gradient so far."""
+        """The norm of the whole gradient so far."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
@@ -85,14 +85,14 @@ class Trained:
             self.optimizer.offload()
 
     def reload_gradients(self) -> None:
-        """Before a backward pass adds to them."""
+        """Bring the gradients back, before a backward pass adds to them."""
         if self._offloads:
             self.optimizer.reload(state=False)
 
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's; with the weights themselves where a checkpoint's model has fewer
+        """The optimizer's state, with the weights themselves where a checkpoint's model has fewer
         digits."""
         masters = {f"master.{n}": p.detach() for n, p in self._masters()}
         return self.optimizer.state() | masters

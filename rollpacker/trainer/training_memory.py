@@ -185,7 +185,7 @@ class TrainingMemory:
         return shape.layers * self._saved_bytes(shape) + last, formula
 
     def _saved_bytes(self, shape: DecoderShape) -> int:
-        """Of one layer, per token."""
+        """Bytes per token that one layer keeps for the backward pass."""
         size = shape.saved_per_layer * self.element + self._norm_bytes(shape)
         if self.config.model.lora is not None:
             size -= 2 * shape.hidden * self.element  # for the weights of norms, which are frozen
@@ -219,12 +219,12 @@ class TrainingMemory:
 
 
 def memory_part(name: str, size_bytes: int, formula: str) -> MemoryPart:
-    """With the size in whole bytes."""
+    """A part whose size is rounded down to whole bytes."""
     return MemoryPart(name=name, size_bytes=int(size_bytes), formula=formula)
 
 
 def text_of_bytes(size_bytes: int) -> str:
-    """In the unit that people would choose."""
+    """The size as text, in the largest unit that fits."""
     if size_bytes >= GIB:
         return f"{size_bytes / GIB:.1f} GiB"
     if size_bytes >= 1 << 20:

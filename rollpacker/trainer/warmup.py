@@ -63,7 +63,7 @@ class WarmupProgress:
     """Steps done in this stage."""
     num_steps: int
     loss: float
-    """Of this step: mean over its completion tokens."""
+    """Mean loss of this step's completion tokens."""
     elapsed_s: float
 
 
