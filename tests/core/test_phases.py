@@ -24,23 +24,22 @@ def config(**settings: object) -> JobConfig:
 
 
 REFILLED = DynamicSamplingConfig(enabled=True, max_refills=2)
+FAILING = UnkindConfig(failure_rate=0.6, late_finish_rate=0.5)
+SLOW = UnkindConfig(verdict_delay_s=40.0, no_verdict_rate=0.5)
+SCORED = TailBatchingConfig(race="scored")
 WORLDS = {
     "plain": World(config(tail_batching=TailBatchingConfig(enabled=False)), num_rows=20),
     "tiers": World(config(tail_batching=TailBatchingConfig(tiers=(Tier(),))), num_rows=60),
     "refills": World(config(dynamic_sampling=REFILLED), num_rows=17, epochs=2, seed=4),
     "refills at an end": World(config(dynamic_sampling=REFILLED), num_rows=5, epochs=40),
     "no data": World(config(), num_rows=0),
-    "engine fails": World(
-        config(), num_rows=60, unkind=UnkindConfig(failure_rate=0.6, late_finish_rate=0.5)
-    ),
-    "slow verdicts": World(
-        config(), num_rows=60, unkind=UnkindConfig(verdict_delay_s=40.0, no_verdict_rate=0.5)
-    ),
+    "engine fails": World(config(), num_rows=60, unkind=FAILING),
+    "slow verdicts": World(config(), num_rows=60, unkind=SLOW),
     "no verdicts": World(config(), num_rows=60, unkind=UnkindConfig(no_verdict_rate=1.0)),
     "race on verdicts": World(
         config(tail_batching=TailBatchingConfig(race="scored")),
         num_rows=60,
-        unkind=UnkindConfig(verdict_delay_s=40.0),
+        unkind=UnkindConfig(verdict_delay_s=40),
     ),
     "stopped": World(
         config(cadence=Cadence(checkpoint_every_steps=5)), num_rows=60, stop_at_step=3

@@ -78,6 +78,8 @@ class World:
         self.streamed: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were begun, of this step."""
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
+        self.committed_s: dict[int, float] = {}
+        """When each step was committed: a resumed run's clock goes on from there."""
 
     # -- the clock, and what happens next ----------------------------------------------
 
@@ -101,6 +103,7 @@ class World:
         world = World(**settings | {"config": config or self.config})
         world.job = Job.restore(world.config, state)
         world.cursor, world.version = cursor, version
+        world.time_s = self.committed_s[step]
         world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
 
@@ -232,6 +235,7 @@ class World:
 
     def commit(self, command: Commit) -> None:
         self.snapshots[command.step] = (self.job.state(), self.cursor, self.version)
+        self.committed_s[command.step] = self.time_s
         if command.step == self.stop_at_step:
             self.push(0.0, StopRequested(time_s=0.0))
         durable = command.last or command.stopping
