@@ -69,7 +69,8 @@ class Codec:
                 rows.append(row[1])
                 return [row[0], type(value).__name__, len(value)]
             return [type(value).__name__, *(self._plain(one, rows) for one in value)]
-        if isinstance(value, Mapping):
+        # Another kind of dictionary would come back as a plain one, without its defaults.
+        if isinstance(value, Mapping) and not (isinstance(value, dict) and type(value) is not dict):
             items = value.items()
             return ["map", *([self._plain(k, rows), self._plain(v, rows)] for k, v in items)]
         raise TypeError(f"no message can hold a {type(value).__qualname__}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ def codec() -> Codec:
         *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
         *(BufferLayout, Place),
         Kind(Counter, dict, Counter),
+        Kind(defaultdict, dict, lambda values: defaultdict(float, values)),
         Kind(type(Path()), str, Path),
         Kind(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
     )

@@ -23,6 +23,7 @@ import torch
 from rollpacker.cli.main import main
 from rollpacker.controller import checkpoint as checkpoints
 from rollpacker.trainer.learner import Learner
+from rollpacker.trainer.losses import losses_of
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 from rollpacker.trainer.outcome import StepOutcome
 
@@ -318,17 +319,16 @@ def test_a_failing_reward_shows_the_users_lines_and_not_ours(command, caplog):
 
 
 def test_nan_in_the_loss_names_the_step_and_keeps_the_checkpoint(command, monkeypatch):
-    original = Learner._losses
     calls = []
 
-    def poisoned(learner, batch, samples):
-        result = original(learner, batch, samples)
+    def poisoned(outputs, samples, *, config):
+        result = losses_of(outputs, samples, config=config)
         calls.append(1)
         if len(calls) not in (3, 4):  # the third step's, and when it is computed once more
             return result
         return dataclasses.replace(result, losses=[loss * torch.nan for loss in result.losses])
 
-    monkeypatch.setattr(Learner, "_losses", poisoned)
+    monkeypatch.setattr("rollpacker.trainer.learner.losses_of", poisoned)
     assert command.train() == 3
     assert command.err.startswith("rollpacker: step 3: the loss is nan")
     assert "no update was applied" in command.err

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rollpacker.cli.errors import classify
 from rollpacker.controller.checkpoint import newest_checkpoint
-from rollpacker.trainer import worker
 from rollpacker.trainer.base import LoraConfig, TrainerProcessError
+from rollpacker.trainer.calls import error_bytes, error_of
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.model import new_model, write_character_tokenizer
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_the_trainer_cannot_take_is_one_message(command: Comma
 def test_a_process_that_lost_another_leaves_the_message_to_that_ones_end(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     lost = RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
-    error = worker._portable(lost)
+    error = error_of(error_bytes(lost))
     assert isinstance(error, TrainerProcessError) and classify(error)[0] == 6
     assert capfd.readouterr().err == ""
 

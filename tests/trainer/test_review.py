@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rollpacker.cli.errors import classify
-from rollpacker.trainer import launch, worker
 from rollpacker.trainer.base import TrainConfig
+from rollpacker.trainer.calls import error_bytes, error_of
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.schedule import check_schedule
 from rollpacker.trainer.sharding import Shards, full_tensors, join
@@ -134,6 +133,15 @@ def no_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
+def raised_again(data: bytes) -> BaseException:
+    """In the run's own process."""
+
+    def fail() -> None:
+        raise error_of(data)
+
+    return raised(fail)
+
+
 @pytest.mark.parametrize(
     "fails",
     [
@@ -149,11 +157,7 @@ def no_memory() -> None:
 def test_an_error_of_a_process_has_the_exit_code_of_the_runs_own(fails, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
     own = classify(raised(fails))
-    ours, theirs = Pipe()
-    theirs.send((False, worker._portable(raised(fails))))
-    several = object.__new__(launch.Ranks)
-    several.all = [launch.Rank(number=0, pid=0, connection=ours, process=None)]
-    received = raised(lambda: several.call("accumulate", [()]))
+    received = raised_again(error_bytes(raised(fails)))
     code, message = classify(received)
     assert code == own[0]
     if code == 1:  # a bug: its traceback must have been printed where it happened
