@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from rollpacker.cli.errors import classify
+from rollpacker.processes.line import Line
+from rollpacker.trainer import launch
 from rollpacker.trainer.base import TrainConfig
-from rollpacker.trainer.calls import error_bytes, error_of
+from rollpacker.trainer.calls import error_bytes
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.schedule import check_schedule
 from rollpacker.trainer.sharding import Shards, full_tensors, join
@@ -133,15 +135,6 @@ def no_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def raised_again(data: bytes) -> BaseException:
-    """In the run's own process."""
-
-    def fail() -> None:
-        raise error_of(data)
-
-    return raised(fail)
-
-
 @pytest.mark.parametrize(
     "fails",
     [
@@ -157,7 +150,12 @@ def raised_again(data: bytes) -> BaseException:
 def test_an_error_of_a_process_has_the_exit_code_of_the_runs_own(fails, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
     own = classify(raised(fails))
-    received = raised_again(error_bytes(raised(fails)))
+    ours, theirs = Line.pair()
+    Line(theirs).send(launch.ERROR, payload=error_bytes(raised(fails)))
+    several = object.__new__(launch.Ranks)
+    several._calling = threading.Lock()
+    several.all = [launch.Rank(number=0, pid=0, line=ours, child=None)]
+    received = raised(lambda: several.call("accumulate", [()]))
     code, message = classify(received)
     assert code == own[0]
     if code == 1:  # a bug: its traceback must have been printed where it happened
