@@ -236,10 +236,7 @@ class _Session:
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
-            config,
-            parts,
-            checkpoints=folder.checkpoints,
-            time_s=time_s + seconds,
+            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
         marks = build.marks(policy)
         self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
@@ -289,8 +286,7 @@ class _Session:
         from rollpacker.core.job import Job
 
         config = self.config.job(
-            prompt_tokens=policy.mean_prompt_tokens,
-            reward_kinds=reward_kinds(self.config, policy),
+            prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
         )
         if checkpoint is None:
             return Job(config)

@@ -280,10 +280,7 @@ class RunConfig:
         return any(reward.tasks is not None for reward in self.rewards)
 
     def job(
-        self,
-        *,
-        prompt_tokens: int = 0,
-        reward_kinds: Mapping[str, RewardKindConfig] | None = None,
+        self, *, prompt_tokens: int = 0, reward_kinds: Mapping[str, RewardKindConfig] | None = None
     ) -> JobConfig:
         """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
         workers and deadlines by source of prompts."""

@@ -87,12 +87,7 @@ class Controller:
     """Drives one run from where `parts.job` stands to its end."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        parts: Parts,
-        *,
-        checkpoints: Path,
-        time_s: float,
+        self, config: RunConfig, parts: Parts, *, checkpoints: Path, time_s: float
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run)."""
         self.config = config

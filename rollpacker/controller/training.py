@@ -21,13 +21,7 @@ from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.rewards.base import Reward
 from rollpacker.rollout.base import Engine
-from rollpacker.trainer.base import (
-    NonFiniteError,
-    ScoreRequest,
-    TokenScores,
-    Trainer,
-    TrainSample,
-)
+from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TokenScores, Trainer, TrainSample
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -92,9 +86,7 @@ class Training:
             scored = self._desk.scored_groups(groups)
             samples, _ = self._build_samples(scored, scores=scores, partial=True)
             await self._watch.by(
-                "train_s",
-                self._trainer.accumulate(samples),
-                f"the first gradients of step {step}",
+                "train_s", self._trainer.accumulate(samples), f"the first gradients of step {step}"
             )
         for sample in samples:
             self._desk[sample.sample].streamed = sample

@@ -78,14 +78,7 @@ class ReasoningGymScorer:
         task_options: Sequence[Mapping[str, Any]],
     ) -> list[float]:
         rows = zip(
-            completions,
-            finish_reasons,
-            question,
-            answer,
-            metadata,
-            task,
-            task_options,
-            strict=True,
+            completions, finish_reasons, question, answer, metadata, task, task_options, strict=True
         )
         return [self._score(*row) for row in rows]
 

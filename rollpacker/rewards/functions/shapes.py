@@ -234,11 +234,7 @@ class Binding:
             if name not in columns:
                 return name
         sample = RewardInput(
-            prompt="",
-            completion="",
-            completion_tokens=(),
-            finish_reason="stop",
-            columns=columns,
+            prompt="", completion="", completion_tokens=(), finish_reason="stop", columns=columns
         )
         required = {*self._positional, *self._signature.required}
         try:

@@ -22,12 +22,7 @@ from typing import Any
 from rollpacker.endpoints.http import checked_url, retry_after_s
 from rollpacker.endpoints.service import Service
 from rollpacker.rewards.base import Cause
-from rollpacker.rewards.judge.client import (
-    connection_trouble,
-    error_text,
-    open_client,
-    reply_text,
-)
+from rollpacker.rewards.judge.client import connection_trouble, error_text, open_client, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
 
 logger = logging.getLogger(__name__)
@@ -165,10 +160,7 @@ class EndpointCompleter:
         return reply
 
     async def _send(
-        self,
-        messages: list[Mapping[str, str]],
-        timeout_s: float,
-        schema: Mapping[str, Any] | None,
+        self, messages: list[Mapping[str, str]], timeout_s: float, schema: Mapping[str, Any] | None
     ) -> str:
         import openai
 
@@ -221,9 +213,7 @@ class EndpointCompleter:
             case _:
                 why, cure = "refuses requests", "Correct url or request."
         return CompletionFailed(
-            f"{self.name} {why} ({status}{detail}). {cure}",
-            Cause.INFRASTRUCTURE,
-            wrong_set_up=True,
+            f"{self.name} {why} ({status}{detail}). {cure}", Cause.INFRASTRUCTURE, wrong_set_up=True
         )
 
     def _detail(self, error: Any) -> str:

@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.endpoints.http import token_from
 from rollpacker.imports import require
-from rollpacker.rewards.base import (
-    Cause,
-    Failed,
-    RewardConfig,
-    RewardError,
-    RewardInput,
-    Scored,
-)
+from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
 from rollpacker.rewards.judge.completer import Completer, CompletionFailed
 from rollpacker.rewards.judge.config import JudgeConfig
