@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -167,24 +167,17 @@ def train(
     )
 
 
+@dataclass(eq=False, slots=True)
 class _Session:
     """One process's share of a run."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        stack: ExitStack,
-        *,
-        resume: bool,
-        overwrite: bool,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.resume = resume
-        self.overwrite = overwrite
-        self._stack = stack
-        self._controller: Controller | None = None
+    config: RunConfig
+    folder: RunFolder
+    stack: ExitStack
+    _: KW_ONLY
+    resume: bool
+    overwrite: bool
+    _controller: Controller | None = field(default=None, init=False)
 
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
@@ -201,13 +194,13 @@ class _Session:
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
-            self._stack.callback(ranks.close)
+            self.stack.callback(ranks.close)
         policy = build.load_policy(config, threads=before.get("threads"))
         if checkpoint is None and (self.overwrite or self.resume):
             folder.clear()
         self._check_identity(checkpoint, before, policy)
         trainer = build.build_trainer(config, policy, ranks)
-        self._stack.callback(trainer.close)
+        self.stack.callback(trainer.close)
         cursor = build.build_cursor(config, policy)
         if checkpoint is not None:
             _load(trainer, checkpoint.folder)
@@ -217,9 +210,9 @@ class _Session:
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
-        self._stack.callback(log.close)
+        self.stack.callback(log.close)
         for observer in watching:
-            self._stack.callback(observer.close)
+            self.stack.callback(observer.close)
         parts = Parts(
             job=job,
             engine=policy.engine,

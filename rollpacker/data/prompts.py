@@ -10,10 +10,10 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow
+from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.files import RawRow, read_rows
 from rollpacker.data.procedural import make_rows
 from rollpacker.data.rendering import NUM_SHOWN, Prompt, PromptMaker, tokenize
@@ -22,17 +22,6 @@ logger = logging.getLogger(__name__)
 
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPrompts:
-    """All usable prompts of one split, in the file's order."""
-
-    name: str
-    rows: tuple[PromptRow, ...]
-    fingerprint: str
-    """SHA-256 over prompts, tokens and columns."""
-    num_dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +41,7 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_context_tokens: int | None = None,
     max_response_tokens: int = 0,
-) -> tuple[LoadedPrompts, LoadedPrompts | None]:
+) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and the held-out ones (None if the config has none).
 
     A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
@@ -68,7 +57,7 @@ def load_prompts(
     elif config.eval_fraction:
         train, held_out = _split(train, config.eval_fraction)
 
-    def finish(name: str, rows: list[_Made], dropped: Counter[str]) -> LoadedPrompts:
+    def finish(name: str, rows: list[_Made], dropped: Counter[str]) -> PromptSet:
         kwargs = chat_template_kwargs
         return _prompt_set(name, rows, dropped, config, tokenizer, kwargs, limit)
 
@@ -176,7 +165,7 @@ def _prompt_set(
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any] | None,
     limit: int,
-) -> LoadedPrompts:
+) -> PromptSet:
     tokens = tokenize([row.prompt for row in rows], tokenizer, chat_template_kwargs)
     _report_tokens(name, rows, tokens, tokenizer)
     too_long = [i for i, ids in enumerate(tokens) if len(ids) > limit]
@@ -188,9 +177,7 @@ def _prompt_set(
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
     )
-    return LoadedPrompts(
-        name=name, rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped)
-    )
+    return PromptSet(rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped))
 
 
 def _report_tokens(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollpacker.data.base import DataError, DatasetConfig
 from rollpacker.data.files import RawRow
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import ImportSpecError, load_function
 
 Prompt = str | list[dict[str, str]]
@@ -102,11 +103,9 @@ def require_column(name: str, columns: Sequence[str], setting: str, where: str |
     """A `DataError` with the nearest name if `name` is not among `columns`."""
     if name in columns:
         return
-    close = difflib.get_close_matches(name, columns, n=1, cutoff=0.5)
-    hint = f' Did you mean "{close[0]}"?' if close else ""
     raise DataError(
-        f"{where}: there is no column {name}.{hint} It has: {', '.join(map(str, columns))}."
-        f" Set {setting} to one of them."
+        f"{where}: there is no column {name}.{did_you_mean(name, columns)}"
+        f" It has: {', '.join(map(str, columns))}. Set {setting} to one of them."
     )
 
 

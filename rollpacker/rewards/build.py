@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
@@ -85,8 +85,7 @@ def _part(config: RewardConfig, shared: Shared) -> RewardPart:
     if config.function in BUILT_IN:
         return _built_in(config, shared)
     if ":" not in config.function:
-        close = difflib.get_close_matches(config.function, BUILT_IN, n=1, cutoff=0.5)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
+        hint = did_you_mean(config.function, BUILT_IN)
         raise RewardError(
             f'there is no built-in reward "{config.function}".{hint} Built in:'
             f' {", ".join(BUILT_IN)}; a function of your own is "module:function" or'

@@ -27,7 +27,7 @@ from transformers import (
 from benchmarks.resume import write_model
 from rollpacker.cli.parts import build_trainer, start_trainer_processes
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.controller.driver import hand_over_weights
+from rollpacker.controller.hand_over import hand_over_weights
 from rollpacker.data.base import DataConfig, DatasetConfig
 from rollpacker.rewards.base import RewardConfig
 from rollpacker.rollout.attention import install_attention

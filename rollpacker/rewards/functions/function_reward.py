@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import logging
 import os
 import pickle
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.functions.returned import Value, shortened
@@ -105,8 +105,7 @@ class RewardFunction:
         for number, row in enumerate(rows):
             name = self._binding.missing_column(row)
             if name is not None:
-                close = difflib.get_close_matches(name, [str(k) for k in row], n=1, cutoff=0.5)
-                hint = f' Did you mean "{close[0]}"?' if close else ""
+                hint = did_you_mean(name, row)
                 raise RewardError(
                     f"reward {self.name} needs the column {name}; row {number}{of_its_own} has:"
                     f" {', '.join(map(str, row)) or 'none'}.{hint} Set answer_column, or give"
