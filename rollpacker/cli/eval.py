@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-k", type=int, help="samples per prompt (pass@1 .. pass@k)")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

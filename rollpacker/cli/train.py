@@ -50,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="print the batch arithmetic and a memory estimate; nothing is loaded",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
     torchrun = Torchrun.from_environment()
     if torchrun is not None and torchrun.rank > 0:
-        return 0 if args.dry_run else _become_worker()
-    if args.dry_run:
-        from rollpacker.cli.dry_run import print_dry_run
+        if not args.dry_run:
+            from rollpacker.trainer import worker
 
-        print_dry_run(load_config(args.config, args.overrides, RunConfig))
+            worker.main()  # reads no config: what is wrong with that, the first process says
+        return 0
+    if args.dry_run:
+        _print_dry_run(load_config(args.config, args.overrides, RunConfig))
         return 0
     if args.resume and args.overwrite:
         raise ValueError(
@@ -81,13 +82,15 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
-def _become_worker() -> int:
-    """One of torchrun's processes other than the first: a process of the trainer, until the run
-    ends. It does not read the config: what is wrong with that, the first process says."""
-    from rollpacker.trainer import worker
+def _print_dry_run(config: RunConfig) -> None:
+    """Batch arithmetic and memory of one step, before anything is loaded."""
+    from rollpacker.trainer.estimate import estimate
 
-    worker.main()
-    return 0
+    print(f"{config.name}: {config.model.path}")
+    for line in estimate(config).lines():
+        print(f"  {line}")
+    if config.without_effect is not None:
+        print(f"  {config.without_effect}")
 
 
 def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:
@@ -232,7 +235,8 @@ class _Session:
             config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
         marks = build.marks(policy)
-        self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
@@ -387,7 +391,3 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
 
         console().print(render(summary))
     return summary
-
-
-def _utc_now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -51,11 +51,7 @@ class Evaluator:
             return
         began = self.bus.clock.now()
         result = await evaluate(
-            self.config,
-            self.prompts,
-            generate=self.generate,
-            score=self._judge,
-            decode=self.decode,
+            self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
         )
         self.bus.note("evaluation", self.bus.clock.now() - began, step, result.metrics)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from rollpacker.controller.desk import Desk
@@ -30,12 +31,15 @@ class SampleRows:
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
         """Give the writer a row for each sample trained on, and for the slowest to check."""
         trained = {sample.sample: sample for sample in samples}
-        weights = {} if command.weights is None else _by_sample(command.groups, command.weights)
-        for sample in [sample for group in command.groups for sample in group]:
+        asked = list(chain(*command.groups))
+        weights = (
+            chain(*command.weights) if command.weights is not None else repeat(1.0, len(asked))
+        )
+        for sample, weight in zip(asked, weights, strict=True):
             row = self._row(command.step, sample)
             row["trained"] = True
             row["advantage"] = trained[sample].advantage
-            row["loss_weight"] = weights.get(sample, 1.0)
+            row["loss_weight"] = weight
             self.writer.add(row)
         for sample in self.desk.slowest(NUM_SLOWEST):
             if sample not in trained:
@@ -62,13 +66,3 @@ class SampleRows:
             "advantage": None,
             "loss_weight": 0.0,
         }
-
-
-def _by_sample(
-    groups: Sequence[Sequence[SampleId]], weights: Sequence[Sequence[float]]
-) -> dict[SampleId, float]:
-    return {
-        sample: weight
-        for group, of_group in zip(groups, weights, strict=True)
-        for sample, weight in zip(group, of_group, strict=True)
-    }

@@ -161,25 +161,19 @@ def tokenize(
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt; chat messages go through the tokenizer's template first."""
     tokens: list[tuple[int, ...]] = [()] * len(prompts)
-    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    if chats:
-        rendered = _rendered([prompts[i] for i in chats], tokenizer, chat_template_kwargs or {})
-        for i, ids in zip(chats, _encoded(rendered, tokenizer, False), strict=True):
-            tokens[i] = ids
-    if texts:
-        for i, ids in zip(
-            texts, _encoded([prompts[i] for i in texts], tokenizer, True), strict=True
-        ):
-            tokens[i] = ids
+    for is_text in (False, True):
+        places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is is_text]
+        if not places:
+            continue
+        texts: Sequence[Any] = [prompts[i] for i in places]
+        if not is_text:
+            texts = _rendered(texts, tokenizer, chat_template_kwargs or {})
+        encoded = tokenizer(
+            texts, add_special_tokens=is_text, return_attention_mask=False, verbose=False
+        )
+        for i, ids in zip(places, encoded["input_ids"], strict=True):
+            tokens[i] = tuple(ids)
     return tokens
-
-
-def _encoded(texts: Sequence[Any], tokenizer: Any, special: bool) -> list[tuple[int, ...]]:
-    encoded = tokenizer(
-        list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
-    )
-    return [tuple(ids) for ids in encoded["input_ids"]]
 
 
 def _rendered(
