@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollpacker.core.commands import Command
@@ -76,7 +76,14 @@ class Bus:
 
         Raises `AssertionError` unless every kind of command has exactly one port.
         """
-        self._routes = _one_port_each(ports)
+        routes: dict[type[Command], Callable[[Any], None]] = {}
+        for port in ports:
+            for kind, obey in port.routes().items():
+                assert kind not in routes, f"two ports obey {kind.__name__}"
+                routes[kind] = obey
+        missing = [name for name, kind in COMMANDS.items() if kind not in routes]
+        assert not missing, f"no port obeys {', '.join(missing)}"
+        self._routes = routes
 
     def add_sink(self, sink: Sink) -> None:
         """Give this one, too, every entry from now on."""
@@ -140,19 +147,4 @@ class Recorded:
         self._kinds = kinds
 
     def routes(self) -> Routes:
-        return dict.fromkeys(self._kinds, _nothing)
-
-
-def _nothing(command: Command) -> None:
-    pass
-
-
-def _one_port_each(ports: Iterable[Port]) -> dict[type[Command], Callable[[Any], None]]:
-    routes: dict[type[Command], Callable[[Any], None]] = {}
-    for port in ports:
-        for kind, obey in port.routes().items():
-            assert kind not in routes, f"two ports obey {kind.__name__}"
-            routes[kind] = obey
-    missing = [name for name, kind in COMMANDS.items() if kind not in routes]
-    assert not missing, f"no port obeys {', '.join(missing)}"
-    return routes
+        return dict.fromkeys(self._kinds, lambda command: None)

@@ -5,7 +5,6 @@ before it imports its package, so that a missing one is a sentence instead of a 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from rollpacker.did_you_mean import did_you_mean
 
 
 class ImportSpecError(ValueError):
@@ -65,17 +66,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ImportSpecError(f'"{spec}": {place} has no {name}.{_nearest(part, found)}')
+            public = [k for k in dir(found) if not k.startswith("_")]
+            hint = did_you_mean(part, public)
+            raise ImportSpecError(f'"{spec}": {place} has no {name}.{hint}')
         found = getattr(found, part)
     if not callable(found):
         raise ImportSpecError(f'"{spec}" is a {type(found).__name__}, not a function.')
     return found  # type: ignore[no-any-return]
-
-
-def _nearest(name: str, module: Any) -> str:
-    known = [k for k in dir(module) if not k.startswith("_")]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f' Did you mean "{close[0]}"?' if close else ""
 
 
 def _module_by_name(name: str, spec: str) -> ModuleType:
@@ -102,11 +99,7 @@ def _module_by_name(name: str, spec: str) -> ModuleType:
 def _module_of_file(place: str, spec: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        close: list[str] = []
-        if path.parent.is_dir():
-            names = [p.name for p in path.parent.glob("*.py")]
-            close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
+        hint = did_you_mean(path.name, (p.name for p in path.parent.glob("*.py")))
         raise ImportSpecError(f'"{spec}": there is no file {path}.{hint}')
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     name = f"rollpacker_file_{path.stem}_{digest}"

@@ -22,7 +22,7 @@ BASES = tuple(
 )
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("imports", "warn_once")
+FOR_ALL = ("did_you_mean", "imports", "warn_once")
 """Free to all parts but the core."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("bus", "core", "config", *BASES),
+    "did_you_mean": (),
     "imports": (),
     "warn_once": (),
     "weight_probe": (),

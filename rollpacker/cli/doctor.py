@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 """A check that takes longer is given up."""
-SANDBOXED = ("code", "math")
-"""Built-in rewards that run programs or formulas of the model."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 
@@ -53,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
         "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +103,7 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
     yield _NamedCheck("memory", findings.memory)
     config, problem = _load(path, overrides)
     sandbox = config.sandbox if config is not None else SandboxConfig()
-    needed = config is not None and _needs_sandbox(config)
+    needed = config is not None and any(r.function in ("code", "math") for r in config.rewards)
     later = _Later(lambda: trials.sandbox(sandbox, needed=needed))
     runs_dir = Path(config.runs_dir if config is not None else "runs")
     yield _NamedCheck("disk", lambda: findings.disk(runs_dir))
@@ -136,10 +133,6 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None,
         return load_config(path, overrides, RunConfig), None
     except (ConfigError, OSError) as error:
         return None, Finding("fail", "config", str(error), "Correct the config.")
-
-
-def _needs_sandbox(config: RunConfig) -> bool:
-    return any(reward.function in SANDBOXED for reward in config.rewards)
 
 
 class _Later:

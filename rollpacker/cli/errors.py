@@ -28,10 +28,7 @@ EXIT_CODES = {
     130: "interrupted",
 }
 
-_USER_ERRORS = {
-    "rollpacker.rewards.base.RewardError",
-    "rollpacker.sandbox.base.SandboxUnavailable",
-}
+_USER_ERRORS = {"rollpacker.rewards.base.RewardError", "rollpacker.sandbox.base.SandboxUnavailable"}
 """User mistakes that are no `ValueError`."""
 
 _BY_NAME = {

@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-k", type=int, help="samples per prompt (pass@1 .. pass@k)")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,30 +113,18 @@ def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
 async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     from rollpacker.cli.parts import load_policy
     from rollpacker.controller.evaluation import evaluate
-    from rollpacker.rollout.base import SamplingParams
     from rollpacker.rollout.collect import collect
 
     policy = load_policy(config, model_path=model)
     if policy.eval_prompts is None:
         raise ValueError("this config has no held-out data: set data.eval or data.eval_fraction")
-    rollout, settings = config.rollout, config.eval
-    tokens, temperature = settings.max_response_tokens, settings.temperature
     try:
         return await evaluate(
+            config,
+            policy.eval_prompts,
             generate=lambda requests: collect(policy.engine, requests),
             score=policy.reward.score,
             decode=policy.decode,
-            rows=dict(enumerate(policy.eval_prompts.rows[: settings.max_prompts])),
-            sampling=SamplingParams(
-                max_response_tokens=rollout.max_response_tokens if tokens is None else tokens,
-                temperature=rollout.temperature if temperature is None else temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                stop=rollout.stop,
-                seed=config.seed,
-            ),
-            samples_per_prompt=settings.samples_per_prompt,
-            pass_threshold=settings.pass_threshold,
         )
     finally:
         await policy.engine.close()

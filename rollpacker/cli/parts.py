@@ -13,7 +13,7 @@ from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.base import TRAIN
 
 if TYPE_CHECKING:
-    from rollpacker.data.prompts import LoadedPrompts
+    from rollpacker.data.base import PromptSet
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.base import Engine
     from rollpacker.trainer.base import Trainer
@@ -29,8 +29,8 @@ class Policy:
 
     loaded: LoadedModel
     engine: Engine
-    train_prompts: LoadedPrompts
-    eval_prompts: LoadedPrompts | None
+    train_prompts: PromptSet
+    eval_prompts: PromptSet | None
     reward: WeightedReward
     threads: int
 

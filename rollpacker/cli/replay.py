@@ -14,7 +14,6 @@ def add_parser(subparsers: Any) -> None:
         "those that were recorded.",
     )
     parser.add_argument("folder", metavar="RUN", help="a run's folder, or an events.jsonl")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

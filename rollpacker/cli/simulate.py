@@ -65,7 +65,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--presets", action="store_true", help="list models, GPUs, systems, lengths and rewards"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,32 +51,23 @@ def _one(
     from rollpacker.sim.simulate import simulate
 
     with ExitStack() as stack:
-        observe = None if log is None else stack.enter_context(_LogFile(scenario, Path(log)))
+        observe = None if log is None else stack.enter_context(_log_file(scenario, Path(log)))
         return simulate(scenario, observe=observe, progress=progress)
 
 
-class _LogFile:
+@contextmanager
+def _log_file(scenario: Scenario, path: Path) -> Iterator[Callable[[Entry], None]]:
     """Writes what it is called with; the file is complete or not there at all."""
+    from rollpacker.core.records import Session, encode
+    from rollpacker.report.writing import replacing
+    from rollpacker.sim.latency import Calibration
+    from rollpacker.sim.simulate import job_config, machine_of
 
-    def __init__(self, scenario: Scenario, path: Path) -> None:
-        self._scenario, self._path = scenario, path
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Callable[[Entry], None]:
-        from rollpacker.core.records import Session, encode
-        from rollpacker.report.writing import replacing
-        from rollpacker.sim.latency import Calibration
-        from rollpacker.sim.simulate import job_config, machine_of
-
-        config = job_config(self._scenario, machine_of(self._scenario, Calibration()))
-        begin = Session(started_at=VIRTUAL_EPOCH, time_s=0.0, step=0, job=config.to_plain())
-        temporary = self._stack.enter_context(replacing(self._path))
-        file = self._stack.enter_context(temporary.open("w", encoding="utf-8"))
+    config = job_config(scenario, machine_of(scenario, Calibration()))
+    begin = Session(started_at=VIRTUAL_EPOCH, time_s=0.0, step=0, job=config.to_plain())
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"{encode(begin)}\n")
-        return lambda entry: print(encode(entry), file=file)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        yield lambda entry: print(encode(entry), file=file)
 
 
 def _in_processes(

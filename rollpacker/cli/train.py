@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -50,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="print the batch arithmetic and a memory estimate; nothing is loaded",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
     torchrun = Torchrun.from_environment()
     if torchrun is not None and torchrun.rank > 0:
-        return 0 if args.dry_run else _become_worker()
-    if args.dry_run:
-        from rollpacker.cli.dry_run import print_dry_run
+        if not args.dry_run:
+            from rollpacker.trainer import worker
 
-        print_dry_run(load_config(args.config, args.overrides, RunConfig))
+            worker.main()  # reads no config: what is wrong with that, the first process says
+        return 0
+    if args.dry_run:
+        _print_dry_run(load_config(args.config, args.overrides, RunConfig))
         return 0
     if args.resume and args.overwrite:
         raise ValueError(
@@ -81,13 +82,15 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
-def _become_worker() -> int:
-    """One of torchrun's processes other than the first: a process of the trainer, until the run
-    ends. It does not read the config: what is wrong with that, the first process says."""
-    from rollpacker.trainer import worker
+def _print_dry_run(config: RunConfig) -> None:
+    """Batch arithmetic and memory of one step, before anything is loaded."""
+    from rollpacker.trainer.estimate import estimate
 
-    worker.main()
-    return 0
+    print(f"{config.name}: {config.model.path}")
+    for line in estimate(config).lines():
+        print(f"  {line}")
+    if config.without_effect is not None:
+        print(f"  {config.without_effect}")
 
 
 def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:
@@ -167,24 +170,17 @@ def train(
     )
 
 
+@dataclass(eq=False, slots=True)
 class _Session:
     """One process's share of a run."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        stack: ExitStack,
-        *,
-        resume: bool,
-        overwrite: bool,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.resume = resume
-        self.overwrite = overwrite
-        self._stack = stack
-        self._controller: Controller | None = None
+    config: RunConfig
+    folder: RunFolder
+    stack: ExitStack
+    _: KW_ONLY
+    resume: bool
+    overwrite: bool
+    _controller: Controller | None = field(default=None, init=False)
 
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
@@ -201,13 +197,13 @@ class _Session:
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
-            self._stack.callback(ranks.close)
+            self.stack.callback(ranks.close)
         policy = build.load_policy(config, threads=before.get("threads"))
         if checkpoint is None and (self.overwrite or self.resume):
             folder.clear()
         self._check_identity(checkpoint, before, policy)
         trainer = build.build_trainer(config, policy, ranks)
-        self._stack.callback(trainer.close)
+        self.stack.callback(trainer.close)
         cursor = build.build_cursor(config, policy)
         if checkpoint is not None:
             _load(trainer, checkpoint.folder)
@@ -217,9 +213,9 @@ class _Session:
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
-        self._stack.callback(log.close)
+        self.stack.callback(log.close)
         for observer in watching:
-            self._stack.callback(observer.close)
+            self.stack.callback(observer.close)
         parts = Parts(
             job=job,
             engine=policy.engine,
@@ -236,13 +232,11 @@ class _Session:
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
-            config,
-            parts,
-            checkpoints=folder.checkpoints,
-            time_s=time_s + seconds,
+            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
         marks = build.marks(policy)
-        self._controller.open(started_at=_utc_now(), began_s=time_s, marks=marks)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
@@ -289,8 +283,7 @@ class _Session:
         from rollpacker.core.job import Job
 
         config = self.config.job(
-            prompt_tokens=policy.mean_prompt_tokens,
-            reward_kinds=reward_kinds(self.config, policy),
+            prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
         )
         if checkpoint is None:
             return Job(config)
@@ -398,7 +391,3 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
 
         console().print(render(summary))
     return summary
-
-
-def _utc_now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -25,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model that is in the output folder"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ and YAML 1.2's scalars (`no` is a text, `1e-6` a number) instead of YAML 1.1's s
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tempfile
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+
+from rollpacker.did_you_mean import did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -90,8 +91,7 @@ def dotted(path: Path_) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean "..."?`, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    return did_you_mean(name, known, cutoff=0.55)
 
 
 def read_text(path: str | Path) -> str:

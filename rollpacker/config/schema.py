@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rollpacker.algo.base import AlgorithmConfig
@@ -19,7 +19,7 @@ from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.base import DataConfig
 from rollpacker.rewards.base import RewardConfig
-from rollpacker.rollout.base import EngineConfig
+from rollpacker.rollout.base import EngineConfig, SamplingParams
 from rollpacker.sandbox.base import SandboxConfig
 from rollpacker.trainer.base import ModelConfig, TrainConfig
 
@@ -275,15 +275,36 @@ class RunConfig:
         return f"{names}: without effect, since a run releases no devices; only simulate does"
 
     @property
+    def sampling(self) -> SamplingParams:
+        """How the responses that are trained on are drawn."""
+        rollout = self.rollout
+        return SamplingParams(
+            max_response_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+            seed=self.seed,
+        )
+
+    @property
+    def eval_sampling(self) -> SamplingParams:
+        """How the responses of an evaluation are drawn."""
+        tokens, temperature = self.eval.max_response_tokens, self.eval.temperature
+        training = self.sampling
+        return replace(
+            training,
+            max_response_tokens=training.max_response_tokens if tokens is None else tokens,
+            temperature=training.temperature if temperature is None else temperature,
+        )
+
+    @property
     def routed(self) -> bool:
         """Rewards choose rows by their task; each task is then a source of prompts of its own."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def job(
-        self,
-        *,
-        prompt_tokens: int = 0,
-        reward_kinds: Mapping[str, RewardKindConfig] | None = None,
+        self, *, prompt_tokens: int = 0, reward_kinds: Mapping[str, RewardKindConfig] | None = None
     ) -> JobConfig:
         """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
         workers and deadlines by source of prompts."""

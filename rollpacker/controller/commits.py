@@ -4,6 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,68 +25,58 @@ from rollpacker.data.base import Cursor
 from rollpacker.trainer.base import Trainer
 
 
+@dataclass(eq=False, slots=True)
 class Commits:
     """Commits on the main task. The job's state is taken at once, in whatever thread the command
     comes: later it may have gone on."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        main: MainTask,
-        desk: Desk,
-        scoring: Scoring,
-        watch: Watch,
-        evaluator: Evaluator,
-        *,
-        folder: Path,
-        keep_last: int,
-        trainer: Trainer,
-        cursor: Cursor,
-        log: LogWriter,
-        samples: SampleWriter | None,
-    ) -> None:
-        """`folder` takes the checkpoints, of which the last `keep_last` stay."""
-        self._bus, self._main, self._desk = bus, main, desk
-        self._scoring, self._watch, self._evaluator = scoring, watch, evaluator
-        self._folder = folder
-        self._keep_last = keep_last
-        self._trainer = trainer
-        self._cursor = cursor
-        self._log = log
-        self._samples = samples
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    scoring: Scoring
+    watch: Watch
+    evaluator: Evaluator
+    _: KW_ONLY
+    folder: Path
+    """Takes the checkpoints, of which the last `keep_last` stay."""
+    keep_last: int
+    trainer: Trainer
+    cursor: Cursor
+    log: LogWriter
+    samples: SampleWriter | None
 
     def routes(self) -> Routes:
         return {Commit: self._on_commit}
 
     def _on_commit(self, command: Commit) -> None:
-        self._main.later(partial(self._commit, command, self._bus.job.state()))
+        self.main.later(partial(self._commit, command, self.bus.job.state()))
 
     async def _commit(self, command: Commit, job_state: Mapping[str, Any]) -> None:
-        with self._bus.lock:
-            self._desk.forget(self._scoring.waiting())
+        with self.bus.lock:
+            self.desk.forget(self.scoring.waiting())
         if command.evaluate:
-            await self._evaluator.evaluate(command.step)
+            await self.evaluator.evaluate(command.step)
         if command.checkpoint:
             write = in_daemon_thread(
                 write_checkpoint,
-                self._folder,
+                self.folder,
                 command.step,
                 self._state(job_state),
-                self._trainer.save,
-                self._keep_last,
+                self.trainer.save,
+                self.keep_last,
             )
-            await self._watch.by("checkpoint_s", write)
-        self._bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+            await self.watch.by("checkpoint_s", write)
+        self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """All that a resume needs besides tensors; also makes log and samples durable up to
         here."""
-        if self._samples is not None:
-            self._samples.write()
-        with self._bus.lock:
+        if self.samples is not None:
+            self.samples.write()
+        with self.bus.lock:
             return {
                 "job": job_state,
-                "cursor": self._cursor.state(),
-                **self._log.mark(),
-                "time_s": self._bus.clock.now(),
+                "cursor": self.cursor.state(),
+                **self.log.mark(),
+                "time_s": self.bus.clock.now(),
             }

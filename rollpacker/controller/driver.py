@@ -57,7 +57,7 @@ from rollpacker.core.phases import Phase
 from rollpacker.core.records import Observer, Session
 from rollpacker.data.base import Cursor, PromptSet
 from rollpacker.rewards.base import Reward
-from rollpacker.rollout.base import Engine, SamplingParams
+from rollpacker.rollout.base import Engine
 from rollpacker.trainer.base import Trainer
 
 TICK_S = 0.25
@@ -87,12 +87,7 @@ class Controller:
     """Drives one run from where `parts.job` stands to its end."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        parts: Parts,
-        *,
-        checkpoints: Path,
-        time_s: float,
+        self, config: RunConfig, parts: Parts, *, checkpoints: Path, time_s: float
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run)."""
         self.config = config
@@ -104,7 +99,6 @@ class Controller:
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engine, parts.reward)
         self._desk = desk = Desk()
-        sampling = _sampling(config)
         self._scoring = Scoring(
             *(bus, main, desk, watch),
             reward=parts.reward,
@@ -115,17 +109,16 @@ class Controller:
             *(bus, main, desk, self._scoring, watch),
             engine=parts.engine,
             rows=parts.prompts.rows,
-            sampling=sampling,
+            sampling=config.sampling,
             checkpoints=checkpoints,
         )
         self._evaluator = Evaluator(
             *(bus, watch),
-            config=config.eval,
+            config=config,
             prompts=parts.eval_prompts,
             generate=self._generation.collect,
             reward=parts.reward,
             decode=parts.decode,
-            sampling=sampling,
         )
         bus.connect(*self._ports())
 
@@ -231,16 +224,3 @@ class Controller:
                 return todo
             self._observing.feed()
             self._watch.check_rollout()
-
-
-def _sampling(config: RunConfig) -> SamplingParams:
-    """How the responses that are trained on are drawn."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=rollout.stop,
-        seed=config.seed,
-    )

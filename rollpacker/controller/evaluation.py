@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from math import comb
 
 from rollpacker.bus import Bus
-from rollpacker.config.schema import EvalConfig
+from rollpacker.config.schema import RunConfig
 from rollpacker.controller.base import Decode
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.base import TRAIN, PromptRow, PromptSet
 from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
-from rollpacker.rollout.base import GenerationRequest, Response, SamplingParams
+from rollpacker.rollout.base import GenerationRequest, Response
 
 JUDGED_AT_ONCE = 32
 """Samples of an evaluation that are judged in one call; each batch is a sign of life."""
@@ -31,67 +31,46 @@ class EvalResult:
     """Row -> (passed, verdicts)."""
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates the policy of a run, on the main task, while nothing else is generated."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        watch: Watch,
-        *,
-        config: EvalConfig,
-        prompts: PromptSet | None,
-        generate: Generate,
-        reward: Reward,
-        decode: Decode,
-        sampling: SamplingParams,
-    ) -> None:
-        """`prompts` None: the run has nothing to evaluate on. `sampling` is that of training."""
-        self._bus, self._watch = bus, watch
-        self._config = config
-        self._prompts = prompts
-        self._generate = generate
-        self._reward = reward
-        self._decode = decode
-        tokens, temperature = config.max_response_tokens, config.temperature
-        self._sampling = replace(
-            sampling,
-            max_response_tokens=sampling.max_response_tokens if tokens is None else tokens,
-            temperature=sampling.temperature if temperature is None else temperature,
-        )
+    bus: Bus
+    watch: Watch
+    _: KW_ONLY
+    config: RunConfig
+    prompts: PromptSet | None
+    """None: the run has nothing to evaluate on."""
+    generate: Generate
+    reward: Reward
+    decode: Decode
 
     async def evaluate(self, step: int) -> None:
         """The result is a note in the log."""
-        if self._prompts is None:
+        if self.prompts is None:
             return
-        began = self._bus.clock.now()
+        began = self.bus.clock.now()
         result = await evaluate(
-            generate=self._generate,
-            score=self._judge,
-            decode=self._decode,
-            rows=dict(enumerate(self._prompts.rows[: self._config.max_prompts])),
-            sampling=self._sampling,
-            samples_per_prompt=self._config.samples_per_prompt,
-            pass_threshold=self._config.pass_threshold,
+            self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
         )
-        self._bus.note("evaluation", self._bus.clock.now() - began, step, result.metrics)
+        self.bus.note("evaluation", self.bus.clock.now() - began, step, result.metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""
-        limit_of = self._bus.job.rewards.timeout_s
+        limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}
         num_seen = 0
 
         async def judge(places: Sequence[int]) -> None:
             batch = [inputs[place] for place in places]
-            found = await self._reward.score(batch, timeout_s=limits[places[0]])
+            found = await self.reward.score(batch, timeout_s=limits[places[0]])
             verdicts.update(zip(places, found, strict=True))
 
         def lives() -> bool:
             nonlocal num_seen
             grown, num_seen = len(verdicts) > num_seen, len(verdicts)
-            return grown or self._watch.rewards_wait()
+            return grown or self.watch.rewards_wait()
 
         same = [[n for n, s in enumerate(limits) if s == limit] for limit in dict.fromkeys(limits)]
         batches = [
@@ -100,33 +79,28 @@ class Evaluator:
             for start in range(0, len(places), JUDGED_AT_ONCE)
         ]
         judging = asyncio.gather(*map(judge, batches))
-        await self._watch.by("reward_s", judging, "the rewards of an evaluation", lives)
+        await self.watch.by("reward_s", judging, "the rewards of an evaluation", lives)
         return [verdicts[place] for place in range(len(inputs))]
 
 
 async def evaluate(
-    *,
-    generate: Generate,
-    score: Judge,
-    decode: Decode,
-    rows: Mapping[int, PromptRow],
-    sampling: SamplingParams,
-    samples_per_prompt: int,
-    pass_threshold: float,
+    config: RunConfig, prompts: PromptSet, *, generate: Generate, score: Judge, decode: Decode
 ) -> EvalResult:
-    """Draw `samples_per_prompt` responses to every row and judge them.
+    """Draw responses to the prompts and judge them, as `config.eval` says.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
     """
+    settings, sampling = config.eval, config.eval_sampling
+    rows = prompts.rows[: settings.max_prompts]
     requests = [
         GenerationRequest(
             sample=SampleId(PromptId("eval", 0, number), index, 0),
             prompt_tokens=row.tokens,
             sampling=sampling,
         )
-        for number, row in rows.items()
-        for index in range(samples_per_prompt)
+        for number, row in enumerate(rows)
+        for index in range(settings.samples_per_prompt)
     ]
     responses = sorted(await generate(requests), key=lambda response: response.sample)
     verdicts = await score([reward_input(rows[r.sample.prompt.row], r, decode) for r in responses])
@@ -135,11 +109,11 @@ async def evaluate(
         if isinstance(verdict, Scored):
             values.setdefault(response.sample.prompt.row, []).append(verdict.value)
     passed = {
-        row: (sum(value >= pass_threshold for value in of_row), len(of_row))
+        row: (sum(value >= settings.pass_threshold for value in of_row), len(of_row))
         for row, of_row in values.items()
     }
     scored = [value for of_row in values.values() for value in of_row]
-    metrics = pass_at_k(passed, samples_per_prompt)
+    metrics = pass_at_k(passed, settings.samples_per_prompt)
     if scored:
         metrics["eval/reward"] = sum(scored) / len(scored)
     if responses:

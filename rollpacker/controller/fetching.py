@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
@@ -11,18 +12,20 @@ from rollpacker.core.events import PromptsFetched
 from rollpacker.data.base import Cursor
 
 
+@dataclass(frozen=True, slots=True)
 class Fetching:
     """Takes prompts from the cursor, on the main task."""
 
-    def __init__(self, bus: Bus, main: MainTask, cursor: Cursor) -> None:
-        self._bus, self._main, self._cursor = bus, main, cursor
+    bus: Bus
+    main: MainTask
+    cursor: Cursor
 
     def routes(self) -> Routes:
-        return {FetchPrompts: lambda command: self._main.later(partial(self._fetch, command))}
+        return {FetchPrompts: lambda command: self.main.later(partial(self._fetch, command))}
 
     async def _fetch(self, command: FetchPrompts) -> None:
-        prompts, epoch_ended, data_ended = self._cursor.take(command.count)
-        self._bus.take(
+        prompts, epoch_ended, data_ended = self.cursor.take(command.count)
+        self.bus.take(
             PromptsFetched(
                 time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
             )

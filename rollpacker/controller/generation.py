@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from rollpacker.bus import Bus, Routes
@@ -32,43 +33,35 @@ from rollpacker.rollout.base import (
 from rollpacker.trainer.base import NonFiniteError
 
 
+@dataclass(eq=False, slots=True)
 class Generation:
     """Obeys in whatever thread the command comes; hears the engine in the engine's own."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        main: MainTask,
-        desk: Desk,
-        scoring: Scoring,
-        watch: Watch,
-        *,
-        engine: Engine,
-        rows: Sequence[PromptRow],
-        sampling: SamplingParams,
-        checkpoints: Path,
-    ) -> None:
-        self._bus, self._main, self._desk = bus, main, desk
-        self._scoring, self._watch = scoring, watch
-        self._engine = engine
-        self._rows = rows
-        self._sampling = sampling
-        self._checkpoints = checkpoints
-        self._collecting: Collecting | None = None
-        """What is gathered for an evaluation, of which the core does not know."""
-        self._policy_is_broken = False
-        """The run ends for it; what the engine still reports is not looked at."""
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    scoring: Scoring
+    watch: Watch
+    _: KW_ONLY
+    engine: Engine
+    rows: Sequence[PromptRow]
+    sampling: SamplingParams
+    checkpoints: Path
+    _collecting: Collecting | None = field(default=None, init=False)
+    """What is gathered for an evaluation, of which the core does not know."""
+    _policy_is_broken: bool = field(default=False, init=False)
+    """The run ends for it; what the engine still reports is not looked at."""
 
     def routes(self) -> Routes:
         return {
             Launch: self._launch,
-            Abort: lambda command: self._engine.abort(command.samples),
+            Abort: lambda command: self.engine.abort(command.samples),
             Release: self._release,
         }
 
     def start(self) -> None:
         """Listen to the engine from now on."""
-        self._engine.start(self._on_outputs, self._on_error)
+        self.engine.start(self._on_outputs, self._on_error)
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
         """The engine's responses to requests of which the core does not know. Samples that fail
@@ -78,30 +71,30 @@ class Generation:
         """
         collecting = Collecting(len(requests), asyncio.get_running_loop())
         self._collecting = collecting
-        self._main.awaited = collecting.done
+        self.main.awaited = collecting.done
         try:
-            self._engine.submit(requests)
+            self.engine.submit(requests)
             what = "the responses of an evaluation"
-            return await self._watch.by(
-                "generation_s", collecting.done, what, self._watch.engine_works
+            return await self.watch.by(
+                "generation_s", collecting.done, what, self.watch.engine_works
             )
         finally:
-            self._collecting = self._main.awaited = None
+            self._collecting = self.main.awaited = None
 
     def _launch(self, command: Launch) -> None:
-        self._desk.round_kind = self._desk.round_kind or command.kind
-        self._engine.submit([self._request(sample) for sample in command.samples])
+        self.desk.round_kind = self.desk.round_kind or command.kind
+        self.engine.submit([self._request(sample) for sample in command.samples])
 
     def _release(self, command: Release) -> None:
         raise AssertionError(f"{command}: the one device of a run cannot be released")
 
     def _request(self, sample: SampleId) -> GenerationRequest:
-        row = self._rows[sample.prompt.row]
-        return GenerationRequest(sample=sample, prompt_tokens=row.tokens, sampling=self._sampling)
+        row = self.rows[sample.prompt.row]
+        return GenerationRequest(sample=sample, prompt_tokens=row.tokens, sampling=self.sampling)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Called in the engine's thread, between two decode steps."""
-        with self._bus.lock:
+        with self.bus.lock:
             if self._collecting is not None:
                 self._collecting.add(outputs)
                 return
@@ -111,19 +104,19 @@ class Generation:
                 event = output.event
                 if isinstance(event, SampleFailed) and event.reason.startswith(NOT_NUMBERS):
                     self._policy_is_broken = True
-                    self._main.post(self._main.fail, self._broken_policy(event))
+                    self.main.post(self.main.fail, self._broken_policy(event))
                     return
                 if output.response is not None:
-                    self._desk.lay_down(output.response)
-                self._bus.take(event)
-            waits = self._scoring.waits
+                    self.desk.lay_down(output.response)
+                self.bus.take(event)
+            waits = self.scoring.waits
         if waits:  # outside of the lock, which the event loop would at once wait for
-            self._main.post(self._scoring.start)
+            self.main.post(self.scoring.start)
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
         """An update that was finite may still have spoilt the weights."""
-        step = self._bus.job.step
-        newest = self._checkpoints / f"step_{step:06d}"
+        step = self.bus.job.step
+        newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""
         return NonFiniteError(
             f"step {step + 1}: {event.reason} (sample {event.sample}). --resume goes on from the "
@@ -131,4 +124,4 @@ class Generation:
         )
 
     def _on_error(self, error: BaseException) -> None:
-        self._main.post(self._main.fail, error)
+        self.main.post(self.main.fail, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
@@ -15,23 +16,23 @@ from rollpacker.rollout.base import Engine
 from rollpacker.trainer.base import Trainer, TrainerError
 
 
+@dataclass(frozen=True, slots=True)
 class HandingOver:
     """Brings the engine to the trainer's weights, on the main task."""
 
-    def __init__(
-        self, bus: Bus, main: MainTask, watch: Watch, *, trainer: Trainer, engine: Engine
-    ) -> None:
-        self._bus, self._main, self._watch = bus, main, watch
-        self._trainer = trainer
-        self._engine = engine
+    bus: Bus
+    main: MainTask
+    watch: Watch
+    trainer: Trainer
+    engine: Engine
 
     def routes(self) -> Routes:
-        return {SyncWeights: lambda command: self._main.later(partial(self._sync, command))}
+        return {SyncWeights: lambda command: self.main.later(partial(self._sync, command))}
 
     async def _sync(self, command: SyncWeights) -> None:
-        hand_over = hand_over_weights(self._trainer, self._engine, command.version)
-        await self._watch.by("sync_s", hand_over)
-        self._bus.take(WeightsSynced(time_s=0.0, version=command.version))
+        hand_over = hand_over_weights(self.trainer, self.engine, command.version)
+        await self.watch.by("sync_s", hand_over)
+        self.bus.take(WeightsSynced(time_s=0.0, version=command.version))
 
 
 async def hand_over_weights(trainer: Trainer, engine: Engine, version: int) -> None:

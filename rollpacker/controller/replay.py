@@ -47,23 +47,30 @@ def replay(entries: Iterable[Entry]) -> Replay:
             if job is None:
                 raise LogError("the log does not begin with a session")
             num_events += 1
-            try:
-                commands = tuple(job.handle(entry.event))
-            except AssertionError as error:  # what cannot happen in a run: the log was changed
+            difference = _difference(job, entry)
+            if difference is not None:
+                where = f"event {num_events} at {entry.time_s:.3f} s, {entry.event}\n"
                 return Replay(
-                    num_events=num_events,
-                    num_steps=job.step,
-                    difference=_refused(num_events, entry, error),
-                )
-            if not equal_commands(commands, entry.commands):
-                return Replay(
-                    num_events=num_events,
-                    num_steps=job.step,
-                    difference=_describe(num_events, entry, commands),
+                    num_events=num_events, num_steps=job.step, difference=where + difference
                 )
     if job is None:
         raise LogError("the log is empty")
     return Replay(num_events=num_events, num_steps=job.step, difference=None)
+
+
+def _difference(job: Job, record: Record) -> str | None:
+    """How the core's answer differs from the recorded one, if it does."""
+    try:
+        commands = tuple(job.handle(record.event))
+    except AssertionError as error:  # what cannot happen in a run: the log was changed
+        return f"  the core refuses it: {type(error).__name__}: {error}"
+    if equal_commands(commands, record.commands):
+        return None
+    recorded, replayed = (
+        "\n".join(f"    {one}" for one in those) or "    (nothing)"
+        for those in (record.commands, commands)
+    )
+    return f"  recorded:\n{recorded}\n  replayed:\n{replayed}"
 
 
 def equal_commands(commands: Sequence[Command], recorded: Sequence[Command]) -> bool:
@@ -84,20 +91,3 @@ def _equal(command: Command, recorded: Command) -> bool:
         return False
     pairs = zip(chain(*command.weights), chain(*recorded.weights), strict=True)
     return all(math.isclose(one, other, rel_tol=WEIGHT_TOLERANCE) for one, other in pairs)
-
-
-def _refused(number: int, record: Record, error: AssertionError) -> str:
-    return (
-        f"event {number} at {record.time_s:.3f} s, {record.event}\n"
-        f"  the core refuses it: {type(error).__name__}: {error}"
-    )
-
-
-def _describe(number: int, record: Record, commands: tuple[object, ...]) -> str:
-    def listed(things: tuple[object, ...]) -> str:
-        return "\n".join(f"    {thing}" for thing in things) or "    (nothing)"
-
-    return (
-        f"event {number} at {record.time_s:.3f} s, {record.event}\n"
-        f"  recorded:\n{listed(record.commands)}\n  replayed:\n{listed(commands)}"
-    )

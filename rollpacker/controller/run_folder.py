@@ -42,14 +42,8 @@ _OWN_FOLDERS = {
 """Folders of a run, and what it writes into them."""
 
 RESUME_MUST_KEEP = (
-    "seed",
-    "model.path",
-    "data",
-    "rollout",
-    "tail_batching.race",
-    "tail_batching.tiers",
-    "rewards",
-    "train.threads",
+    *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
+    *("rewards", "train.threads"),
 )
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""
@@ -66,6 +60,11 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
         self.path = path
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.samples = path / "samples"
+        self.config = path / "config.yaml"
+        self._lock_file = path / "run.lock"
         self._made = [p for p in (path, *path.parents) if not p.exists()]
         """Folders that were not there before, innermost first."""
         while not self._take_lock():
@@ -96,10 +95,6 @@ class RunFolder:
             pass
         self._lock.close()
         return False
-
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / "run.lock"
 
     def _check_state(self, *, resume: bool, overwrite: bool) -> None:
         used = self.events.exists() or self.checkpoints.exists() or self.config.exists()
@@ -158,22 +153,6 @@ class RunFolder:
                     "anew with --overwrite"
                 )
         return None
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Record what the run depends on beyond its config (fingerprints, threads)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.base import Decode
@@ -29,41 +30,32 @@ MAX_BATCHES = 8
 Verdict = Scored | Failed
 
 
+@dataclass(eq=False, slots=True)
 class Scoring:
     """Belongs to the event loop, but for what it is asked for, which comes in any thread and under
     the bus's lock."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        main: MainTask,
-        desk: Desk,
-        watch: Watch,
-        *,
-        reward: Reward,
-        rows: Sequence[PromptRow],
-        decode: Decode,
-    ) -> None:
-        self._bus, self._main, self._desk, self._watch = bus, main, desk, watch
-        self._reward = reward
-        self._rows = rows
-        self._decode = decode
-        self._alone = frozenset(
-            source
-            for source, kind in bus.job.config.rewards.kinds.items()
-            if kind.workers is not None or kind.deadline is not None
-        )
-        self._single: deque[Score] = deque()
-        self._batched: deque[Score] = deque()
-        self._tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId]]] = {}
-        """Under way: what was asked for, and the samples whose verdicts are still needed."""
-        self._num_batches = 0
-        self._closed = False
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    watch: Watch
+    _: KW_ONLY
+    reward: Reward
+    rows: Sequence[PromptRow]
+    decode: Decode
+    _single: deque[Score] = field(default_factory=deque, init=False)
+    _batched: deque[Score] = field(default_factory=deque, init=False)
+    _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId]]] = field(
+        default_factory=dict, init=False
+    )
+    """Under way: what was asked for, and the samples whose verdicts are still needed."""
+    _num_batches: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def routes(self) -> Routes:
         return {
             Score: self._ask,  # handed over when the engine's call ends
-            CancelScore: lambda command: self._main.post(self._cancel, command.samples),
+            CancelScore: lambda command: self.main.post(self._cancel, command.samples),
         }
 
     @property
@@ -77,7 +69,7 @@ class Scoring:
 
     def start(self) -> None:
         """Hand over what was asked for. On the event loop only."""
-        with self._bus.lock:
+        with self.bus.lock:
             batches = [[command] for command in self._single]
             self._single.clear()
             if self._batched and self._num_batches < MAX_BATCHES:
@@ -94,13 +86,17 @@ class Scoring:
             task.cancel()
 
     def _ask(self, command: Score) -> None:
-        alone = command.sample.prompt.source in self._alone
-        (self._single if alone else self._batched).append(command)
+        (self._single if self._is_alone(command) else self._batched).append(command)
+
+    def _is_alone(self, command: Score) -> bool:
+        """It is a task of its own."""
+        kind = self.bus.job.config.rewards.kinds.get(command.sample.prompt.source)
+        return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
         """These verdicts are not needed any more. Work that serves nobody else is ended."""
         unneeded = set(samples)
-        with self._bus.lock:
+        with self.bus.lock:
             for queue in (self._single, self._batched):
                 for command in [c for c in queue if c.sample in unneeded]:
                     queue.remove(command)
@@ -121,41 +117,41 @@ class Scoring:
 
     def _read(self, sample: SampleId) -> RewardInput:
         """What the rewards see of a sample."""
-        known = self._desk[sample]
-        judged = reward_input(self._rows[sample.prompt.row], known.response, self._decode)
+        known = self.desk[sample]
+        judged = reward_input(self.rows[sample.prompt.row], known.response, self.decode)
         known.completion = judged.completion
         return judged
 
     async def _score(self, commands: list[Score], inputs: list[RewardInput]) -> None:
-        began = self._bus.clock.now()
-        verdicts = await self._reward.score(inputs, timeout_s=commands[0].timeout_s)
-        seconds = self._bus.clock.now() - began
+        began = self.bus.clock.now()
+        verdicts = await self.reward.score(inputs, timeout_s=commands[0].timeout_s)
+        seconds = self.bus.clock.now() - began
         for command, verdict in zip(commands, verdicts, strict=True):
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
         """`verdict` is None for a check that was cancelled."""
-        known = self._desk.get(event.sample)
+        known = self.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):
                 known.verdict = verdict
             if event.seconds is not None:
                 known.check_s = event.seconds
-        self._bus.take(event)
+        self.bus.take(event)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         commands, _ = self._tasks.pop(task)
-        if commands[0].sample.prompt.source not in self._alone:
+        if not self._is_alone(commands[0]):
             self._num_batches -= 1
         if self._closed:
             return
         if task.cancelled():
             for command in commands:
                 self._answer(_cancelled(command.sample), None)
-        self._watch.sign()
+        self.watch.sign()
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._main.fail(error)
+            self.main.fail(error)
         self.start()
 
 

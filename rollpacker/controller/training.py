@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
@@ -21,101 +22,85 @@ from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.rewards.base import Reward
 from rollpacker.rollout.base import Engine
-from rollpacker.trainer.base import (
-    NonFiniteError,
-    ScoreRequest,
-    TokenScores,
-    Trainer,
-    TrainSample,
-)
+from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TokenScores, Trainer, TrainSample
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Training:
     """Trains on the main task. Groups whose gradients may begin early are remembered at once, in
     whatever thread the command comes, and under the bus's lock."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        main: MainTask,
-        desk: Desk,
-        watch: Watch,
-        *,
-        config: RunConfig,
-        trainer: Trainer,
-        engine: Engine,
-        reward: Reward,
-        build_samples: BuildSamples,
-        rows: SampleRows | None,
-    ) -> None:
-        """`engine` and `reward` are only asked how they are; `rows` keeps the samples' texts."""
-        self._bus, self._main, self._desk, self._watch = bus, main, desk, watch
-        self._config = config
-        self._trainer = trainer
-        self._engine = engine
-        self._reward = reward
-        self._build_samples = build_samples
-        self._rows = rows
-        self._to_stream: list[tuple[SampleId, ...]] = []
-        """Groups whose gradients were asked for and are not begun."""
-        self._warn_once = WarnOnce(logger)
-        """Warnings that a run gives once."""
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    watch: Watch
+    _: KW_ONLY
+    config: RunConfig
+    trainer: Trainer
+    engine: Engine
+    """This and `reward` are only asked how they are."""
+    reward: Reward
+    build_samples: BuildSamples
+    rows: SampleRows | None
+    """Keeps the samples' texts."""
+    _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
+    """Groups whose gradients were asked for and are not begun."""
+    _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
+    """Warnings that a run gives once."""
 
     def routes(self) -> Routes:
         return {StartGradients: self._on_start_gradients, TrainOn: self._on_train_on}
 
     def _on_start_gradients(self, command: StartGradients) -> None:
         self._to_stream += command.groups
-        self._main.later(partial(self._start_gradients, command.step))
+        self.main.later(partial(self._start_gradients, command.step))
 
     def _on_train_on(self, command: TrainOn) -> None:
         self._to_stream.clear()  # the whole step is due: large batches are quicker
-        self._main.later(partial(self._train, command))
+        self.main.later(partial(self._train, command))
 
     async def _start_gradients(self, step: int) -> None:
         """Gradients of groups that the step will certainly train on, while verdicts on others are
         awaited. The denominators of the step are not known yet: the weights are provisional."""
-        with self._bus.lock:
+        with self.bus.lock:
             groups, self._to_stream = self._to_stream, []
         if not groups:  # an earlier call took them along, or the whole step is due
             return
-        engine = self._engine.status()
+        engine = self.engine.status()
         busy = engine.num_running + engine.num_waiting
-        apart = self._config.train.processes is not None
+        apart = self.config.train.processes is not None
         assert apart or not busy, f"gradients on the engine's device, where {busy} samples run"
-        began = self._bus.clock.now()
+        began = self.bus.clock.now()
         with _diverging(step):
             scores = await self._ask_scores(groups)
-            scored = self._desk.scored_groups(groups)
-            samples, _ = self._build_samples(scored, scores=scores, partial=True)
-            await self._watch.by(
-                "train_s",
-                self._trainer.accumulate(samples),
-                f"the first gradients of step {step}",
+            scored = self.desk.scored_groups(groups)
+            samples, _ = self.build_samples(scored, scores=scores, partial=True)
+            await self.watch.by(
+                "train_s", self.trainer.accumulate(samples), f"the first gradients of step {step}"
             )
         for sample in samples:
-            self._desk[sample.sample].streamed = sample
-        seconds = self._bus.clock.now() - began
-        self._bus.note("gradients", seconds, step, {"groups": len(groups)})
+            self.desk[sample.sample].streamed = sample
+        seconds = self.bus.clock.now() - began
+        self.bus.note("gradients", seconds, step, {"groups": len(groups)})
 
     async def _train(self, command: TrainOn) -> None:
         if command.num_missing:
             self._warn_of_missing(command)
-        trainer = self._trainer
+        trainer = self.trainer
         with _diverging(command.step):
             scores = await self._ask_scores(command.groups)
-            samples, metrics = self._build_samples(
-                self._desk.scored_groups(command.groups), weights=command.weights, scores=scores
+            samples, metrics = self.build_samples(
+                self.desk.scored_groups(command.groups), weights=command.weights, scores=scores
             )
             training = asyncio.ensure_future(self._accumulate(samples))
             await asyncio.sleep(0)  # the trainer's thread begins
-            if self._rows is not None:
-                self._rows.add(command, samples)
-            await self._watch.by("train_s", training)
-            metrics.update(await self._watch.by("train_s", trainer.apply()))
+            if self.rows is not None:
+                self.rows.add(command, samples)
+            await self.watch.by("train_s", training)
+            metrics.update(await self.watch.by("train_s", trainer.apply()))
         if metrics.get("critic/zero_advantages") == 1.0:
             self._warn_once(
                 "step %d: every advantage is 0, so it teaches nothing: all rewards of a group are"
@@ -123,32 +108,32 @@ class Training:
                 " or rollout.dynamic_sampling, would help",
                 command.step,
             )
-        counts = self._reward.metrics()
+        counts = self.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
-        self._bus.take(
+        self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         )
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The gradient of the whole step; that of streamed samples is there but for a factor."""
-        streamed = self._desk.streamed()
+        streamed = self.desk.streamed()
         if not streamed:
-            await self._trainer.accumulate(samples)
+            await self.trainer.accumulate(samples)
             return
         rest = [sample for sample in samples if sample.sample not in streamed]
         assert len(rest) + len(streamed) == len(samples), "streamed, and not trained on"
-        await self._trainer.rescale(common_factor(samples, streamed))
+        await self.trainer.rescale(common_factor(samples, streamed))
         if rest:
-            await self._trainer.accumulate(rest)
+            await self.trainer.accumulate(rest)
 
     async def _ask_scores(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> dict[SampleId, TokenScores]:
         """What the advantages need to know of these samples besides rewards; each is asked about
         once."""
-        if not self._config.algorithm.needs_scores:
+        if not self.config.algorithm.needs_scores:
             return {}
-        known = [self._desk[sample] for group in groups for sample in group]
+        known = [self.desk[sample] for group in groups for sample in group]
         unasked = [one for one in known if one.scores is None]
         requests = [
             ScoreRequest(
@@ -159,7 +144,7 @@ class Training:
             for one in unasked
         ]
         if requests:
-            found = await self._watch.by("train_s", self._trainer.score(requests))
+            found = await self.watch.by("train_s", self.trainer.score(requests))
             for one, scores in zip(unasked, found, strict=True):
                 one.scores = scores
         return {one.response.sample: one.scores for one in known if one.scores is not None}
@@ -173,7 +158,7 @@ class Training:
             command.step,
             len(command.groups),
             len(command.groups) + command.num_missing,
-            self._config.rollout.dynamic_sampling.max_refills,
+            self.config.rollout.dynamic_sampling.max_refills,
         )
 
 

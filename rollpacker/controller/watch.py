@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollpacker.bus import Bus
@@ -16,21 +17,24 @@ from rollpacker.rollout.base import Engine
 T = TypeVar("T")
 
 
+@dataclass(eq=False, slots=True)
 class Watch:
     """Belongs to the event loop, but for the signs that events are."""
 
-    def __init__(self, bus: Bus, deadlines: DeadlineConfig, engine: Engine, reward: Reward) -> None:
-        self._bus = bus
-        self._deadlines = deadlines
-        self._engine = engine
-        self._reward = reward
-        self._last_sign = bus.clock.now()
-        self._last_decode_steps = -1
-        bus.add_sink(self._saw)
+    bus: Bus
+    deadlines: DeadlineConfig
+    engine: Engine
+    reward: Reward
+    _last_sign: float = field(init=False)
+    _last_decode_steps: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.sign()
+        self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
         """Something lives."""
-        self._last_sign = self._bus.clock.now()
+        self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
         """A rollout is alive while events come or the engine decodes; an outage of something that
@@ -40,24 +44,24 @@ class Watch:
         """
         if self.engine_works() or self.rewards_wait():
             return
-        with self._bus.lock:
-            what = self._bus.job.waiting_for()
-            rewards = self._bus.job.waits_for_rewards
+        with self.bus.lock:
+            what = self.bus.job.waiting_for()
+            rewards = self.bus.job.waits_for_rewards
         key = "reward_s" if rewards else "generation_s"
         limit = self._limit(key)
-        if self._bus.clock.now() - self._last_sign > limit:
+        if self.bus.clock.now() - self._last_sign > limit:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
     def rewards_wait(self) -> bool:
         """Whether the rewards wait for something outside that is down."""
-        if self._reward.outage() is None:
+        if self.reward.outage() is None:
             return False
         self.sign()
         return True
 
     def engine_works(self) -> bool:
         """Whether the engine made progress since the last look."""
-        steps = self._engine.status().decode_steps
+        steps = self.engine.status().decode_steps
         if steps == self._last_decode_steps:
             return False
         self._last_decode_steps = steps
@@ -84,12 +88,12 @@ class Watch:
                 return future.result()
             if not lives():
                 future.cancel()
-                with self._bus.lock:
-                    what = what or self._bus.job.waiting_for()
+                with self.bus.lock:
+                    what = what or self.bus.job.waiting_for()
                 raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
     def _limit(self, key: str) -> float:
-        limit: float = getattr(self._deadlines, key)
+        limit: float = getattr(self.deadlines, key)
         return limit
 
     def _saw(self, entry: Entry) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -121,26 +121,15 @@ class PromptRow:
     """What its task column says."""
 
 
-class PromptSet(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
     """All usable prompts of one split, tokenized, in the file's order."""
 
-    @property
-    def name(self) -> str:
-        """The `source` of its prompt ids: "train" or "eval"."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over prompts' tokens and columns; resume compares it."""
-        ...
-
-    @property
-    def rows(self) -> Sequence[PromptRow]: ...
-
-    @property
-    def num_dropped(self) -> Mapping[str, int]:
-        """Rows left out, by reason."""
-        ...
+    rows: tuple[PromptRow, ...]
+    fingerprint: str
+    """SHA-256 over prompts, tokens and columns; resume compares it."""
+    num_dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
 
 
 class Cursor(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,31 +12,26 @@ from rollpacker.core.ids import PromptId
 from rollpacker.data.base import DataError
 
 
+@dataclass(eq=False, slots=True)
 class PromptCursor:
     """Every row once per epoch, in an order that (seed, epoch) alone decides."""
 
-    def __init__(
-        self,
-        name: str,
-        num_rows: int,
-        seed: int,
-        shuffle: bool,
-        max_epochs: int | None,
-        sources: Sequence[str] | None = None,
-    ) -> None:
-        """`sources`: the source of each row's prompts; None: `name` for all."""
-        if num_rows < 1:
-            raise DataError(f"{name}: there are no rows to draw prompts from.")
-        if max_epochs is not None and max_epochs < 1:
-            raise ValueError(f"max_epochs must be at least 1, not {max_epochs}")
-        self._name = name
-        self._num_rows = num_rows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._max_epochs = max_epochs
-        self._sources = sources
-        self._epoch = 0
-        self._position = 0
+    name: str
+    num_rows: int
+    seed: int
+    shuffle: bool
+    max_epochs: int | None
+    sources: Sequence[str] | None = None
+    """The source of each row's prompts. None: `name` for all."""
+    _epoch: int = field(default=0, init=False)
+    _position: int = field(default=0, init=False)
+    _order: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise DataError(f"{self.name}: there are no rows to draw prompts from.")
+        if self.max_epochs is not None and self.max_epochs < 1:
+            raise ValueError(f"max_epochs must be at least 1, not {self.max_epochs}")
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
@@ -48,7 +44,7 @@ class PromptCursor:
         rows = self._order[self._position : self._position + count]
         prompts = tuple(PromptId(self._source(row), self._epoch, int(row)) for row in rows)
         self._position += len(prompts)
-        epoch_ended = self._position == self._num_rows
+        epoch_ended = self._position == self.num_rows
         if epoch_ended:
             self._epoch += 1
             self._position = 0
@@ -59,10 +55,10 @@ class PromptCursor:
     def state(self) -> dict[str, Any]:
         """Where the cursor is, as JSON-able values; `restore` continues exactly there."""
         return {
-            "name": self._name,
-            "num_rows": self._num_rows,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            "name": self.name,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
             "epoch": self._epoch,
             "position": self._position,
         }
@@ -74,19 +70,19 @@ class PromptCursor:
         """
         for key, own in self.state().items():
             if key not in state:
-                raise DataError(f"the saved place in the data ({self._name}) lacks {key}.")
+                raise DataError(f"the saved place in the data ({self.name}) lacks {key}.")
             if key not in ("epoch", "position") and state[key] != own:
                 raise DataError(
-                    f"cannot resume: the run drew its {self._name} prompts with {key}={state[key]},"
+                    f"cannot resume: the run drew its {self.name} prompts with {key}={state[key]},"
                     f" now {key} is {own}. Restore the old dataset and settings, or start a new"
                     " run."
                 )
         epoch, position = state["epoch"], state["position"]
         sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
-        if not sound or not 0 <= position < self._num_rows:
+        if not sound or not 0 <= position < self.num_rows:
             raise DataError(
                 f"cannot resume: epoch {epoch!r}, position {position!r} lies outside the data"
-                f" ({self._num_rows} rows)."
+                f" ({self.num_rows} rows)."
             )
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)
@@ -94,15 +90,15 @@ class PromptCursor:
     @property
     def ended(self) -> bool:
         """Every epoch is through."""
-        return self._max_epochs is not None and self._epoch >= self._max_epochs
+        return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def _source(self, row: int) -> str:
-        return self._name if self._sources is None else self._sources[row]
+        return self.name if self.sources is None else self.sources[row]
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(self._num_rows)
+        if not self.shuffle:
+            return np.arange(self.num_rows)
         # numpy promises these bits for good, but not what `permutation` makes of them.
-        entropy = (int(self._seed < 0), abs(self._seed), epoch)
-        bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(self._num_rows)
+        entropy = (int(self.seed < 0), abs(self.seed), epoch)
+        bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(self.num_rows)
         return np.argsort(bits, kind="stable")

@@ -31,7 +31,8 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
     """
     assert config.path is not None
     if config.kind == "huggingface":
-        rows = _huggingface_rows(config)
+        where = f"{config.path} ({config.split}), row "
+        rows = (RawRow(f"{where}{n}", columns) for n, columns in enumerate(_huggingface(config)))
     else:
         read = _jsonl_rows if config.kind == "jsonl" else _parquet_rows
         suffix = ".jsonl" if config.kind == "jsonl" else ".parquet"
@@ -114,13 +115,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
         ) from None
 
 
-def _huggingface_rows(config: DatasetConfig) -> Iterator[RawRow]:
-    dataset = _load_huggingface(config)
-    for number, columns in enumerate(dataset):
-        yield RawRow(f"{config.path} ({config.split}), row {number}", columns)
-
-
-def _load_huggingface(config: DatasetConfig) -> Any:
+def _huggingface(config: DatasetConfig) -> Any:
     require("datasets", extra="datasets", what="data of kind huggingface")
     import datasets
 

@@ -6,7 +6,6 @@ together share items. So every task of every mixture gets a seed of its own, far
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -18,6 +17,7 @@ import numpy as np
 
 from rollpacker.data.base import DataError, DatasetConfig, TaskConfig
 from rollpacker.data.files import RawRow
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import require
 
 _SEED_RANGE = 2**31
@@ -59,13 +59,14 @@ def create_task(task: str, options: Mapping[str, Any], size: int, seed: int) -> 
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        raise DataError(f"reasoning-gym has no task {task}.{_nearest(task, DATASETS)}")
+        raise DataError(f"reasoning-gym has no task {task}.{did_you_mean(task, DATASETS)}")
     known = inspect.signature(DATASETS[task][1]).parameters
     for name in options:
         if name not in known or name in ("seed", "size"):
             own = [key for key in known if key not in ("seed", "size")]
             raise DataError(
-                f"task {task} has no option {name}.{_nearest(name, own)} It has: {', '.join(own)}."
+                f"task {task} has no option {name}.{did_you_mean(name, own)}"
+                f" It has: {', '.join(own)}."
             )
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
@@ -105,8 +106,3 @@ def _task_seed(seed: int, split: str, position: int, task: TaskConfig | None) ->
     options = json.dumps(dict(task.options), sort_keys=True, default=str) if task else ""
     key = f"{seed}/{split}/{position}/{task.task if task else ''}/{options}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % _SEED_RANGE
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f' Did you mean "{close[0]}"?' if close else ""

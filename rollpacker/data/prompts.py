@@ -10,10 +10,11 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow
+from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.files import RawRow, read_rows
 from rollpacker.data.procedural import make_rows
 from rollpacker.data.rendering import NUM_SHOWN, Prompt, PromptMaker, tokenize
@@ -22,17 +23,6 @@ logger = logging.getLogger(__name__)
 
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPrompts:
-    """All usable prompts of one split, in the file's order."""
-
-    name: str
-    rows: tuple[PromptRow, ...]
-    fingerprint: str
-    """SHA-256 over prompts, tokens and columns."""
-    num_dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +42,7 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_context_tokens: int | None = None,
     max_response_tokens: int = 0,
-) -> tuple[LoadedPrompts, LoadedPrompts | None]:
+) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and the held-out ones (None if the config has none).
 
     A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
@@ -67,11 +57,7 @@ def load_prompts(
         train = _without(train, held_out, dropped)
     elif config.eval_fraction:
         train, held_out = _split(train, config.eval_fraction)
-
-    def finish(name: str, rows: list[_Made], dropped: Counter[str]) -> LoadedPrompts:
-        kwargs = chat_template_kwargs
-        return _prompt_set(name, rows, dropped, config, tokenizer, kwargs, limit)
-
+    finish = partial(_prompt_set, config, tokenizer, chat_template_kwargs, limit)
     train_set = finish("train", train, dropped)
     return train_set, None if held_out is None else finish("eval", held_out, Counter())
 
@@ -169,28 +155,27 @@ def _split(rows: list[_Made], fraction: float) -> tuple[list[_Made], list[_Made]
 
 
 def _prompt_set(
-    name: str,
-    rows: list[_Made],
-    dropped: Counter[str],
     config: DataConfig,
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any] | None,
     limit: int,
-) -> LoadedPrompts:
+    name: str,
+    rows: list[_Made],
+    dropped: Counter[str],
+) -> PromptSet:
     tokens = tokenize([row.prompt for row in rows], tokenizer, chat_template_kwargs)
     _report_tokens(name, rows, tokens, tokenizer)
-    too_long = [i for i, ids in enumerate(tokens) if len(ids) > limit]
+    lengths = zip((row.where for row in rows), map(len, tokens), strict=True)
+    too_long = [f"{where} ({length})" for where, length in lengths if length > limit]
     if too_long:
         dropped[TOO_LONG] = len(too_long)
-        _report_too_long(name, rows, tokens, too_long, config, limit)
+        _report_too_long(name, len(rows), too_long, config, limit)
     kept = tuple(
         PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task)
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
     )
-    return LoadedPrompts(
-        name=name, rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped)
-    )
+    return PromptSet(rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped))
 
 
 def _report_tokens(
@@ -214,32 +199,24 @@ def _report_tokens(
 
 
 def _report_too_long(
-    name: str,
-    rows: list[_Made],
-    tokens: Sequence[tuple[int, ...]],
-    too_long: list[int],
-    config: DataConfig,
-    limit: int,
+    name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
     """Log the dropped prompts; a `DataError` if they are too many."""
-    places = ", ".join(f"{rows[i].where} ({len(tokens[i])})" for i in too_long[:NUM_SHOWN])
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
-        f"data.{name}: {len(too_long)} of {len(rows)} prompts have more than {limit} tokens:"
-        f" {places}{more}"
+        f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
+        f" {', '.join(too_long[:NUM_SHOWN])}{more}"
     )
-    if len(too_long) == len(rows) or len(too_long) > config.max_dropped_fraction * len(rows):
+    if len(too_long) == num_rows or len(too_long) > config.max_dropped_fraction * num_rows:
         cause = (
             "Raise data.max_prompt_tokens"
             if limit == config.max_prompt_tokens
             else "The model's context has no room for more; lower rollout.max_response_tokens"
         )
-        allowed = f"data.max_dropped_fraction={config.max_dropped_fraction}"
-        refusal = (
-            "Nothing is left"
-            if len(too_long) == len(rows)
-            else f"That is more than {allowed} allows"
-        )
+        refusal = "Nothing is left"
+        if len(too_long) < num_rows:
+            allowed = f"data.max_dropped_fraction={config.max_dropped_fraction}"
+            refusal = f"That is more than {allowed} allows"
         raise DataError(f"{what}. {refusal}. {cause}, or shorten the prompts.")
     logger.warning("%s. They are left out.", what)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollpacker.data.base import DataError, DatasetConfig
 from rollpacker.data.files import RawRow
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import ImportSpecError, load_function
 
 Prompt = str | list[dict[str, str]]
@@ -102,11 +103,9 @@ def require_column(name: str, columns: Sequence[str], setting: str, where: str |
     """A `DataError` with the nearest name if `name` is not among `columns`."""
     if name in columns:
         return
-    close = difflib.get_close_matches(name, columns, n=1, cutoff=0.5)
-    hint = f' Did you mean "{close[0]}"?' if close else ""
     raise DataError(
-        f"{where}: there is no column {name}.{hint} It has: {', '.join(map(str, columns))}."
-        f" Set {setting} to one of them."
+        f"{where}: there is no column {name}.{did_you_mean(name, columns)}"
+        f" It has: {', '.join(map(str, columns))}. Set {setting} to one of them."
     )
 
 
@@ -162,25 +161,19 @@ def tokenize(
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt; chat messages go through the tokenizer's template first."""
     tokens: list[tuple[int, ...]] = [()] * len(prompts)
-    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-    texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    if chats:
-        rendered = _rendered([prompts[i] for i in chats], tokenizer, chat_template_kwargs or {})
-        for i, ids in zip(chats, _encoded(rendered, tokenizer, False), strict=True):
-            tokens[i] = ids
-    if texts:
-        for i, ids in zip(
-            texts, _encoded([prompts[i] for i in texts], tokenizer, True), strict=True
-        ):
-            tokens[i] = ids
+    for is_text in (False, True):
+        places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is is_text]
+        if not places:
+            continue
+        texts: Sequence[Any] = [prompts[i] for i in places]
+        if not is_text:
+            texts = _rendered(texts, tokenizer, chat_template_kwargs or {})
+        encoded = tokenizer(
+            texts, add_special_tokens=is_text, return_attention_mask=False, verbose=False
+        )
+        for i, ids in zip(places, encoded["input_ids"], strict=True):
+            tokens[i] = tuple(ids)
     return tokens
-
-
-def _encoded(texts: Sequence[Any], tokenizer: Any, special: bool) -> list[tuple[int, ...]]:
-    encoded = tokenizer(
-        list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
-    )
-    return [tuple(ids) for ids in encoded["input_ids"]]
 
 
 def _rendered(

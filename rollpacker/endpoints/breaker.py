@@ -39,7 +39,8 @@ class Breaker:
         self._probe_every_s = probe_every_s
         self._failures = 0
         self._failing_since = 0.0
-        self._why = ""
+        self.why = ""
+        """What the last call that failed said."""
         self._is_open = False
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()
@@ -86,7 +87,8 @@ class Breaker:
     def failed(self, why: str) -> None:
         """A call was not answered, or not usefully; `why` in a few words."""
         now = _now()
-        self._why = _shortened(why)
+        why = one_line(why)
+        self.why = why if len(why) <= MAX_REASON else why[: MAX_REASON - 3] + "..."
         if self._failures == 0:
             self._failing_since = now
         self._failures += 1
@@ -97,20 +99,15 @@ class Breaker:
         logger.warning(
             "%s does not answer (%s); trying again every %g s",
             self.name,
-            self._why,
+            self.why,
             self._probe_every_s,
         )
-
-    @property
-    def why(self) -> str:
-        """What the last call that failed said."""
-        return self._why
 
     def outage(self) -> str | None:
         """The outage in words, with its length and its last reason; None while closed."""
         if not self._is_open:
             return None
-        return f"{self.name} has been down for {_duration(self._down_s())} ({self._why})"
+        return f"{self.name} has been down for {_duration(self._down_s())} ({self.why})"
 
     def _down_s(self) -> float:
         return max(0.0, _now() - self._failing_since)
@@ -150,9 +147,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _shortened(text: str) -> str:
-    """What an endpoint said, safe for a terminal."""
-    text = one_line(text)
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -102,10 +102,10 @@ class Child:
         if self._close.alive:
             _kill(self.process, self._lifeline)
 
-    async def gone(self, within_s: float = END_S) -> str | None:
+    async def gone(self) -> str | None:
         """Wait for its end in an event loop, and say how it ended. It is ended by force if it takes
-        longer than `within_s`."""
-        until = time.monotonic() + within_s
+        longer than `END_S`."""
+        until = time.monotonic() + END_S
         while (how := self.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
         self.kill_by_force()

@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from rollpacker.processes.frames import MAX_BYTES, Message
+from rollpacker.processes.frames import MAX_BYTES
 from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
@@ -92,15 +92,13 @@ class Listener:
         if not messages:
             return None
         said = messages[0]
-        if len(messages) > 1 or not self._is_known(said):
+        knows = hmac.compare_digest(said.payload[:_TOKEN_BYTES], self.token)
+        if len(messages) > 1 or said.kind != HELLO or not knows:
             self._forget(knock)
             return None
         self._knocks.remove(knock)
         knock.line.frames.max_bytes = MAX_BYTES
         return said.payload[_TOKEN_BYTES:]
-
-    def _is_known(self, said: Message) -> bool:
-        return said.kind == HELLO and hmac.compare_digest(said.payload[:_TOKEN_BYTES], self.token)
 
     def _forget(self, knock: _Knock) -> None:
         self._knocks.remove(knock)

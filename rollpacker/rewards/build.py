@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
@@ -22,34 +21,22 @@ from rollpacker.sandbox.base import SandboxConfig
 class BuiltIn:
     """Where a built-in reward lives; imported when it is named."""
 
+    module: str
+    """Below `rollpacker.rewards`."""
     made: str
-    """`module:name` of what makes it: a part, of its config and what the run shares; or, for a
-    plain function that is made and called in a worker, of `arguments`."""
+    """What makes it: a part, of its config and what the run shares; or, for a plain function that
+    is made and called in a worker, of `arguments`."""
     config: str
-    """`module:name` of the dataclass whose fields are the reward's `arguments`."""
+    """The dataclass whose fields are the reward's `arguments`."""
     in_worker: bool = False
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(
-        "rollpacker.rewards.math.reward:MathReward", "rollpacker.rewards.math.reward:MathConfig"
-    ),
-    "code": BuiltIn(
-        "rollpacker.rewards.code.grading:CodeReward", "rollpacker.rewards.code.grading:CodeConfig"
-    ),
-    "judge": BuiltIn(
-        "rollpacker.rewards.judge.reward:JudgeReward", "rollpacker.rewards.judge.config:JudgeConfig"
-    ),
-    "reward_model": BuiltIn(
-        "rollpacker.rewards.reward_model:make",
-        "rollpacker.rewards.reward_model:RewardModelConfig",
-        in_worker=True,
-    ),
-    "reasoning_gym": BuiltIn(
-        "rollpacker.rewards.reasoning_gym:make",
-        "rollpacker.rewards.reasoning_gym:ReasoningGymConfig",
-        in_worker=True,
-    ),
+    "math": BuiltIn("math.reward", "MathReward", "MathConfig"),
+    "code": BuiltIn("code.grading", "CodeReward", "CodeConfig"),
+    "judge": BuiltIn("judge.reward", "JudgeReward", "JudgeConfig"),
+    "reward_model": BuiltIn("reward_model", "make", "RewardModelConfig", in_worker=True),
+    "reasoning_gym": BuiltIn("reasoning_gym", "make", "ReasoningGymConfig", in_worker=True),
 }
 
 SANDBOXED = ("math", "code")
@@ -85,8 +72,7 @@ def _part(config: RewardConfig, shared: Shared) -> RewardPart:
     if config.function in BUILT_IN:
         return _built_in(config, shared)
     if ":" not in config.function:
-        close = difflib.get_close_matches(config.function, BUILT_IN, n=1, cutoff=0.5)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
+        hint = did_you_mean(config.function, BUILT_IN)
         raise RewardError(
             f'there is no built-in reward "{config.function}".{hint} Built in:'
             f' {", ".join(BUILT_IN)}; a function of your own is "module:function" or'
@@ -99,23 +85,21 @@ def _built_in(entry: RewardConfig, shared: Shared) -> RewardPart:
     name, row = entry.function, BUILT_IN[entry.function]
     if entry.shape not in ("auto", "trl"):
         raise RewardError(f"reward {name} is built in and has no shape; take {entry.shape} out.")
-    config_class = _found(row.config)
+    module = importlib.import_module(f"rollpacker.rewards.{row.module}")
+    config_class = getattr(module, row.config)
     known = [field.name for field in dataclasses.fields(config_class) if field.init]
     refuse_unknown(entry.arguments, known, name)
     try:
         config = config_class(**entry.arguments)
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {entry.name or name}: {error}") from None
-    make = _found(row.made)
     if not row.in_worker:
+        make = getattr(module, row.made)
         part: RewardPart = make(config, entry=entry, name=entry.name or name, shared=shared)
         return part
     entry = dataclasses.replace(entry, name=entry.name or name, shape="trl")
     if entry.workers == "auto":  # a model knows best how often it fits into this machine
         entry = dataclasses.replace(entry, workers=getattr(config_class, "WORKERS", "auto"))
-    return RewardFunction(entry, factory=row.made, check=getattr(config, "check", None))
-
-
-def _found(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return RewardFunction(
+        entry, factory=f"{module.__name__}:{row.made}", check=getattr(config, "check", None)
+    )

@@ -77,37 +77,22 @@ class ReasoningGymScorer:
         task: Sequence[str],
         task_options: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        rows = zip(
-            completions,
-            finish_reasons,
-            question,
-            answer,
-            metadata,
-            task,
-            task_options,
-            strict=True,
-        )
+        entries = [
+            {"question": asked, "answer": right, "metadata": more}
+            for asked, right, more in zip(question, answer, metadata, strict=True)
+        ]
+        scorers = map(self.of, task, task_options)
+        rows = zip(scorers, completions, finish_reasons, entries, strict=True)
         return [self._score(*row) for row in rows]
 
     def _score(
-        self,
-        completion: Any,
-        finish_reason: str,
-        question: str,
-        answer: str,
-        metadata: Mapping[str, Any],
-        task: str,
-        task_options: Mapping[str, Any],
+        self, scorer: Any, completion: Any, finish_reason: str, entry: Mapping[str, Any]
     ) -> float:
-        scorer = self.of(task, task_options)
         if self._config.require_stop and finish_reason != "stop":
             return 0.0
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         found = self._answer(text)
-        if found is None:
-            return 0.0
-        entry = {"question": question, "answer": answer, "metadata": metadata}
-        return float(scorer.score_answer(found, entry))
+        return 0.0 if found is None else float(scorer.score_answer(found, entry))
 
     def _answer(self, text: str) -> str | None:
         if self._pattern is None:

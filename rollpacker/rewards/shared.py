@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -70,7 +70,8 @@ class Shared:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(main())
-        return _in_a_thread(lambda: asyncio.run(main()))
+        with ThreadPoolExecutor(1, "rewards-check") as thread:
+            return thread.submit(lambda: asyncio.run(main())).result()
 
     async def sandbox(self) -> Sandbox:
         """The running loop's. Raises `SandboxUnavailable`."""
@@ -130,21 +131,3 @@ class Shared:
         opened = self._opened.pop(asyncio.get_running_loop(), None)
         if opened is not None and opened.context is not None:
             await opened.context.__aexit__(None, None, None)
-
-
-def _in_a_thread(function: Callable[[], T]) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # carried over to the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="rewards-check")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

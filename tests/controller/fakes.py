@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
-from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow
+from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rollout.base import EngineOutput, EngineStatus, GenerationRequest, Response
@@ -227,14 +227,10 @@ class FakeReward:
         self.closed = True
 
 
-@dataclass(frozen=True)
-class FakePrompts:
-    name: str = "train"
-    fingerprint: str = "none"
-    rows: tuple[PromptRow, ...] = tuple(
-        PromptRow(prompt=f"p{n}", tokens=(1, n), columns={}) for n in range(30)
-    )
-    num_dropped: dict[str, int] = field(default_factory=dict)
+PROMPTS = PromptSet(
+    rows=tuple(PromptRow(prompt=f"p{n}", tokens=(1, n), columns={}) for n in range(30)),
+    fingerprint="none",
+)
 
 
 def build_samples(
@@ -303,7 +299,6 @@ def make(
     """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
     evaluate on."""
     recorder = Recorder()
-    prompts = FakePrompts()
     job = job or job_class(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
@@ -326,9 +321,9 @@ def make(
         engine=engine or FakeEngine(),
         trainer=trainer or FakeTrainer(),
         reward=reward or FakeReward(),
-        prompts=prompts,
-        eval_prompts=FakePrompts("eval", rows=prompts.rows[:5]) if evaluates else None,
-        cursor=cursor or PromptCursor("train", len(prompts.rows), 0, True, None),
+        prompts=PROMPTS,
+        eval_prompts=replace(PROMPTS, rows=PROMPTS.rows[:5]) if evaluates else None,
+        cursor=cursor or PromptCursor("train", len(PROMPTS.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
         log=LogWriter(folder / "events.jsonl"),

@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollpacker.data.base import DataConfig, DataError, DatasetConfig, TaskConfig
+from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptSet, TaskConfig
 from rollpacker.data.procedural import make_rows, shares
-from rollpacker.data.prompts import IN_EVAL, TOO_LONG, LoadedPrompts, load_prompts
+from rollpacker.data.prompts import IN_EVAL, TOO_LONG, load_prompts
 from tests.data.characters import character_tokenizer, text_of
 
 TOKENIZER = character_tokenizer()
@@ -25,7 +25,7 @@ def jsonl(path: Path, rows: list[Any], newline: str = "\n") -> Path:
     return path
 
 
-def load(path: Path | str, kind: str = "jsonl", **settings: Any) -> LoadedPrompts:
+def load(path: Path | str, kind: str = "jsonl", **settings: Any) -> PromptSet:
     own = {k: settings.pop(k) for k in list(settings) if k in DatasetConfig.__slots__}
     dataset = DatasetConfig(kind=kind, path=str(path), **own)
     return load_prompts(DataConfig(train=dataset, **settings), TOKENIZER)[0]
@@ -62,7 +62,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
     ]
     assert len({one.fingerprint for one in sets}) == 1
     first = sets[0]
-    assert (first.name, len(first.rows), first.num_dropped) == ("train", 40, {})
+    assert (len(first.rows), first.num_dropped) == (40, {})
     row = first.rows[3]
     assert (row.prompt, text_of(row.tokens)) == ("say 3", "say 3")
     assert row.columns == {"answer": "3", "extra": [3]}
@@ -264,7 +264,6 @@ def test_held_out_share_keeps_equal_prompts_together(tmp_path: Path) -> None:
     assert not prompts[0] & prompts[1]
     assert len(train.rows) + len(held_out.rows) == 200
     assert 0.1 < len(held_out.rows) / 200 < 0.5
-    assert held_out.name == "eval"
     grown = jsonl(tmp_path / "b.jsonl", [{"prompt": "new"}, *ROWS])
     config = DataConfig(train=DatasetConfig(kind="jsonl", path=str(grown)), eval_fraction=0.3)
     _, later = load_prompts(config, TOKENIZER)

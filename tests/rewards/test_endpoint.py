@@ -325,7 +325,7 @@ def test_works_in_one_loop_after_another() -> None:
     async def run(endpoint: EndpointCompleter | None) -> EndpointCompleter:
         async with serve(lambda asked: OK) as stub:
             endpoint = endpoint or completer(stub.url)
-            endpoint._url = stub.url
+            endpoint.url = stub.url
             assert await endpoint.complete(ASK, timeout_s=5) == "fine"
             return endpoint
 

@@ -194,7 +194,7 @@ def test_command_line(tmp_path, data, capsys):
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["warmup", str(config), "seed=3"])
-    assert args.run(args) == 0
+    assert command.run(args) == 0
     printed = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("warm-up 1/1: step") for line in printed) == 10
     assert "step 20/20, loss" in printed[9]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import logging
 import os
 import pickle
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.functions.returned import Value, shortened
@@ -38,16 +37,8 @@ Verdict = Scored | Failed | None
 class RewardFunction:
     """Meets `RewardPart` with one function in workers of its own, whose mistakes become reasons."""
 
-    DEADLINE: AdaptiveDeadlineConfig | None = None
-    WORKERS: int | None = None
-
     def __init__(
-        self,
-        config: RewardConfig,
-        name: str | None = None,
-        *,
-        factory: str | None = None,
-        check: Check | None = None,
+        self, config: RewardConfig, *, factory: str | None = None, check: Check | None = None
     ) -> None:
         """Starts a worker to look at the function; `RewardError` if it cannot be used. `factory`
         (`module:Class`) is called with the config's arguments to make the function; `check` is
@@ -55,17 +46,12 @@ class RewardFunction:
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
         self._cwd = str(Path.cwd())
-        self._load = pickle.dumps(
-            {
-                "spec": factory or config.function,
-                "factory": factory is not None,
-                "arguments": dict(config.arguments),
-            }
-        )
+        spec, is_factory = factory or config.function, factory is not None
+        self._load = pickle.dumps((spec, is_factory, dict(config.arguments)))
         self._quota = OutputQuota()
-        self._spares = [self._start(f"{name or config.name or 'reward'}-1")]
+        self._spares = [self._start(f"{config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
-        self.name: str = name or config.name or hello["name"]
+        self.name: str = config.name or hello["name"]
         self._spares[0].child.name = f"{self.name}-1"
         self._is_async: bool = hello["is_async"]
         try:
@@ -105,8 +91,7 @@ class RewardFunction:
         for number, row in enumerate(rows):
             name = self._binding.missing_column(row)
             if name is not None:
-                close = difflib.get_close_matches(name, [str(k) for k in row], n=1, cutoff=0.5)
-                hint = f' Did you mean "{close[0]}"?' if close else ""
+                hint = did_you_mean(name, row)
                 raise RewardError(
                     f"reward {self.name} needs the column {name}; row {number}{of_its_own} has:"
                     f" {', '.join(map(str, row)) or 'none'}.{hint} Set answer_column, or give"

@@ -18,12 +18,12 @@ prompts as text, a chat is its messages' contents, one a line.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.rewards.base import RewardConfig, RewardError, RewardInput, Shape
 
 ANSWERS = ("labels", "label", "ground_truth", "answer", "solution", "target")
@@ -234,11 +234,7 @@ class Binding:
             if name not in columns:
                 return name
         sample = RewardInput(
-            prompt="",
-            completion="",
-            completion_tokens=(),
-            finish_reason="stop",
-            columns=columns,
+            prompt="", completion="", completion_tokens=(), finish_reason="stop", columns=columns
         )
         required = {*self._positional, *self._signature.required}
         try:
@@ -269,8 +265,7 @@ def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str], function:
     """Raise `RewardError` for an argument that the function does not take."""
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f' Did you mean "{close[0]}"?' if close else ""
+            hint = did_you_mean(name, known)
             raise RewardError(
                 f"reward {function} takes no argument {name}.{hint} It takes: {', '.join(known)}."
             )

@@ -21,12 +21,10 @@ class Overran(Exception):
 class WorkerLost(Exception):
     """The worker ended by itself, or was stopped; the message says which and how."""
 
-    def __init__(self, what: str, *, how: str = "", stopped: bool = False) -> None:
+    def __init__(self, what: str, *, how: str, stopped: bool, left_s: float) -> None:
+        """`left_s`: so much of the call's limit was left."""
         super().__init__(what)
-        self.how = how
-        self.stopped = stopped
-        self.left_s = 0.0
-        """So much of the call's limit was left."""
+        self.how, self.stopped, self.left_s = how, stopped, left_s
 
 
 class NoWorker(Exception):
@@ -48,9 +46,8 @@ class PoolCall:
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
         """Settle the call: its worker was gone at loop time `now`."""
-        error = WorkerLost(what, how=how, stopped=stopped)
-        error.left_s = self.limit_s - (now - self.began)
-        self.settle(error)
+        left_s = self.limit_s - (now - self.began)
+        self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
     def settle(self, result: dict[str, Any] | Exception) -> None:
         if self.timer is not None:

@@ -39,9 +39,6 @@ the function is async."""
 MAX_FAILED_STARTS = 3
 """After so many in a row, calls that wait are given up."""
 
-_Tell = Callable[[PoolWorker, list[PoolCall], str | None], None]
-"""Called with a worker that has ended, the calls it had, and how it ended."""
-
 
 class WorkerPool:
     """The workers that one event loop uses: the one that runs when the pool is made."""
@@ -218,11 +215,9 @@ class WorkerPool:
     def _ended(self, worker: PoolWorker) -> None:
         """End and replace a worker that hung up by itself."""
         if worker in self._workers:
-            worker.process.kill()
-            self._end(worker, self._tell_lost)
+            self._retire(worker, by_itself=True)
 
-    def _tell_lost(self, worker: PoolWorker, calls: list[PoolCall], how: str | None) -> None:
-        how = how or "it hung up"
+    def _lose_ended(self, worker: PoolWorker, calls: list[PoolCall], how: str) -> None:
         what = f"worker {worker} ended by itself ({how})"
         if worker.ready:
             logger.warning("reward %s: %s; it is replaced", self._name, what)
@@ -260,8 +255,7 @@ class WorkerPool:
             try:
                 process = self._start_process(f"{self._name}-{next(self._names)}")
             except OSError as error:
-                logger.warning("reward %s: a worker was not started: %s", self._name, error)
-                self._not_started(f"a worker was not started: {error}")
+                self._start_failed(str(error), for_good=True)
                 return
             worker = self._add(process, ready=False)
             self.loop.call_later(LOAD_TIMEOUT_S, self._must_be_ready, worker)
@@ -269,8 +263,7 @@ class WorkerPool:
 
     def _loaded(self, worker: PoolWorker, hello: dict[str, Any]) -> None:
         if "refused" in hello:
-            logger.warning("reward %s: a worker was not started: %s", self._name, hello["refused"])
-            self._not_started(hello["refused"])
+            self._start_failed(hello["refused"], for_good=True)
             self._retire(worker)
         else:
             worker.ready = True
@@ -281,16 +274,13 @@ class WorkerPool:
             self._start_failed(f"worker {worker} was not ready within {LOAD_TIMEOUT_S:g} s")
             self._retire(worker)
 
-    def _start_failed(self, why: str) -> None:
-        """Count a failed start. One may be an accident; several in a row mean that there is no
-        worker."""
+    def _start_failed(self, why: str, *, for_good: bool = False) -> None:
+        """Give up the calls that wait, if no worker is ready and none will be: one failed start may
+        be an accident, several in a row are none, nor is one that fails `for_good`."""
         logger.warning("reward %s: a worker was not started: %s", self._name, why)
-        self._num_failed_starts += 1
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
-            self._not_started(why)
-
-    def _not_started(self, why: str) -> None:
-        """Give up the calls that wait, if no worker is ready."""
+        self._num_failed_starts += not for_good
+        if not for_good and self._num_failed_starts < MAX_FAILED_STARTS:
+            return
         if not any(worker.ready for worker in self._workers):
             waiting, self._waiting = self._waiting, deque()
             for call in waiting:
@@ -305,28 +295,27 @@ class WorkerPool:
         if len(self._workers) > 1:
             self._idle_timer = self.loop.call_later(IDLE_S / 4, self._retire_idle)
 
-    def _retire(self, worker: PoolWorker) -> list[PoolCall]:
-        """End it. Returns the calls that ran in it, for somebody to settle."""
+    def _retire(self, worker: PoolWorker, *, by_itself: bool = False) -> list[PoolCall]:
+        """End it. Returns the calls that ran in it, for somebody to settle, unless it ended
+        `by_itself`: then they are settled when it is known how."""
         worker.process.kill()
-        return self._end(worker, None)
-
-    def _end(self, worker: PoolWorker, tell: _Tell | None) -> list[PoolCall]:
         calls = list(worker.calls.values())
         worker.calls.clear()
         worker.given_up.clear()
         self._workers.remove(worker)
-        task = self.loop.create_task(self._bury(worker, calls, tell))
+        task = self.loop.create_task(self._bury(worker, calls if by_itself else None))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         self._dispatch()
         return calls
 
-    async def _bury(self, worker: PoolWorker, calls: list[PoolCall], tell: _Tell | None) -> None:
-        """Wait until it is gone, and close what is left of it."""
+    async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
+        """Wait until it is gone, and close what is left of it. `lost`: the calls of one that ended
+        by itself."""
         how = await worker.process.child.gone()
         worker.process.close()
-        if tell is not None:
-            tell(worker, calls, how)
+        if lost is not None:
+            self._lose_ended(worker, lost, how or "it hung up")
 
     # -- the end ------------------------------------------------------------------------------
 

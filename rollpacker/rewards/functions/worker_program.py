@@ -84,18 +84,17 @@ class _Controller:
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
     """Return what the controller needs to know of the function, or why it cannot be had."""
     try:
-        request = pickle.loads(payload)
-        function = load_function(request["spec"])
-        if request["factory"]:
-            function = function(**request["arguments"])
-            request["arguments"] = {}
+        spec, is_factory, arguments = pickle.loads(payload)
+        function = load_function(spec)
+        if is_factory:
+            function = function(**arguments)
+            arguments = {}
     except ImportSpecError as error:
         return {"refused": str(error)}, None
     except BaseException as error:  # whatever the user's module does: it is theirs to be told
-        told = error_of(error)
-        is_own = type(error).__name__ == "RewardError"
-        if is_own:
+        if type(error).__name__ == "RewardError":
             return {"refused": str(error), "complete": True}, None
+        told = error_of(error)
         return {"refused": f"{told['error']}: {told['said']}{told['where']}"}, None
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
@@ -105,7 +104,7 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
         "is_async": is_async,
         "parameters": _parameters(function),
     }
-    return hello, LoadedFunction(function, request["arguments"])
+    return hello, LoadedFunction(function, arguments)
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:

@@ -15,19 +15,13 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.endpoints.http import checked_url, retry_after_s
 from rollpacker.endpoints.service import Service
 from rollpacker.rewards.base import Cause
-from rollpacker.rewards.judge.client import (
-    connection_trouble,
-    error_text,
-    open_client,
-    reply_text,
-)
+from rollpacker.rewards.judge.client import connection_trouble, error_text, open_client, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
 
 logger = logging.getLogger(__name__)
@@ -62,47 +56,37 @@ class _Bound:
     client: Any
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class EndpointCompleter:
     """Asks one model behind one address. Meets `Completer`.
 
-    `url` is the base address, up to and with `/v1`. `schema`: a JSON schema for the reply, sent as
-    `response_format` until the endpoint turns out not to take it. `request`: further fields of each
-    request. An attempt that fails is repeated up to `max_retries` times, and, while the endpoint is
+    An attempt that fails is repeated up to `max_retries` times, and, while the endpoint is
     down or says that it is too busy, until it has been so for `outage_s` seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        token: str | None = None,
-        schema: Mapping[str, Any] | None = None,
-        request: Mapping[str, Any] | None = None,
-        concurrency: int = 16,
-        max_retries: int = 6,
-        outage_s: float = 1800.0,
-        probe_every_s: float = 5.0,
-        first_backoff_s: float = 0.5,
-    ) -> None:
-        self.name = f"the judge at {url}"
-        self._url, self._model, self._token = checked_url(url), model, token
-        self._schema = schema
-        self._request = dict(request or {})
-        self._concurrency = concurrency
-        self._max_retries = max_retries
-        self._new_service = partial(
-            Service,
-            self.name,
-            outage_s=outage_s,
-            probe_every_s=probe_every_s,
-            first_pause_s=first_backoff_s,
-        )
-        self._bound: _Bound | None = None
-        self._waited_before_s = 0.0
-        """In event loops that are left."""
-        self.num_retries = 0
-        """Attempts after the first of each request."""
+    url: str
+    """The base address, up to and with `/v1`."""
+    model: str
+    token: str | None = None
+    schema: Mapping[str, Any] | None = None
+    """A JSON schema for the reply, sent as `response_format` until the endpoint turns out not to
+    take it."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request."""
+    concurrency: int = 16
+    max_retries: int = 6
+    outage_s: float = 1800.0
+    probe_every_s: float = 5.0
+    first_backoff_s: float = 0.5
+    num_retries: int = field(default=0, init=False)
+    """Attempts after the first of each request."""
+    _bound: _Bound | None = field(default=None, init=False)
+    _waited_before_s: float = field(default=0.0, init=False)
+    """In event loops that are left."""
+
+    @property
+    def name(self) -> str:
+        return f"the judge at {self.url}"
 
     @property
     def waited_s(self) -> float:
@@ -139,9 +123,14 @@ class EndpointCompleter:
             self._leave(self._bound)
         self._bound = _Bound(
             loop=loop,
-            places=asyncio.Semaphore(self._concurrency),
-            service=self._new_service(),
-            client=open_client(self._url, self._token, self._concurrency),
+            places=asyncio.Semaphore(self.concurrency),
+            service=Service(
+                self.name,
+                outage_s=self.outage_s,
+                probe_every_s=self.probe_every_s,
+                first_pause_s=self.first_backoff_s,
+            ),
+            client=open_client(checked_url(self.url), self.token, self.concurrency),
         )
         return self._bound
 
@@ -153,26 +142,23 @@ class EndpointCompleter:
 
     async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
         """One reply; with the schema first, and without it where the endpoint refuses it."""
-        if self._schema is None:
+        if self.schema is None:
             return await self._send(messages, timeout_s, None)
         try:
-            return await self._send(messages, timeout_s, self._schema)
+            return await self._send(messages, timeout_s, self.schema)
         except _Refused:
             reply = await self._send(messages, timeout_s, None)
-        if self._schema is not None:
-            self._schema = None
+        if self.schema is not None:
+            self.schema = None
             logger.warning("%s takes no response_format json_schema; going on without", self.name)
         return reply
 
     async def _send(
-        self,
-        messages: list[Mapping[str, str]],
-        timeout_s: float,
-        schema: Mapping[str, Any] | None,
+        self, messages: list[Mapping[str, str]], timeout_s: float, schema: Mapping[str, Any] | None
     ) -> str:
         import openai
 
-        body: dict[str, Any] = {"model": self._model, "messages": messages}
+        body: dict[str, Any] = {"model": self.model, "messages": messages}
         if schema is not None:
             shape = {"name": "verdict", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": shape}
@@ -181,7 +167,7 @@ class EndpointCompleter:
             async with asyncio.timeout(timeout_s):
                 raw = await self._bind().client.chat.completions.with_raw_response.create(
                     **body,
-                    extra_body=self._request,
+                    extra_body=dict(self.request),
                     extra_headers={"X-Request-Id": request_id},
                     timeout=timeout_s,
                 )
@@ -213,7 +199,7 @@ class EndpointCompleter:
                 why = "refuses the key"
                 cure = "Set token_env to the environment variable that holds a valid key."
             case 404:
-                why = f"has no model {self._model}, or the address is wrong"
+                why = f"has no model {self.model}, or the address is wrong"
                 cure = "Correct model or url (it usually ends in /v1)."
             case _ if 300 <= status < 400:
                 why = "sends elsewhere, and redirects are not followed"
@@ -221,9 +207,7 @@ class EndpointCompleter:
             case _:
                 why, cure = "refuses requests", "Correct url or request."
         return CompletionFailed(
-            f"{self.name} {why} ({status}{detail}). {cure}",
-            Cause.INFRASTRUCTURE,
-            wrong_set_up=True,
+            f"{self.name} {why} ({status}{detail}). {cure}", Cause.INFRASTRUCTURE, wrong_set_up=True
         )
 
     def _detail(self, error: Any) -> str:
@@ -232,7 +216,7 @@ class EndpointCompleter:
         return f": {self._safe(text)[:MAX_DETAIL_CHARS]}" if text else ""
 
     def _safe(self, text: str) -> str:
-        return text.replace(self._token, "***") if self._token else text
+        return text.replace(self.token, "***") if self.token else text
 
     async def _answers_others(self, timeout_s: float) -> bool:
         """Whether it answers the simplest of requests."""
@@ -264,7 +248,7 @@ class _Attempts:
             if not await service.ready(self._started):
                 raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
             try:
-                if self._num_failed > endpoint._max_retries:
+                if self._num_failed > endpoint.max_retries:
                     await self._suspect(why)
                 reply = await endpoint._attempt(messages, self._timeout_s)
             except _Passing as error:

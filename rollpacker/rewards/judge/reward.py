@@ -10,7 +10,6 @@ sample has no verdict; an endpoint that is down makes samples wait, then have no
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import logging
 import statistics
@@ -19,16 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.endpoints.http import token_from
 from rollpacker.imports import require
-from rollpacker.rewards.base import (
-    Cause,
-    Failed,
-    RewardConfig,
-    RewardError,
-    RewardInput,
-    Scored,
-)
+from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
 from rollpacker.rewards.judge.completer import Completer, CompletionFailed
 from rollpacker.rewards.judge.config import JudgeConfig
@@ -105,8 +98,7 @@ class JudgeReward:
         for number, row in enumerate(rows):
             if row.get(column) is not None:
                 continue
-            close = difflib.get_close_matches(column, [str(k) for k in row], n=1, cutoff=0.5)
-            hint = f' Did you mean "{close[0]}"?' if close and column not in row else ""
+            hint = "" if column in row else did_you_mean(column, row)
             raise RewardError(
                 f"reward {self.name}: row {number} has no {column} to judge against.{hint} Set"
                 " reference_column to the right column, or to null to judge without."
