@@ -23,8 +23,8 @@ from machine import RESULTS, write_result
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.rollout.collect import collect
+from rollpacker.rollout.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.rollout.torch_engine import TorchEngine
 
 END = 1

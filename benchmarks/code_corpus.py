@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import write_result
 
 from examples.code.tasks import KINDS, code_tasks
-from rollpacker.rewards.base import Failed
+from rollpacker.rewards.reward import Failed
 from rollpacker.sandbox import SandboxUnavailable
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.hacks import HACKS, SOLUTION, TESTS

@@ -39,8 +39,8 @@ from transformers import (
 )
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import EngineConfig, GenerationRequest, SamplingParams
 from rollpacker.rollout.collect import collect
+from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
 from rollpacker.rollout.torch_engine import TorchEngine
 
 BATCH = 64

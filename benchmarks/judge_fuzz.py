@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import write_result
 
-from rollpacker.rewards.base import Scored
 from rollpacker.rewards.judge.verdicts import Scale, Unreadable, read_verdict
+from rollpacker.rewards.reward import Scored
 from tests.rewards.judge_attacks import HONEST, attacks
 from tests.rewards.judge_run import paid, sample, scored
 from tests.rewards.judge_stub import GULLIBLE, gullible_judge

@@ -26,11 +26,11 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))
 
-from rollpacker.rewards.base import RewardConfig, RewardInput
-from rollpacker.rewards.math.reward import PROFILE, MathConfig, MathReward
+from rollpacker.rewards.math.math_reward import PROFILE, MathConfig, MathReward
+from rollpacker.rewards.reward import RewardConfig, RewardInput
 from rollpacker.rewards.shared import Shared
 from rollpacker.sandbox import Limits, Sandbox, Status, open_sandbox
-from rollpacker.sandbox.base import SandboxConfig
+from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_formats import LATER, pairs
 from tests.rewards.math_strings import fuzzed, may_be_right

@@ -23,15 +23,15 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))
 
-from rollpacker.rewards.base import (
+from rollpacker.rewards.math.math_reward import MathConfig, MathReward
+from rollpacker.rewards.reward import (
     Cause,
     Failed,
     RewardConfig,
     RewardInput,
 )
-from rollpacker.rewards.math.reward import MathConfig, MathReward
 from rollpacker.rewards.shared import Shared
-from rollpacker.sandbox.base import SandboxConfig
+from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.math_strings import fuzzed, may_be_right
 
 ENDED = "the checker ended without a verdict"

@@ -29,13 +29,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.data.base import DataConfig, DatasetConfig
-from rollpacker.rewards.base import RewardConfig
+from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.rewards.reward import RewardConfig
 from rollpacker.rollout.attention import install_attention
-from rollpacker.trainer.base import ModelConfig, TrainConfig, TrainSample
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.memory import PeakMemory
+from rollpacker.trainer.trainer import ModelConfig, TrainConfig, TrainSample
 
 VOCABULARY = 32_000
 PROMPT_TOKENS = 16

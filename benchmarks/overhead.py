@@ -70,8 +70,8 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
     from rollpacker.cli import parts
     from rollpacker.controller.evaluation import reward_input
     from rollpacker.core.ids import SampleId
-    from rollpacker.rollout.base import GenerationRequest, SamplingParams
     from rollpacker.rollout.collect import collect
+    from rollpacker.rollout.engine import GenerationRequest, SamplingParams
 
     trainer, build = parts.build_trainer(config, policy, None), parts.build_samples_function(config)
     cursor = parts.build_cursor(config, policy)

@@ -29,11 +29,11 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.rewards.math.reward import PROFILE as MATH
+from rollpacker.rewards.math.math_reward import PROFILE as MATH
 from rollpacker.sandbox import Limits, Profile, Sandbox, Status, open_sandbox
-from rollpacker.sandbox.base import PYTHON
 from rollpacker.sandbox.bwrap import interpreter
 from rollpacker.sandbox.cgroup import own_groups
+from rollpacker.sandbox.sandbox import PYTHON
 
 HELLO = "print('hello')"
 PAUSE_S = 0.01

@@ -60,7 +60,7 @@ from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
-from rollpacker.rollout.base import EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.rollout.engine import EngineOutput, GenerationRequest, SamplingParams
 
 SYNC = TailBatchingConfig(enabled=False)
 FACTORS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.0), (1.0, 1.25))

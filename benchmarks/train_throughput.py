@@ -27,16 +27,16 @@ import torch
 from machine import write_result
 from torch.nn.attention import flex_attention as torch_flex
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import TrainConfig, TrainSample
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer.batches import Batcher, MicroBatch, Row, collate, row_length
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import character_tokenizer, new_model
 from rollpacker.trainer.packing import KINDS, pack, packed_attention
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.trainer import TrainConfig, TrainSample
 
 ARCHITECTURE = {
     "model_type": "qwen2",

@@ -15,8 +15,8 @@ from typing import Any
 from step_times import StepTime
 
 from rollpacker.config.schema import RunConfig
-from rollpacker.data.base import PromptRow
-from rollpacker.rewards.base import Reward, RewardInput, Scored
+from rollpacker.data.dataset import PromptRow
+from rollpacker.rewards.reward import Reward, RewardInput, Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,7 +31,7 @@ from workload import add_workload_arguments, describe_workload, load_workload
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
-from rollpacker.rewards.base import RewardConfig
+from rollpacker.rewards.reward import RewardConfig
 
 SYNC = TailBatchingConfig(enabled=False)
 TAIL = TailBatchingConfig(flush_each_epoch=False)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.algo.base import AlgorithmConfig, Name
+from rollpacker.algo.config import AlgorithmConfig, Name
 from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS
 from rollpacker.algo.trl import EQUAL_SETTINGS

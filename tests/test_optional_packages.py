@@ -87,11 +87,11 @@ def run(*arguments):
     return [code, said.getvalue(), out.getvalue()]
 
 def math_check():
-    from rollpacker.rewards.base import RewardConfig
-    from rollpacker.rewards.math.reward import MathConfig, MathReward
+    from rollpacker.rewards.reward import RewardConfig
+    from rollpacker.rewards.math.math_reward import MathConfig, MathReward
     from rollpacker.rewards.shared import Shared
     from rollpacker.sandbox import bwrap
-    from rollpacker.sandbox.base import SandboxConfig
+    from rollpacker.sandbox.sandbox import SandboxConfig
 
     class Box:
         async def lacks(self, profile):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.own import Algorithm
 from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS

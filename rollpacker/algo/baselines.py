@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 
 STD_EPSILON = 1e-4
 """Added to a standard deviation of rewards, as in TRL."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.kl import kl_estimate
 from rollpacker.algo.weights import token_weights
 

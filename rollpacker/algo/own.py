@@ -13,7 +13,7 @@ from rollpacker.imports import load_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollpacker.algo.base import AlgorithmConfig
+    from rollpacker.algo.config import AlgorithmConfig
 
 
 class AdvantageFunction(Protocol):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rollpacker.algo.base import AlgorithmConfig
 from rollpacker.algo.baselines import advantages as relative_rewards
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.gae import discounted_sums, generalized_advantages, last_tokens
 from rollpacker.algo.kl import kl_estimate
 

@@ -93,7 +93,7 @@ class _NamedCheck:
 
 def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck]:
     """The checks in order. The sandbox's runs beside those that load torch."""
-    from rollpacker.sandbox.base import SandboxConfig
+    from rollpacker.sandbox.sandbox import SandboxConfig
 
     yield _NamedCheck("system", findings.system)
     yield _NamedCheck("python", findings.python)

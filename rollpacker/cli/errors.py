@@ -28,13 +28,16 @@ EXIT_CODES = {
     130: "interrupted",
 }
 
-_USER_ERRORS = {"rollpacker.rewards.base.RewardError", "rollpacker.sandbox.base.SandboxUnavailable"}
+_USER_ERRORS = {
+    "rollpacker.rewards.reward.RewardError",
+    "rollpacker.sandbox.sandbox.SandboxUnavailable",
+}
 """User mistakes that are no `ValueError`."""
 
 _BY_NAME = {
-    "rollpacker.trainer.base.NonFiniteError": 3,
-    "rollpacker.controller.base.DeadlineExceeded": DEADLINE_EXIT_CODE,
-    "rollpacker.trainer.base.TrainerProcessError": 6,
+    "rollpacker.trainer.trainer.NonFiniteError": 3,
+    "rollpacker.controller.errors.DeadlineExceeded": DEADLINE_EXIT_CODE,
+    "rollpacker.trainer.trainer.TrainerProcessError": 6,
 }
 
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
-from rollpacker.data.base import TRAIN
+from rollpacker.data.dataset import TRAIN
 
 if TYPE_CHECKING:
-    from rollpacker.data.base import PromptSet
+    from rollpacker.data.dataset import PromptSet
     from rollpacker.rewards.weighted import WeightedReward
-    from rollpacker.rollout.base import Engine
-    from rollpacker.trainer.base import Trainer
+    from rollpacker.rollout.engine import Engine
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
+    from rollpacker.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: in
     """A judge's model on an engine of its own, beside the actor's."""
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.completer import EngineCompleter
-    from rollpacker.trainer.base import ModelConfig
     from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.trainer import ModelConfig
 
     loaded = load_model(ModelConfig(path=model_path))
     install_attention(loaded.model)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.driver import Controller
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
-    from rollpacker.trainer.base import Trainer
+    from rollpacker.trainer.trainer import Trainer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class _Session:
         from rollpacker.cli.parts import identity
         from rollpacker.config.document import ConfigError, parse_document, read_text
         from rollpacker.config.load import differences, save_config, to_plain
-        from rollpacker.controller.base import RunError
+        from rollpacker.controller.errors import RunError
         from rollpacker.controller.event_log import cut_back
         from rollpacker.controller.run_folder import check_resume
         from rollpacker.controller.samples import cut_back as cut_back_samples
@@ -317,8 +317,8 @@ class _Session:
 
 
 def _load(trainer: Trainer, checkpoint: Path) -> None:
-    from rollpacker.controller.base import RunError
-    from rollpacker.trainer.base import TrainerStateError
+    from rollpacker.controller.errors import RunError
+    from rollpacker.trainer.trainer import TrainerStateError
 
     try:
         trainer.load(checkpoint)

@@ -20,7 +20,7 @@ from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.sandbox.base import Capabilities, SandboxConfig
+    from rollpacker.sandbox.sandbox import Capabilities, SandboxConfig
 
 
 _READ = "See docs/sandbox.md."
@@ -38,7 +38,7 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
         found = _bubblewrap()
         if found[-1].level != "ok":
             return [*found[:-1], dataclasses.replace(found[-1], level=level)]
-    from rollpacker.sandbox.base import SandboxUnavailable
+    from rollpacker.sandbox.sandbox import SandboxUnavailable
 
     try:
         seen = asyncio.run(_self_test(config, "http" if remote else "bwrap"))
@@ -77,7 +77,7 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         disk_bytes=config.disk_mb << 20,
         output_bytes=config.output_kb << 10,
     ) as box:
-        from rollpacker.rewards.math.reward import PROFILE
+        from rollpacker.rewards.math.math_reward import PROFILE
 
         usable = () if await box.lacks(PROFILE) else (PROFILE.name,)
         profiles = (*box.capabilities.profiles, *usable)
@@ -148,8 +148,8 @@ def engine() -> Finding:
 
     from rollpacker.core.ids import PromptId, SampleId
     from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.base import EngineConfig, GenerationRequest, SamplingParams
     from rollpacker.rollout.collect import collect
+    from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
     from rollpacker.rollout.torch_engine import TorchEngine
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +243,7 @@ def _try_adapter(config: RunConfig) -> None:
 
 def data(config: RunConfig) -> list[Finding]:
     """The first rows of each data set become prompts."""
-    from rollpacker.data.base import DataError
+    from rollpacker.data.dataset import DataError
     from rollpacker.data.prompts import load_prompts
     from rollpacker.trainer.model import ModelError, load_tokenizer
 

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
-from rollpacker.data.base import DataConfig
-from rollpacker.rewards.base import RewardConfig
-from rollpacker.rollout.base import EngineConfig, SamplingParams
-from rollpacker.sandbox.base import SandboxConfig
-from rollpacker.trainer.base import ModelConfig, TrainConfig
+from rollpacker.data.dataset import DataConfig
+from rollpacker.rewards.reward import RewardConfig
+from rollpacker.rollout.engine import EngineConfig, SamplingParams
+from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
 """Keys of `stream_trainer` that say when devices leave a round early. A real run has none

@@ -21,8 +21,8 @@ from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
-from rollpacker.data.base import Cursor
-from rollpacker.trainer.base import Trainer
+from rollpacker.data.dataset import Cursor
+from rollpacker.trainer.trainer import Trainer
 
 
 @dataclass(eq=False, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollpacker.core.ids import SampleId
-from rollpacker.rewards.base import Scored
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import TokenScores, TrainSample
+from rollpacker.rewards.reward import Scored
+from rollpacker.rollout.engine import Response
+from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 
 @dataclass(slots=True)

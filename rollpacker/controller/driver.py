@@ -33,10 +33,10 @@ from pathlib import Path
 
 from rollpacker.bus import Bus, Port, Recorded
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.base import BuildSamples, Decode
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.errors import BuildSamples, Decode
 from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.fetching import Fetching
@@ -55,10 +55,10 @@ from rollpacker.core.events import Committed, RunStarted, StopRequested
 from rollpacker.core.job import Job
 from rollpacker.core.phases import Phase
 from rollpacker.core.records import Observer, Session
-from rollpacker.data.base import Cursor, PromptSet
-from rollpacker.rewards.base import Reward
-from rollpacker.rollout.base import Engine
-from rollpacker.trainer.base import Trainer
+from rollpacker.data.dataset import Cursor, PromptSet
+from rollpacker.rewards.reward import Reward
+from rollpacker.rollout.engine import Engine
+from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
 """How often a wait looks at its deadline and the observers at the log."""

@@ -9,12 +9,12 @@ from math import comb
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.base import Decode
+from rollpacker.controller.errors import Decode
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.data.base import TRAIN, PromptRow, PromptSet
-from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
-from rollpacker.rollout.base import GenerationRequest, Response
+from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
+from rollpacker.rewards.reward import Failed, Reward, RewardInput, Scored
+from rollpacker.rollout.engine import GenerationRequest, Response
 
 JUDGED_AT_ONCE = 32
 """Samples of an evaluation that are judged in one call; each batch is a sign of life."""

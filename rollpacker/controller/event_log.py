@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rollpacker.controller.base import RunError
+from rollpacker.controller.errors import RunError
 from rollpacker.core.records import Entry, encode
 
 

@@ -9,7 +9,7 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.controller.main_task import MainTask
 from rollpacker.core.commands import FetchPrompts
 from rollpacker.core.events import PromptsFetched
-from rollpacker.data.base import Cursor
+from rollpacker.data.dataset import Cursor
 
 
 @dataclass(frozen=True, slots=True)

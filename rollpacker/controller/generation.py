@@ -21,8 +21,8 @@ from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Abort, Launch, Release
 from rollpacker.core.events import SampleFailed
 from rollpacker.core.ids import SampleId
-from rollpacker.data.base import PromptRow
-from rollpacker.rollout.base import (
+from rollpacker.data.dataset import PromptRow
+from rollpacker.rollout.engine import (
     NOT_NUMBERS,
     Engine,
     EngineOutput,
@@ -30,7 +30,7 @@ from rollpacker.rollout.base import (
     Response,
     SamplingParams,
 )
-from rollpacker.trainer.base import NonFiniteError
+from rollpacker.trainer.trainer import NonFiniteError
 
 
 @dataclass(eq=False, slots=True)

@@ -12,8 +12,8 @@ from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import SyncWeights
 from rollpacker.core.events import WeightsSynced
-from rollpacker.rollout.base import Engine
-from rollpacker.trainer.base import Trainer, TrainerError
+from rollpacker.rollout.engine import Engine
+from rollpacker.trainer.trainer import Trainer, TrainerError
 
 
 @dataclass(frozen=True, slots=True)

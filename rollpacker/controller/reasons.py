@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from rollpacker.bus import Bus
-from rollpacker.controller.base import RunError
+from rollpacker.controller.errors import RunError
 from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import SampleFailed, SampleScored
 from rollpacker.core.records import Entry, Record

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.controller.base import RunError
 from rollpacker.controller.checkpoint import (
     FORMAT,
     Checkpoint,
@@ -26,6 +25,7 @@ from rollpacker.controller.checkpoint import (
     newest_checkpoint,
     tidy,
 )
+from rollpacker.controller.errors import RunError
 
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),

@@ -12,8 +12,8 @@ from rollpacker.controller.desk import Desk
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.ids import SampleId
-from rollpacker.data.base import PromptRow
-from rollpacker.trainer.base import TrainSample
+from rollpacker.data.dataset import PromptRow
+from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10
 """So many of a step's slowest checks are kept with their text, trained on or not."""

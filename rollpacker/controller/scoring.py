@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.controller.base import Decode
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.errors import Decode
 from rollpacker.controller.evaluation import reward_input
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.data.base import PromptRow
-from rollpacker.rewards.base import Failed, Reward, RewardInput, Scored
+from rollpacker.data.dataset import PromptRow
+from rollpacker.rewards.reward import Failed, Reward, RewardInput, Scored
 
 MAX_BATCHES = 8
 """Batches under way at once."""

@@ -12,17 +12,23 @@ from functools import partial
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.base import BuildSamples
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.sample_rows import SampleRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import StartGradients, TrainOn
 from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
-from rollpacker.rewards.base import Reward
-from rollpacker.rollout.base import Engine
-from rollpacker.trainer.base import NonFiniteError, ScoreRequest, TokenScores, Trainer, TrainSample
+from rollpacker.rewards.reward import Reward
+from rollpacker.rollout.engine import Engine
+from rollpacker.trainer.trainer import (
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    Trainer,
+    TrainSample,
+)
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

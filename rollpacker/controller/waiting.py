@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from rollpacker.core.events import SampleFailed
-from rollpacker.rollout.base import EngineOutput, Response
+from rollpacker.rollout.engine import EngineOutput, Response
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
-from rollpacker.controller.base import DeadlineExceeded
+from rollpacker.controller.errors import DeadlineExceeded
 from rollpacker.core.records import Entry, Record
-from rollpacker.rewards.base import Reward
-from rollpacker.rollout.base import Engine
+from rollpacker.rewards.reward import Reward
+from rollpacker.rollout.engine import Engine
 
 T = TypeVar("T")
 

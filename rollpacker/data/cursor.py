@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollpacker.core.ids import PromptId
-from rollpacker.data.base import DataError
+from rollpacker.data.dataset import DataError
 
 
 @dataclass(eq=False, slots=True)

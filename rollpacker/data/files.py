@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollpacker.data.base import DataError, DatasetConfig
+from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import require
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollpacker.data.base import DataError, DatasetConfig, TaskConfig
+from rollpacker.data.dataset import DataError, DatasetConfig, TaskConfig
 from rollpacker.data.files import RawRow
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import require

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
+from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.files import RawRow, read_rows
 from rollpacker.data.procedural import make_rows
 from rollpacker.data.rendering import NUM_SHOWN, Prompt, PromptMaker, tokenize

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from rollpacker.data.base import DataError, DatasetConfig
+from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.data.files import RawRow
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import ImportSpecError, load_function

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollpacker.did_you_mean import did_you_mean
-from rollpacker.rewards.base import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.shapes import refuse_unknown
 from rollpacker.rewards.judge.completer import MakeCompleter
+from rollpacker.rewards.reward import RewardConfig, RewardError, RewardPart
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
-from rollpacker.sandbox.base import SandboxConfig
+from rollpacker.sandbox.sandbox import SandboxConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.imports import require
-from rollpacker.rewards.base import RewardError
+from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}

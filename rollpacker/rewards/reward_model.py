@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from rollpacker.rewards.base import RewardError
+from rollpacker.rewards.reward import RewardError
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

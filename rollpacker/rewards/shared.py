@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollpacker.rewards.judge.completer import MakeCompleter
-from rollpacker.sandbox.base import Capabilities, Sandbox, SandboxConfig, SandboxUnavailable
+from rollpacker.sandbox.sandbox import Capabilities, Sandbox, SandboxConfig, SandboxUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.rewards.base import (
+from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
+from rollpacker.rewards.reward import (
     Cause,
     Failed,
     RewardConfig,
@@ -26,7 +27,6 @@ from rollpacker.rewards.base import (
     RewardPart,
     Scored,
 )
-from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
 from rollpacker.rewards.shared import Shared
 
 logger = logging.getLogger(__name__)

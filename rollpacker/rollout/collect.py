@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.base import (
+from rollpacker.rollout.engine import (
     Engine,
     EngineError,
     EngineOutput,

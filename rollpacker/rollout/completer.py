@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleFailed
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import (
+from rollpacker.rollout.engine import (
     EngineConfig,
     EngineError,
     EngineOutput,

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.rollout.attention import STEP_KEYWORD, install_attention
-from rollpacker.rollout.base import EngineConfig
 from rollpacker.rollout.buckets import (
     CALL_COST_ELEMENTS,
     SORT_HORIZON_STEPS,
@@ -24,6 +23,7 @@ from rollpacker.rollout.buckets import (
     bucket_cost,
     plan_buckets,
 )
+from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,

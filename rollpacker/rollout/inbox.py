@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.base import EngineError, GenerationRequest, Listener
+from rollpacker.rollout.engine import EngineError, GenerationRequest, Listener
 from rollpacker.rollout.rows import Pending
 
 

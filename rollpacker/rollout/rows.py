@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollpacker.rollout.base import GenerationRequest, Response
+from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.rollout.sampling import DrawMode, sample_key, uniforms
 
 NOISE_BLOCK = 64

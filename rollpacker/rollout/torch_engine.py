@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.base import (
+from rollpacker.rollout.decoder import Decoder
+from rollpacker.rollout.engine import (
     NOT_NUMBERS,
     EngineConfig,
     EngineError,
@@ -32,7 +33,6 @@ from rollpacker.rollout.base import (
     GenerationRequest,
     Listener,
 )
-from rollpacker.rollout.decoder import Decoder
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
 from rollpacker.weight_probe import weight_probe

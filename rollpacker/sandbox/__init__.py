@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollpacker.sandbox.base import (
+from rollpacker.sandbox.sandbox import (
     I_ACCEPT,
     Capabilities,
     Limits,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollpacker.sandbox import kernel, program, zygote
-from rollpacker.sandbox.base import Profile, SandboxUnavailable
+from rollpacker.sandbox.sandbox import Profile, SandboxUnavailable
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 

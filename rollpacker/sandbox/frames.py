@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from rollpacker.sandbox import zygote
-from rollpacker.sandbox.base import Limits
+from rollpacker.sandbox.sandbox import Limits
 
 _LONGEST_NAME = 1024
 _PAGE = 4096

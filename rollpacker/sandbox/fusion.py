@@ -25,7 +25,7 @@ from rollpacker.endpoints.http import (
     retry_after_s,
 )
 from rollpacker.imports import MissingPackageError
-from rollpacker.sandbox.base import Limits, RunResult, SandboxUnavailable, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, SandboxUnavailable, Status
 
 MARGIN_S = 10.0
 """A request may take so much longer than the program's wall limit: the service's own queue, a new

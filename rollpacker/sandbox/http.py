@@ -21,7 +21,8 @@ from typing import Any
 
 from rollpacker.endpoints.http import is_private, token_from
 from rollpacker.endpoints.service import Service
-from rollpacker.sandbox.base import (
+from rollpacker.sandbox.fusion import Trouble, Wire, build_request
+from rollpacker.sandbox.sandbox import (
     PROFILES,
     Capabilities,
     Limits,
@@ -31,7 +32,6 @@ from rollpacker.sandbox.base import (
     Status,
     profile_of,
 )
-from rollpacker.sandbox.fusion import Trouble, Wire, build_request
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

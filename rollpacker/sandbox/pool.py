@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
-from rollpacker.sandbox.base import (
+from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
+from rollpacker.sandbox.sandbox import (
     PROFILES,
     PYTHON,
     Capabilities,
@@ -29,7 +30,6 @@ from rollpacker.sandbox.base import (
     Status,
     profile_of,
 )
-from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.zygote_process import Reply, Worker, WorkerError, last_line
 
 MAX_RUNS, MAX_AGE_S = 1000, 600.0

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollpacker.sandbox import canaries
-from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 _LIMITS = Limits(wall_s=5.0, memory_bytes=128 << 20, disk_bytes=8 << 20, output_bytes=64 << 10)
 _SHARED_BYTES = 16 << 20

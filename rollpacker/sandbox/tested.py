@@ -14,8 +14,8 @@ import subprocess
 from pathlib import Path
 
 from rollpacker.sandbox import bwrap
-from rollpacker.sandbox.base import Limits, SandboxUnavailable
 from rollpacker.sandbox.pool import Pool
+from rollpacker.sandbox.sandbox import Limits, SandboxUnavailable
 from rollpacker.sandbox.selftest import ESSENTIAL, self_test
 
 _OF_CHILDREN = "memory of children"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from rollpacker.sandbox import bwrap
-from rollpacker.sandbox.base import (
+from rollpacker.sandbox.frames import as_bytes, checked_files, cpu_limit_s
+from rollpacker.sandbox.sandbox import (
     PROFILES,
     Capabilities,
     Limits,
@@ -26,7 +27,6 @@ from rollpacker.sandbox.base import (
     Status,
     profile_of,
 )
-from rollpacker.sandbox.frames import as_bytes, checked_files, cpu_limit_s
 
 _LOOK_S = 0.02
 _LAUNCH = """

@@ -11,8 +11,8 @@ from typing import Any
 
 from rollpacker.processes.child import Child, state
 from rollpacker.sandbox import bwrap, frames, processes, zygote
-from rollpacker.sandbox.base import Limits, Profile
 from rollpacker.sandbox.cgroup import Group
+from rollpacker.sandbox.sandbox import Limits, Profile
 
 GRACE_S = 0.5
 """After a run's limit, for the worker to end it and to reply."""

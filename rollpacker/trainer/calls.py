@@ -14,10 +14,14 @@ from pathlib import Path
 
 import torch
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.processes.codec import Codec, Kind
-from rollpacker.trainer.base import (
+from rollpacker.trainer.model import ModelError
+from rollpacker.trainer.outcome import StepOutcome
+from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import (
     CriticConfig,
     LoraConfig,
     ModelConfig,
@@ -30,10 +34,6 @@ from rollpacker.trainer.base import (
     TrainerStateError,
     TrainSample,
 )
-from rollpacker.trainer.model import ModelError
-from rollpacker.trainer.outcome import StepOutcome
-from rollpacker.trainer.setup import LearnerSetup
-from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.weight_buffer import BufferLayout, Place
 
 METHODS = (

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import TrainerError, TrainerStateError
 from rollpacker.trainer.model import no_progress_bars
 from rollpacker.trainer.sharding import Shards, any_rank, full_tensors
+from rollpacker.trainer.trainer import TrainerError, TrainerStateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from rollpacker.trainer.base import ModelConfig, TrainerStateError
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
+from rollpacker.trainer.trainer import ModelConfig, TrainerStateError
 
 BODY = "model."
 HEAD = "value_head."

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollpacker.trainer.base import ModelConfig
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, num_embeddings
 from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.trainer import ModelConfig
 
 
 class FrozenPolicy:

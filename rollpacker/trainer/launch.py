@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.processes.child import Child
 from rollpacker.processes.line import Line, LineEnded, ready
 from rollpacker.processes.listener import HELLO, Listener, connect
-from rollpacker.trainer.base import TrainerProcessError
+from rollpacker.trainer.trainer import TrainerProcessError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it

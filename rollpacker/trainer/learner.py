@@ -26,16 +26,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.trainer.base import (
-    NonFiniteError,
-    ScoreRequest,
-    TokenScores,
-    TrainConfig,
-    TrainerError,
-    TrainSample,
-)
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -49,6 +41,14 @@ from rollpacker.trainer.passes import LocalPasses, Look, Passes
 from rollpacker.trainer.schedule import check_schedule, learning_rate
 from rollpacker.trainer.sharding import Shards, any_rank, shard
 from rollpacker.trainer.trained import Trained, sum_gradients
+from rollpacker.trainer.trainer import (
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    TrainConfig,
+    TrainerError,
+    TrainSample,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

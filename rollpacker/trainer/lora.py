@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.imports import require
-from rollpacker.trainer.base import LoraConfig, TrainerStateError
+from rollpacker.trainer.trainer import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

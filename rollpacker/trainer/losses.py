@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rollpacker import algo
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.trainer.base import TrainSample
+from rollpacker.trainer.trainer import TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

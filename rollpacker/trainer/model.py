@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from rollpacker.trainer.base import ModelConfig
+from rollpacker.trainer.trainer import ModelConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = (

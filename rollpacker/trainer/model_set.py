@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import Critic

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollpacker.trainer.base import TrainSample
 from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import TrainSample
 
 
 @dataclass(slots=True, kw_only=True)

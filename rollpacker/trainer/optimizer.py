@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.base import NonFiniteError, TrainConfig, TrainerStateError
 from rollpacker.trainer.offload import HostStore, local
+from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerStateError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
 _IN_A_LAYER = re.compile(r"\.\d+\.")

@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollpacker.trainer.base import ScoreRequest, TokenScores, TrainSample
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.losses import Losses, Outputs, no_losses
@@ -23,6 +22,7 @@ from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.sharding import Shards, same_number
 from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
 LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
 Look = Callable[[Losses, Sequence[TrainSample]], None]

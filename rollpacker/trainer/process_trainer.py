@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rollpacker.trainer.balance import assign
-from rollpacker.trainer.base import HandOver, ScoreRequest, TokenScores, TrainSample
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
 from rollpacker.trainer.weight_buffer import WeightBuffer
 
 Result = TypeVar("Result")
 
 
 class ProcessTrainer:
-    """Meets `trainer.base.Trainer`. Calls must not overlap; the driver awaits each.
+    """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
 
     `ranks` are started and not yet connected; they end with the trainer. `engine_weights` are what
     the engine's copy consists of: names, shapes and dtypes. Raises `TrainerProcessError` if a

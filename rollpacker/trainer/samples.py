@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.shaping import shape_rewards
 from rollpacker.algo.step import StepAdvantages, step_advantages
 from rollpacker.algo.weights import token_weights
 from rollpacker.core.ids import SampleId
-from rollpacker.trainer.base import NonFiniteError, TokenScores, TrainSample
+from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainSample
 
 if TYPE_CHECKING:
-    from rollpacker.rollout.base import Response
+    from rollpacker.rollout.engine import Response
 
 
 def build_train_samples(

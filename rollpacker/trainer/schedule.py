@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from rollpacker.trainer.base import TrainConfig
+from rollpacker.trainer.trainer import TrainConfig
 
 _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
 """They follow the loss, not the step."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollpacker.algo.base import AlgorithmConfig
-from rollpacker.trainer.base import ModelConfig, TrainConfig
+from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -49,7 +49,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rollpacker.trainer.base import TrainerError
+from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
 """Longer than one process takes to load a large model or to write a checkpoint alone."""

@@ -12,17 +12,17 @@ from typing import TypeVar
 
 import torch
 
-from rollpacker.trainer.base import HandOver, ScoreRequest, TokenScores, TrainSample
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import step_metrics
+from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
 from rollpacker.weight_probe import weight_probe
 
 Result = TypeVar("Result")
 
 
 class TorchTrainer:
-    """Meets `train.base.Trainer`. Calls must not overlap; the driver awaits each.
+    """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
 
     `in_place`: an engine reads the learner's own tensors. `threads` is torch's number of threads
     for this trainer's work on a CPU.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollpacker.trainer.base import TrainConfig, TrainerError
 from rollpacker.trainer.optimizer import build_optimizer
 from rollpacker.trainer.sharding import ShardedGradients, Shards, shard
+from rollpacker.trainer.trainer import TrainConfig, TrainerError
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.processes.line import Line, LineEnded
-from rollpacker.trainer.base import ScoreRequest, TrainSample
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import ERROR, LINE_FD, RESULT, line_to_run
 from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.trainer.weight_buffer import BufferLayout, WeightBuffer
 
 TIMEOUT_S = 3600.0

@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.trl import EQUAL_SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"

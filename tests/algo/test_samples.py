@@ -10,9 +10,9 @@ import torch
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import NonFiniteError, TokenScores
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.trainer import NonFiniteError, TokenScores
 
 CONFIG = AlgorithmConfig()
 SIZES = (3, 1, 4), (2, 5, 2)

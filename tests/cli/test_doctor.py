@@ -18,7 +18,7 @@ from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
 from rollpacker.imports import require
-from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
+from rollpacker.sandbox.sandbox import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 
 SEEN = Capabilities(

@@ -123,10 +123,10 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_errors_get_their_exit_codes():
-    from rollpacker.controller.base import DeadlineExceeded
+    from rollpacker.controller.errors import DeadlineExceeded
     from rollpacker.core.records import LogError
-    from rollpacker.rewards.base import RewardError
-    from rollpacker.trainer.base import NonFiniteError
+    from rollpacker.rewards.reward import RewardError
+    from rollpacker.trainer.trainer import NonFiniteError
 
     assert classify(raised(NonFiniteError("step 3")))[0] == 3
     assert classify(raised(DeadlineExceeded("rewards", 600, "deadlines.reward_s")))[0] == 4
@@ -155,7 +155,7 @@ def test_only_a_value_error_of_our_own_is_the_users():
 
 
 def test_a_group_of_errors_is_told_by_its_first(capsys):
-    from rollpacker.trainer.base import NonFiniteError
+    from rollpacker.trainer.trainer import NonFiniteError
 
     group = ExceptionGroup("tasks", [NonFiniteError("loss of step 3 is NaN"), RuntimeError("x")])
     assert report_error(group) == 3

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from benchmarks.resume import write_model
 from rollpacker.cli.parts import build_trainer
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.data.base import DataConfig, DatasetConfig
-from rollpacker.rewards.base import RewardConfig
-from rollpacker.trainer.base import CriticConfig, ModelConfig, TrainConfig
+from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer.model import load_model
+from rollpacker.trainer.trainer import CriticConfig, ModelConfig, TrainConfig
 
 
 def test_a_critic_that_nobody_asks_is_said(tmp_path, caplog):

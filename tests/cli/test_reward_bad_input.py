@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.sandbox.base import I_ACCEPT
+from rollpacker.sandbox.sandbox import I_ACCEPT
 from tests.cli.test_bad_input import GOOD, Command, command, model
 
 __all__ = ["command", "model"]

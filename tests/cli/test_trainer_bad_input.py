@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from rollpacker.cli.errors import classify
 from rollpacker.controller.checkpoint import newest_checkpoint
-from rollpacker.trainer.base import LoraConfig, TrainerProcessError
 from rollpacker.trainer.calls import error_bytes, error_of
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.model import new_model, write_character_tokenizer
+from rollpacker.trainer.trainer import LoraConfig, TrainerProcessError
 from tests.cli.test_bad_input import ARCHITECTURE, Command, command, model
 
 __all__ = ["command", "model"]

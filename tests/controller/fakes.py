@@ -26,11 +26,11 @@ from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
-from rollpacker.data.base import DataConfig, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.cursor import PromptCursor
-from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
-from rollpacker.rollout.base import EngineOutput, EngineStatus, GenerationRequest, Response
-from rollpacker.trainer.base import (
+from rollpacker.data.dataset import DataConfig, DatasetConfig, PromptRow, PromptSet
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
+from rollpacker.rollout.engine import EngineOutput, EngineStatus, GenerationRequest, Response
+from rollpacker.trainer.trainer import (
     HandOver,
     ModelConfig,
     ScoreRequest,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.controller.base import RunError
 from rollpacker.controller.checkpoint import (
     CheckpointError,
     has_checkpoint,
     newest_checkpoint,
     write_checkpoint,
 )
+from rollpacker.controller.errors import RunError
 from rollpacker.controller.evaluation import pass_at_k
 from rollpacker.controller.event_log import LogWriter, cut_back
 from rollpacker.controller.run_folder import RunFolder, check_resume

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.exactly_once import check
 from rollpacker.config.schema import EvalConfig, RunConfig
-from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.checkpoint import newest_checkpoint
+from rollpacker.controller.errors import DeadlineExceeded, RunError
 from rollpacker.controller.replay import equal_commands, replay
 from rollpacker.core.commands import (
     CancelScore,
@@ -37,9 +37,9 @@ from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
-from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
-from rollpacker.rollout.base import EngineStatus
-from rollpacker.trainer.base import NonFiniteError
+from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
+from rollpacker.rollout.engine import EngineStatus
+from rollpacker.trainer.trainer import NonFiniteError
 from tests.controller.fakes import (
     FakeEngine,
     FakeReward,

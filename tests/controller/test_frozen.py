@@ -32,9 +32,9 @@ from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConf
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.cursor import PromptCursor
-from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
-from rollpacker.rollout.base import EngineOutput, GenerationRequest
-from rollpacker.trainer.base import TrainSample
+from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
+from rollpacker.rollout.engine import EngineOutput, GenerationRequest
+from rollpacker.trainer.trainer import TrainSample
 from tests.controller.fakes import FakeEngine, FakeReward, FakeTrainer, drive, make, run_config
 
 FROZEN = Path(__file__).with_name("frozen_runs.json")

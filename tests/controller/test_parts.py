@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from rollpacker.controller.base import DeadlineExceeded, RunError
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.errors import DeadlineExceeded, RunError
 from rollpacker.controller.main_task import MainTask
 from rollpacker.core.commands import Finish, Score
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rewards.base import Failed, Scored
-from rollpacker.rollout.base import Response
+from rollpacker.rewards.reward import Failed, Scored
+from rollpacker.rollout.engine import Response
 from tests.controller.fakes import FakeEngine, FakeReward, drive, make, run_config
 
 SAMPLES = [SampleId(PromptId("train", 0, row), 0, 0) for row in range(4)]

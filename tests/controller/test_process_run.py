@@ -29,7 +29,7 @@ from rollpacker.core.commands import StartGradients
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
 from rollpacker.trainer import worker
-from rollpacker.trainer.base import TrainerProcessError
+from rollpacker.trainer.trainer import TrainerProcessError
 
 # Gradients that are next to zero must not move anything: with a tiny eps, Adam makes whole steps of
 # what is little more than rounding.

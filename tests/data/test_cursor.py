@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.data.base import DataError
 from rollpacker.data.cursor import PromptCursor
+from rollpacker.data.dataset import DataError
 
 TAKES = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40)
 

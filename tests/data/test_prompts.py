@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollpacker.data.base import DataConfig, DataError, DatasetConfig, PromptSet, TaskConfig
+from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptSet, TaskConfig
 from rollpacker.data.procedural import make_rows, shares
 from rollpacker.data.prompts import IN_EVAL, TOO_LONG, load_prompts
 from tests.data.characters import character_tokenizer, text_of

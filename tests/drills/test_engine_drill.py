@@ -13,7 +13,7 @@ from benchmarks.resume import write_config, write_model
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
-from rollpacker.rollout.base import EngineConfig
+from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.table import ENGINES
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import Failed, Scored
 from rollpacker.rewards.code.grading import grade
+from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
 
 AT_A_TIME = 4

@@ -5,9 +5,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.judge.config import JudgeConfig
-from rollpacker.rewards.judge.reward import JudgeReward
+from rollpacker.rewards.judge.judge_reward import JudgeReward
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardError, RewardInput, Scored
 from tests.rewards.judge_attacks import QUESTION, RIGHT
 from tests.rewards.judge_stub import GULLIBLE, Answer, Asked, Stub, gullible_judge, serve
 

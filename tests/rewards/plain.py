@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.weighted import WeightedReward
 
 

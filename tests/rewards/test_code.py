@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import (
+from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.code.cases import BadTests, read_tests
+from rollpacker.rewards.code.grading import CodeConfig, CodeReward, extract, grade
+from rollpacker.rewards.reward import (
     Cause,
     Failed,
     RewardConfig,
@@ -18,11 +21,8 @@ from rollpacker.rewards.base import (
     RewardInput,
     Scored,
 )
-from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.code.cases import BadTests, read_tests
-from rollpacker.rewards.code.grading import CodeConfig, CodeReward, extract, grade
 from rollpacker.sandbox import Limits, RunResult, Status
-from rollpacker.sandbox.base import SandboxConfig
+from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.honest import call, io
 

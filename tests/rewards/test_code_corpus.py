@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.code.tasks import KINDS, code_tasks
-from rollpacker.rewards.base import Scored
+from rollpacker.rewards.reward import Scored
 from tests.rewards.code_box import Box, opened
 from tests.rewards.code_corpus.hacks import HACKS, SOLUTION, TESTS
 from tests.rewards.code_corpus.honest import HONEST, WRONG

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from examples.code.tasks import code_tasks
-from rollpacker.rewards.base import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.sandbox import SandboxUnavailable
 
 

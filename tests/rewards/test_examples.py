@@ -10,8 +10,8 @@ import pytest
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.data.prompts import load_prompts
-from rollpacker.rewards.base import RewardInput, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import RewardInput, Scored
 from rollpacker.rewards.weighted import WeightedReward
 from tests.data.characters import character_tokenizer
 

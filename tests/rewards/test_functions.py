@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, Scored
 from tests.rewards.plain import reward, sample, scored, values, write
 
 
@@ -323,7 +323,7 @@ def test_a_stuck_function_does_not_keep_the_process(tmp_path: Path) -> None:
     path = write(tmp_path, "import time\ndef f(completions):\n    time.sleep(60)\n")
     code = (
         "import asyncio\n"
-        "from rollpacker.rewards.base import RewardConfig, RewardInput\n"
+        "from rollpacker.rewards.reward import RewardConfig, RewardInput\n"
         "from rollpacker.rewards.functions.function_reward import RewardFunction\n"
         f"one = RewardFunction(RewardConfig(function={f'{path}:f'!r}, timeout_s=0.1))\n"
         "s = RewardInput(prompt='', completion='', completion_tokens=(), finish_reason='stop',"

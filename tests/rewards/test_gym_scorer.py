@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from rollpacker.data.base import DatasetConfig, TaskConfig
+from rollpacker.data.dataset import DatasetConfig, TaskConfig
 from rollpacker.data.procedural import create_task, make_rows
-from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.reasoning_gym import evaluates_answers, make
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.weighted import WeightedReward
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rollpacker.rewards.base import Cause, Failed, RewardInput, Scored
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
+from rollpacker.rewards.judge.judge_reward import JudgeReward
 from rollpacker.rewards.judge.prompt import neutral, neutral_answer, question, shortened
-from rollpacker.rewards.judge.reward import JudgeReward
 from rollpacker.rewards.judge.verdicts import Scale
+from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
 from tests.rewards.judge_attacks import HONEST, QUESTION, RIGHT, attacks
 from tests.rewards.judge_run import judge, paid, sample, scored
 from tests.rewards.judge_stub import Answer, Asked, gullible_judge, serve

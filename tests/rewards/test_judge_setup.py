@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.judge.endpoint import EndpointCompleter
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError
 from tests.rewards.judge_attacks import RIGHT
 from tests.rewards.judge_run import FakeShared, judge, sample, scored
 from tests.rewards.judge_stub import Answer, Asked, gullible_judge, serve
@@ -97,7 +97,7 @@ def test_a_judge_that_is_odd_at_the_start(caplog: pytest.LogCaptureFixture) -> N
 def test_half_an_hour_of_outage_scaled_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 s of errors stand for the half hour: no sample lost, none defaulted, no pile-up."""
     quick = partial(EndpointCompleter, probe_every_s=0.05, first_backoff_s=0.01)
-    monkeypatch.setattr("rollpacker.rewards.judge.reward.EndpointCompleter", quick)
+    monkeypatch.setattr("rollpacker.rewards.judge.judge_reward.EndpointCompleter", quick)
     trouble = (
         Answer("busy", status=429, headers={"Retry-After": "0.1"}),
         Answer("down", status=503),

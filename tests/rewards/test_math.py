@@ -15,17 +15,9 @@ from typing import Any
 import pytest
 
 from examples.math.tasks import KINDS, math_tasks
-from rollpacker.rewards.base import (
-    Cause,
-    Failed,
-    RewardConfig,
-    RewardError,
-    RewardInput,
-    Scored,
-)
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.math.extract import Caps, extract, restates, same_text
-from rollpacker.rewards.math.reward import (
+from rollpacker.rewards.math.math_reward import (
     PROFILE,
     PROGRAM,
     MathConfig,
@@ -33,9 +25,17 @@ from rollpacker.rewards.math.reward import (
     checker,
     parse_reply,
 )
+from rollpacker.rewards.reward import (
+    Cause,
+    Failed,
+    RewardConfig,
+    RewardError,
+    RewardInput,
+    Scored,
+)
 from rollpacker.rewards.shared import Shared
-from rollpacker.sandbox.base import Profile, RunResult, SandboxConfig, SandboxUnavailable, Status
 from rollpacker.sandbox.program import WORK
+from rollpacker.sandbox.sandbox import Profile, RunResult, SandboxConfig, SandboxUnavailable, Status
 from tests.rewards.math_corpus import RIGHT, WRONG
 from tests.rewards.math_formats import pairs
 from tests.rewards.math_strings import fuzzed, may_be_right
@@ -441,7 +441,7 @@ class WatchingBox:
 
 def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     code = (
-        "import sys, rollpacker.rewards.math.reward, rollpacker.rewards.math.extract\n"
+        "import sys, rollpacker.rewards.math.math_reward, rollpacker.rewards.math.extract\n"
         "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -20,8 +20,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.reward_model import RewardModel, _quiet, make
 from rollpacker.trainer.model import character_tokenizer
 

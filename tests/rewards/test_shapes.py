@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardError, RewardInput, Shape
 from rollpacker.rewards.functions.shapes import Binding, Signature, shape_of
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardError, RewardInput, Shape
 from tests.rewards.plain import reward, sample, scored, values
 
 VERL = """

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import rollpacker.sandbox as package
-from rollpacker.rewards.base import RewardConfig, RewardError
 from rollpacker.rewards.build import BUILT_IN, build_reward
+from rollpacker.rewards.reward import RewardConfig, RewardError
 from rollpacker.rewards.shared import Shared
-from rollpacker.sandbox.base import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
+from rollpacker.sandbox.sandbox import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 
 
 class Box:

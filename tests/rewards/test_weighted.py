@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.rewards.base import (
+from rollpacker.rewards.reward import (
     Cause,
     Failed,
     RewardConfig,
@@ -18,7 +18,7 @@ from rollpacker.rewards.base import (
 )
 from rollpacker.rewards.shared import Shared
 from rollpacker.rewards.weighted import Weighted, WeightedReward
-from rollpacker.sandbox.base import SandboxConfig
+from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.plain import sample
 
 FAST = AdaptiveDeadlineConfig(min_s=1, max_s=10)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, Scored
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, Scored
 from tests.rewards.plain import (
     FULL,
     LINUX,
@@ -230,7 +230,7 @@ def test_everything_ends_when_the_controller_is_killed(tmp_path: Path, stopped: 
     )
     code = (
         "import asyncio\n"
-        "from rollpacker.rewards.base import RewardConfig\n"
+        "from rollpacker.rewards.reward import RewardConfig\n"
         "from rollpacker.rewards.build import build_reward\n"
         "from tests.rewards.plain import sample\n"
         f"one = build_reward([RewardConfig(function={f'{path}:f'!r}, workers=1)])\n"
@@ -340,7 +340,7 @@ def test_a_run_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
     )
     code = (
         "import asyncio\n"
-        "from rollpacker.rewards.base import RewardConfig\n"
+        "from rollpacker.rewards.reward import RewardConfig\n"
         "from rollpacker.rewards.build import build_reward\n"
         "from tests.rewards.plain import sample\n"
         f"one = build_reward([RewardConfig(function={f'{path}:f'!r})])\n"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollpacker.processes.output import MAX_OUTPUT_BYTES
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.functions import worker_pool
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.weighted import WeightedReward
 from tests.rewards.plain import (
     FULL,

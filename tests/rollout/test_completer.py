@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from rollpacker.rewards.base import Failed, RewardConfig, RewardInput
 from rollpacker.rewards.judge.config import JudgeConfig
-from rollpacker.rewards.judge.reward import JudgeReward
-from rollpacker.rollout.base import EngineError, SamplingParams
+from rollpacker.rewards.judge.judge_reward import JudgeReward
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput
 from rollpacker.rollout.completer import EngineCompleter
+from rollpacker.rollout.engine import EngineError, SamplingParams
 from rollpacker.trainer.model import character_tokenizer
 from tests.rollout.tiny import generate, make_engine, request, tiny_model
 

@@ -12,8 +12,8 @@ import torch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.attention import UnsupportedModelError
-from rollpacker.rollout.base import EngineConfig, EngineError, EngineOutput, GenerationRequest
 from rollpacker.rollout.collect import collect
+from rollpacker.rollout.engine import EngineConfig, EngineError, EngineOutput, GenerationRequest
 from rollpacker.rollout.torch_engine import TorchEngine
 from tests.rollout.tiny import END, generate, group, make_engine, request, tiny_model
 

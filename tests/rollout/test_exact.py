@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.rollout.attention import install_attention
-from rollpacker.rollout.base import GenerationRequest, Response
+from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.rollout.plain_forward import FAMILIES
 from tests.rollout.tiny import END, MODELS, generate, group, request, tiny_model
 

@@ -15,8 +15,8 @@ from rollpacker.rollout.collect import collect
 from rollpacker.rollout.kv_slots import LayerProbe
 from rollpacker.rollout.plain_forward import FAMILIES, plain_forward
 from rollpacker.rollout.probe import plain_agrees
-from rollpacker.trainer.base import LoraConfig
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
+from rollpacker.trainer.trainer import LoraConfig
 from tests.rollout.tiny import MODELS, generate, group, make_engine, request, tiny_model
 
 PLAIN_MODELS = [name.lower() for name in FAMILIES]

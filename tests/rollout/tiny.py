@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.rollout.collect import collect
+from rollpacker.rollout.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.rollout.torch_engine import TorchEngine
 
 END = 5

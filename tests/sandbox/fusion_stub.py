@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 Runner = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Behaviour = Callable[["FusionStub", dict[str, Any], asyncio.StreamWriter], Awaitable[None]]

@@ -24,7 +24,7 @@ from rollpacker.sandbox import (
     Status,
     open_sandbox,
 )
-from rollpacker.sandbox.base import PYTHON
+from rollpacker.sandbox.sandbox import PYTHON
 
 HELLO = "print('hello')"
 ENDLESS = "while True: pass"

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from rollpacker.endpoints import http as http_parts
 from rollpacker.sandbox import fusion, http, open_sandbox, selftest
-from rollpacker.sandbox.base import Limits, Profile, SandboxUnavailable, Status
 from rollpacker.sandbox.fusion import Trouble, parse_result
 from rollpacker.sandbox.http import HttpSandbox, open_http
+from rollpacker.sandbox.sandbox import Limits, Profile, SandboxUnavailable, Status
 from tests.sandbox import fusion_stub as stubs
 from tests.sandbox.fusion_stub import FusionStub, answers, fusion_stub, reply
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.sandbox import canaries, open_sandbox
-from rollpacker.sandbox.base import Limits, RunResult, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, Status
 from rollpacker.sandbox.selftest import ESSENTIAL, self_test
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandboxes here are Linux's")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 
-from rollpacker.trainer.base import TrainerError
 from rollpacker.trainer.checkpoint import (
     load_model_weights,
     load_trainer_state,
@@ -26,6 +25,7 @@ from rollpacker.trainer.checkpoint import (
     tensors_sha256,
 )
 from rollpacker.trainer.sharding import Shards, full_tensors, shard
+from rollpacker.trainer.trainer import TrainerError
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import samples, step, tiny_model, trainer
 

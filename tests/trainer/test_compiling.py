@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.trainer.base import LoraConfig
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.lora import adapter_off, adapter_parameters, add_adapter
+from rollpacker.trainer.trainer import LoraConfig
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 5], [4, 4, 6, 3, 7, 1, 2, 5, 9, 9, 8]])
 """A width that is no other size of the model: torch takes equal sizes for the same."""

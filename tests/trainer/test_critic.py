@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
-from rollpacker.trainer.base import ModelConfig, TrainerError
 from rollpacker.trainer.batches import collate
 from rollpacker.trainer.critic import (
     Critic,
@@ -23,6 +22,7 @@ from rollpacker.trainer.critic import (
     save_critic,
 )
 from rollpacker.trainer.model import ModelError, character_tokenizer, new_model
+from rollpacker.trainer.trainer import ModelConfig, TrainerError
 
 ROWS = [([3, 4], [5, 6, 7]), ([5], [4]), ([6, 5, 4, 3], [3, 7])]
 TOKENIZER = character_tokenizer("abcdefg")

@@ -9,21 +9,21 @@ import sys
 import pytest
 import torch
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
-from rollpacker.data.base import DataConfig, DatasetConfig
-from rollpacker.rewards.base import RewardConfig
+from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer import logprobs
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
-from rollpacker.trainer.base import CriticConfig, LoraConfig, ModelConfig, TrainConfig
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
 from rollpacker.trainer.micro_batch import collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.optimizer import build_optimizer
 from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.trainer import CriticConfig, LoraConfig, ModelConfig, TrainConfig
 from rollpacker.trainer.training_memory import LOGIT_BLOCK_ELEMENTS
 
 ARCHITECTURE = {

@@ -18,10 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.trainer import launch
-from rollpacker.trainer.base import (
+from rollpacker.trainer.calls import codec, error_bytes, error_of
+from rollpacker.trainer.launch import Ranks, Torchrun
+from rollpacker.trainer.model import ModelError
+from rollpacker.trainer.outcome import StepOutcome
+from rollpacker.trainer.setup import LearnerSetup
+from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import (
     LoraConfig,
     ModelConfig,
     NonFiniteError,
@@ -31,12 +37,6 @@ from rollpacker.trainer.base import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.trainer.calls import codec, error_bytes, error_of
-from rollpacker.trainer.launch import Ranks, Torchrun
-from rollpacker.trainer.model import ModelError
-from rollpacker.trainer.outcome import StepOutcome
-from rollpacker.trainer.setup import LearnerSetup
-from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.weight_buffer import BufferLayout, Place
 
 START_S = 60.0

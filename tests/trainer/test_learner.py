@@ -18,18 +18,8 @@ from torch import Tensor, nn
 
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.rollout.base import Response
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer import model_set
-from rollpacker.trainer.base import (
-    CriticConfig,
-    LoraConfig,
-    NonFiniteError,
-    ScoreRequest,
-    TokenScores,
-    TrainConfig,
-    TrainerError,
-    TrainSample,
-)
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -39,6 +29,16 @@ from rollpacker.trainer.optimizer import MasterOptimizer
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.sharding import Shards
+from rollpacker.trainer.trainer import (
+    CriticConfig,
+    LoraConfig,
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    TrainConfig,
+    TrainerError,
+    TrainSample,
+)
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import TEMPERATURE, responses, tiny_model
 

@@ -28,11 +28,10 @@ from benchmarks.resume import write_model
 from rollpacker.cli.parts import build_trainer, start_trainer_processes
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.controller.hand_over import hand_over_weights
-from rollpacker.data.base import DataConfig, DatasetConfig
-from rollpacker.rewards.base import RewardConfig
+from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.rewards.reward import RewardConfig
 from rollpacker.rollout.attention import install_attention
 from rollpacker.rollout.torch_engine import TorchEngine
-from rollpacker.trainer.base import LoraConfig, ModelConfig, TrainConfig, TrainerError
 from rollpacker.trainer.lora import (
     adapter_off,
     adapter_parameters,
@@ -43,6 +42,7 @@ from rollpacker.trainer.lora import (
 )
 from rollpacker.trainer.model import load_model
 from rollpacker.trainer.optimizer import MasterOptimizer
+from rollpacker.trainer.trainer import LoraConfig, ModelConfig, TrainConfig, TrainerError
 from tests.trainer.tiny import samples
 
 peft = pytest.importorskip("peft")

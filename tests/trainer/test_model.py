@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rollpacker.trainer.base import ModelConfig
 from rollpacker.trainer.model import (
     ModelError,
     character_tokenizer,
@@ -18,6 +17,7 @@ from rollpacker.trainer.model import (
     new_model,
     write_character_tokenizer,
 )
+from rollpacker.trainer.trainer import ModelConfig
 
 ALPHABET = "0123456789+-=; \n\té€<>"
 ARCHITECTURE = {

@@ -23,8 +23,14 @@ from torch import Tensor
 from rollpacker.algo import ALGORITHMS, AlgorithmConfig, policy_loss, value_loss
 from rollpacker.controller.training import common_factor
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import (
+from rollpacker.rollout.engine import Response
+from rollpacker.trainer.critic import from_policy_model
+from rollpacker.trainer.frozen import FrozenPolicy
+from rollpacker.trainer.learner import Learner
+from rollpacker.trainer.lora import adapter_parameters, add_adapter
+from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.sharding import Shards, full_tensors
+from rollpacker.trainer.trainer import (
     CriticConfig,
     LoraConfig,
     ScoreRequest,
@@ -32,12 +38,6 @@ from rollpacker.trainer.base import (
     TrainConfig,
     TrainSample,
 )
-from rollpacker.trainer.critic import from_policy_model
-from rollpacker.trainer.frozen import FrozenPolicy
-from rollpacker.trainer.learner import Learner
-from rollpacker.trainer.lora import adapter_parameters, add_adapter
-from rollpacker.trainer.samples import build_train_samples
-from rollpacker.trainer.sharding import Shards, full_tensors
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import TEMPERATURE, responses, tiny_model
 

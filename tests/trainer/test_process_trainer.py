@@ -21,7 +21,13 @@ from torch import Tensor
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.trainer import launch
-from rollpacker.trainer.base import (
+from rollpacker.trainer.launch import Ranks
+from rollpacker.trainer.model import ModelError, load_model
+from rollpacker.trainer.process_trainer import ProcessTrainer
+from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.setup import LearnerSetup, build_learner
+from rollpacker.trainer.torch_trainer import TorchTrainer
+from rollpacker.trainer.trainer import (
     ModelConfig,
     NonFiniteError,
     ScoreRequest,
@@ -30,12 +36,6 @@ from rollpacker.trainer.base import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.trainer.launch import Ranks
-from rollpacker.trainer.model import ModelError, load_model
-from rollpacker.trainer.process_trainer import ProcessTrainer
-from rollpacker.trainer.samples import build_train_samples
-from rollpacker.trainer.setup import LearnerSetup, build_learner
-from rollpacker.trainer.torch_trainer import TorchTrainer
 from tests.trainer.tiny import largest_difference, responses
 
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, kl_in="reward", old_logprobs="rollout")

@@ -16,8 +16,8 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from rollpacker.trainer.base import TrainConfig
 from rollpacker.trainer.schedule import KNOWN, check_schedule, learning_rate
+from rollpacker.trainer.trainer import TrainConfig
 
 WARMUP, TOTAL = 4, 20
 

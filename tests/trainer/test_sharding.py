@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.trainer.base import TrainerError
 from rollpacker.trainer.batches import collate
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.policy import Policy
@@ -32,6 +31,7 @@ from rollpacker.trainer.sharding import (
     same_number,
     shard,
 )
+from rollpacker.trainer.trainer import TrainerError
 from tests.trainer.ranks import RankError, Ranks
 
 VOCABULARY = 23

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.attention import install_attention
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import NonFiniteError, TrainerError
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer.samples import build_train_samples
+from rollpacker.trainer.trainer import NonFiniteError, TrainerError
 from tests.trainer.tiny import (
     TEMPERATURE,
     gradient_of,

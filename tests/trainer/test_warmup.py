@@ -13,8 +13,8 @@ import torch
 from rollpacker.cli import warmup as command
 from rollpacker.config.schema import WarmupConfig, WarmupStage
 from rollpacker.trainer import warmup
-from rollpacker.trainer.base import ModelConfig
 from rollpacker.trainer.model import character_tokenizer, fingerprint, load_model
+from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.trainer.warmup import WarmupError, read_rows, run_warmup
 
 ARCHITECTURE = {

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.algo.base import AlgorithmConfig
+from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import TrainConfig
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.torch_trainer import TorchTrainer
+from rollpacker.trainer.trainer import TrainConfig
 
 VOCABULARY = 23
 TEMPERATURE = 0.7

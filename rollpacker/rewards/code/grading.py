@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.code.cases import AssertTest, BadTests, CallTest, IoTest, Test, read_tests
 from rollpacker.rewards.code.runs import Outcome, run_test
-from rollpacker.sandbox.base import Limits, Sandbox
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.sandbox.sandbox import Limits, Sandbox
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared

@@ -15,7 +15,7 @@ from typing import Any
 from rollpacker.rewards.code.cases import AssertTest, CallTest, IoTest, Test
 from rollpacker.rewards.code.harness import Tree
 from rollpacker.rewards.code.values import BadValue, check_tree, has_nan, read_list, same, same_text
-from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 MAX_CALLS = 1000
 """That one test may make."""

@@ -18,12 +18,12 @@ from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.processes.output import OutputQuota
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerLost
 from rollpacker.rewards.functions.worker_pool import WorkerPool
 from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
-from rollpacker.rewards.base import RewardConfig, RewardError, RewardInput, Shape
+from rollpacker.rewards.reward import RewardConfig, RewardError, RewardInput, Shape
 
 ANSWERS = ("labels", "label", "ground_truth", "answer", "solution", "target")
 """Columns that hold a row's answer, the first that a row has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rollpacker.rewards.base import Cause
+from rollpacker.rewards.reward import Cause
 
 
 class MakeCompleter(Protocol):

@@ -20,9 +20,9 @@ from typing import Any
 
 from rollpacker.endpoints.http import checked_url, retry_after_s
 from rollpacker.endpoints.service import Service
-from rollpacker.rewards.base import Cause
 from rollpacker.rewards.judge.client import connection_trouble, error_text, open_client, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
+from rollpacker.rewards.reward import Cause
 
 logger = logging.getLogger(__name__)
 

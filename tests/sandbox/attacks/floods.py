@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.sandbox.base import Limits, Status
+from rollpacker.sandbox.sandbox import Limits, Status
 from tests.sandbox.attacks.record import ANY_END, MIB, Attack, sections
 
 _FLOOD = Limits(wall_s=2.0, memory_bytes=128 * MIB, output_bytes=64 << 10)

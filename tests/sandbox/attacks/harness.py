@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollpacker.sandbox.base import Limits, RunResult, Sandbox, Status
+from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 from tests.sandbox.attacks.bait import Bait, resident_bytes
 from tests.sandbox.attacks.record import OK, Attack
 

@@ -3,7 +3,7 @@ be seen by the program; the probe must come to its end (`finished`) for that to 
 
 from __future__ import annotations
 
-from rollpacker.sandbox.base import Status
+from rollpacker.sandbox.sandbox import Status
 from tests.sandbox.attacks.record import ANY_END, Attack, sections
 
 _ANSWERED = "the kernel did it, or failed for another reason than that it may not"

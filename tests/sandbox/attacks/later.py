@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.sandbox.base import Limits, Status
+from rollpacker.sandbox.sandbox import Limits, Status
 from tests.sandbox.attacks.record import ANY_END, LIMITS, MIB, REFUSED, SHORT, Attack
 
 _NEXT = "the next run sees something of it"

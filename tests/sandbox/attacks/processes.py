@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.sandbox.base import Limits, Status
+from rollpacker.sandbox.sandbox import Limits, Status
 from tests.sandbox.attacks.record import ANY_END, SHORT, STOPPED, Attack
 
 _OTHERS = "a process outside ended, stopped, or the box no longer works"

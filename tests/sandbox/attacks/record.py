@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollpacker.sandbox.base import Limits, Status
+from rollpacker.sandbox.sandbox import Limits, Status
 from tests.sandbox.attacks.numbers import NUMBERS
 
 MIB = 1 << 20

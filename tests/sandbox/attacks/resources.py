@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rollpacker.sandbox.base import Limits, Status
+from rollpacker.sandbox.sandbox import Limits, Status
 from tests.sandbox.attacks.record import (
     ANY_END,
     LIMITS,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.base import Response
-from rollpacker.trainer.base import TokenScores, TrainSample
+from rollpacker.rollout.engine import Response
+from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 Decode = Callable[[Sequence[int]], str]
 """Response tokens to text, special tokens left out."""

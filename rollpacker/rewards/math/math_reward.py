@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.imports import require
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.math.extract import METHODS, Caps, extract, restates, same_text
-from rollpacker.sandbox.base import Limits, Profile, RunResult, Sandbox, Status
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.sandbox.sandbox import Limits, Profile, RunResult, Sandbox, Status
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared

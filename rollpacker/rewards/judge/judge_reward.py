@@ -21,13 +21,13 @@ from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.endpoints.http import token_from
 from rollpacker.imports import require
-from rollpacker.rewards.base import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.judge.canaries import CANARIES, CanaryPick, has_content
 from rollpacker.rewards.judge.completer import Completer, CompletionFailed
 from rollpacker.rewards.judge.config import JudgeConfig
 from rollpacker.rewards.judge.endpoint import EndpointCompleter
 from rollpacker.rewards.judge.prompt import Question, instructions, question
 from rollpacker.rewards.judge.verdicts import Unreadable, Verdict, read_verdict, schema
+from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 
 if TYPE_CHECKING:
     from rollpacker.rewards.shared import Shared
