@@ -94,7 +94,7 @@ async def grade(
     partial: bool = False,
     max_tests: int | None = None,
 ) -> Scored | Failed:
-    """Judge the program in a completion by its tests (in any shape of `code_tests.read_tests`).
+    """Judge the program in a completion by its tests (in any shape that `cases.read_tests` takes).
 
     1.0 if it passes all of them, which stops at the first that fails, else 0.0; `partial`: the
     share of tests passed, where those after one that ran out of time count as failed. `limits` are
