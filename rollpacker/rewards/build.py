@@ -32,9 +32,9 @@ class BuiltIn:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn("math.reward", "MathReward", "MathConfig"),
+    "math": BuiltIn("math.math_reward", "MathReward", "MathConfig"),
     "code": BuiltIn("code.grading", "CodeReward", "CodeConfig"),
-    "judge": BuiltIn("judge.reward", "JudgeReward", "JudgeConfig"),
+    "judge": BuiltIn("judge.judge_reward", "JudgeReward", "JudgeConfig"),
     "reward_model": BuiltIn("reward_model", "make", "RewardModelConfig", in_worker=True),
     "reasoning_gym": BuiltIn("reasoning_gym", "make", "ReasoningGymConfig", in_worker=True),
 }

@@ -447,7 +447,7 @@ def test_the_trusted_side_has_no_parser_and_evaluates_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     folder = Path(sys.modules[MathReward.__module__].__file__ or "").parent
-    for name in ("reward.py", "extract.py", "checker/text.py", "checker/structure.py"):
+    for name in ("math_reward.py", "extract.py", "checker/text.py", "checker/structure.py"):
         text = (folder / name).read_text()
         for word in ("sympify(", "parse_expr(", " eval(", "literal_eval", "pickle"):
             assert word not in text, (name, word)
