@@ -39,10 +39,11 @@ class Line:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def pair(cls) -> tuple[Line, socket.socket]:
-        """Return this process's side, and the socket of the other side for a child to inherit."""
+    def pair(cls, *, max_bytes: int = MAX_BYTES) -> tuple[Line, socket.socket]:
+        """Return this process's side, and the socket of the other side for a child to inherit.
+        `max_bytes` bounds each message of the child."""
         ours, theirs = socket.socketpair()
-        return cls(ours), theirs
+        return cls(ours, max_bytes=max_bytes), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> Line:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollpacker.endpoints.http import is_private, token_from
+from rollpacker.endpoints.http import checked_url, is_private, token_from
 from rollpacker.endpoints.service import Service
 from rollpacker.sandbox.fusion import Trouble, Wire, build_request
 from rollpacker.sandbox.sandbox import (
@@ -262,9 +262,10 @@ def _error(name: str, why: str) -> RunResult:
 
 def _token(url: str, token_env: str | None, allow_plain: bool) -> str | None:
     try:
+        checked_url(url, key="sandbox.url", example="http://host:8080")
         token = token_from(token_env)
     except ValueError as error:
-        raise SandboxUnavailable(f"sandbox: {error}.") from None
+        raise SandboxUnavailable(f"sandbox: {error}".rstrip(".") + ".") from None
     if token is None or allow_plain or is_private(url):
         return token
     raise SandboxUnavailable(

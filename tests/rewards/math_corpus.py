@@ -284,9 +284,40 @@ RIGHT: list[tuple[str, str]] = [
     (r"2:15\text{ p.m.}", "2:15 pm"),
     ("2:15", "02:15"),
     ("(a,b)=(2,5)", "(2,5)"),
+    # a word behind a number is no unit where it may be part of the value
+    ("2 abc", "2 a b c"),
+    ("12 abc", "12bca"),
+    ("14", "14 people"),
+    # a ratio that could be a time of day
+    ("3:10", r"\frac{3}{10}"),
+    ("5:12", "5/12"),
+    ("1:20", "0.05"),
+    # groups of digits
+    ("10 000", "10000"),
+    ("10000", "10 000"),
+    ("1000", r"1\ 000"),
+    ("1 000 000", "1000000"),
+    ("1 500/1000", r"\frac{3}{2}"),
 ]
 
 WRONG: list[tuple[str, str]] = [
+    # words of numbers, operators and letters behind a number
+    ("5", "5 million"),
+    ("5 million", "5"),
+    ("2", "2 hundred"),
+    ("12", "12 dozen"),
+    ("3", "3 tenths"),
+    ("4", "4 fifths"),
+    ("7", "7 factorial"),
+    ("3", "3 squared"),
+    ("5", "5 sin"),
+    ("1", "1 plus"),
+    ("2 abc", "2"),
+    ("6", "6 xyz"),
+    ("2", "2 theta"),
+    ("5:12", "10:24"),
+    ("2:15\\text{ pm}", "2/15"),
+    ("10 000", "10"),
     # simply wrong
     ("3", "4"),
     ("3", "-3"),

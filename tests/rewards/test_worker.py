@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.functions.worker_process import WorkerProcess
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, Scored
 from tests.rewards.plain import (
     FULL,
@@ -353,3 +355,11 @@ def test_a_run_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert len(pids_in(tmp_path)) == 2
     assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))))
+
+
+@pytest.mark.parametrize("payload", [b"[1]", b"1", b"null", b"x"])
+def test_a_message_that_no_worker_of_ours_sends_is_a_value_error(payload: bytes) -> None:
+    """A function may find the socket and write to it; a `ValueError` ends its line alone."""
+    worker: Any = SimpleNamespace(child=SimpleNamespace(pid=1))
+    with pytest.raises(ValueError):
+        WorkerProcess._understood(worker, payload)

@@ -381,6 +381,8 @@ def test_what_cannot_be_sent():
         ("http://user:pass@host", None, "holds a password"),
         ("http://user@host", None, "holds a password"),
         ("http://host/?token=x", None, "without query"),
+        ("http://[::1", "secret", "no address"),
+        ("localhost:8080", "secret", "no address"),
         ("http://127.0.0.1:1", "", "not set"),
         ("http://127.0.0.1:1", "two\nlines", "holds no token"),
         ("http://sandbox.example", "secret", "not encrypted"),

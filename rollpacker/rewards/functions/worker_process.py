@@ -18,6 +18,9 @@ from rollpacker.rewards.functions.worker_program import LOAD
 LOAD_TIMEOUT_S = 300.0
 """Importing a function and all that it imports may take so long."""
 
+MAX_REPLY_BYTES = 64 << 20
+"""A worker that sends more in one message is ended: functions return a number a sample."""
+
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
     " from rollpacker.rewards.functions.worker_program import main; main(int(sys.argv[1]))"
@@ -48,7 +51,7 @@ class WorkerProcess:
         self._said_before: list[str] = []
         """Lines that it printed before `attach`."""
         self._output = Output(quota, self._heard_line)
-        self._line, theirs = Line.pair()
+        self._line, theirs = Line.pair(max_bytes=MAX_REPLY_BYTES)
         paths = [path for path in sys.path if isinstance(path, str)]
         command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), json.dumps(paths)]
         try:
@@ -67,8 +70,9 @@ class WorkerProcess:
         finally:
             theirs.close()
             self._output.started()
-        with contextlib.suppress(LineEnded):  # reading tells
-            self._line.send(LOAD, payload=load)
+        self._load: bytes | None = load
+        """What it is to load, until somebody listens to it: a long message waits for the worker,
+        and an event loop must not."""
 
     def _heard_line(self, line: str) -> None:
         (self._said_before.append if self._said is None else self._said)(line)
@@ -76,6 +80,8 @@ class WorkerProcess:
     def greet(self) -> dict[str, Any]:
         """Return what the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
         until = time.monotonic() + LOAD_TIMEOUT_S
+        with contextlib.suppress(LineEnded):  # reading tells
+            self._line.send(LOAD, payload=self._taken())
         both: list[HasFileno] = [self._line, self._output]
         while found := ready(both, until - time.monotonic()):
             if self._output in found:  # or printing would block it
@@ -90,8 +96,17 @@ class WorkerProcess:
                     return hello
         raise TimeoutError
 
+    def _taken(self) -> bytes:
+        load, self._load = self._load, None
+        assert load is not None, "greeted twice"
+        return load
+
     def _understood(self, payload: bytes) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(payload)
+        """Raises `ValueError` for what a worker program of ours does not say; a function may have
+        found its socket."""
+        content = json.loads(payload)
+        if not isinstance(content, dict):
+            raise ValueError("a reply that is no object")
         self.child.pid = content.get("pid", self.child.pid)
         return content
 
@@ -112,6 +127,8 @@ class WorkerProcess:
         self._line.attach(
             loop, lambda m: heard(m.kind, m.number, self._understood(m.payload)), ended
         )
+        if self._load is not None:
+            self._line.post(LOAD, 0, self._taken())
 
     def send(self, kind: int, call: int, payload: bytes = b"") -> None:
         self._line.post(kind, call, payload)

@@ -5,6 +5,7 @@ Second part of the program that judges answers inside the sandbox (see check.py)
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -221,10 +222,16 @@ _BARE_UNIT = re.compile(
 _LETTER_UNIT = re.compile(
     r"(?P<rest>[^A-Za-z]*\d)\s+(?P<unit>[msghlLNJWVAK])\s*(?P<power>" + _POWER + r")(?P<tail>)$"
 )
-_COUNTED = re.compile(
-    r"(?P<rest>[+-]?[\d.,\u2063]*\d)\s+(?P<unit>[A-Za-z]{3,24})(?P<power>)(?P<tail>)$"
+_NUMBER_WORD = (
+    r"(?:(?:ten|hundred|thousand|million|billion|trillion)(?:th)?s|dozens|scores|ones|halves|thirds|"
+    r"fourths|quarters|fifths|sixths|sevenths|eighths|ninths|twelfths|times|plus|minus|less)$"
 )
-"""12 apples: a number and a plain word."""
+_COUNTED = re.compile(
+    r"(?P<rest>[+-]?[\d.,\u2063]*\d)\s+(?!" + _NUMBER_WORD + r")"
+    r"(?P<unit>people|children|men|women|[A-Za-z]{3,23}s)(?P<power>)(?P<tail>)$"
+)
+"""12 apples: a number and a plain word in the plural. Any other word may be part of the value (5
+million, 2 theta, 3 squared), and so may the words of numbers (3 tenths)."""
 _CURRENCY = re.compile(
     r"(?P<sign>[+-]?)\s*\\text\s*\{(?P<unit>dollar|euro|pound)\}\s*(?P<rest>.+)$"
 )
@@ -267,12 +274,17 @@ _TIME = re.compile(
 
 def same_time(gold: str, answer: str) -> bool | None:
     """Whether two times of day are the same, of which either may leave out its half of the day;
-    None if the right answer is none. As a ratio 2:15 would be 4:30."""
+    None if the right answer is none, or is compared with what is none. As a ratio 2:15 would be
+    4:30."""
     if (expected := _TIME.match(gold)) is None:
         return None
-    if (found := _TIME.match(answer)) is None or squashed(found["clock"]) != squashed(
-        expected["clock"]
-    ):
+    if (found := _TIME.match(answer)) is None:
+        # 3:10 may be a ratio as well, which 3/10 is. What names its half of the day is none, and
+        # 12:30 as a ratio would be written 2:5.
+        hours, minutes = map(int, expected["clock"].split(":"))
+        may_be_ratio = expected["half"] is None and math.gcd(hours, minutes) == 1
+        return None if may_be_ratio else False
+    if squashed(found["clock"]) != squashed(expected["clock"]):
         return False
     halves = {(one["half"] or "").lower() for one in (expected, found)} - {""}
     return len(halves) < 2

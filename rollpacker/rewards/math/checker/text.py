@@ -79,6 +79,8 @@ _REWRITES = [
     ]
 ]  # fmt: skip
 NO_LETTER = r"(?![A-Za-z])"
+_SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,]|\s*[/\d])")
+"""10 000 as one number. `1 500/1000` is a mixed one."""
 
 
 def clean(text: str) -> str:
@@ -90,6 +92,7 @@ def clean(text: str) -> str:
     text = "".join(_ascii(character) for character in unicodedata.normalize("NFKC", text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", "\u2063"), text)
     text = text.replace("\\text{ or}", "\\text{ or }").strip()
     text = re.sub(r"(?<=[^\\])[.;,]$", "", text).strip()
     while (inner := wrapped(text, "{", "}")) is not None and not text.startswith("\\"):
