@@ -79,10 +79,11 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     steps_done, stop = context.Value("l", 0), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
-        with _interrupts_held():  # the workers take that over: the main process stops them
-            futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
-        waiting = set(futures.values())
         try:
+            with _interrupts_held():  # the workers take that over: the main process stops them
+                futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
+            # A Ctrl-C that came meanwhile is raised here.
+            waiting = set(futures.values())
             while waiting:
                 done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
                 bar.show(steps_done.value)

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from rollpacker.core import records
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import read_steps
 from rollpacker.sim import whatif
+from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.whatif import WhatIf
 from tests.sim.test_table import RACING, step, system
 
@@ -309,3 +312,17 @@ def test_ctrl_c_ends_all_processes(folder):
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "rollpacker: interrupted"
+
+
+def test_ctrl_c_while_the_processes_are_started_ends_them_too(folder, monkeypatch):
+    """It is held until all are started, and raised then."""
+
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulations, "_interrupts_held", interrupted)
+    endless = load_scenario("small.yaml", ["steps=1000000"])
+    with pytest.raises(KeyboardInterrupt):
+        simulations.simulate_all({"one": endless, "other": endless}, jobs=2)
