@@ -287,9 +287,7 @@ class _Session:
         )
         if checkpoint is None:
             return Job(config)
-        # Checkpoints of older versions have the evaluated step beside the job's state.
-        older = {"evaluated_step": checkpoint.state.get("evaluated_step")}
-        return Job.restore(config, older | checkpoint.state["job"], data_ended=cursor.ended)
+        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
 
     def _observers(
         self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
