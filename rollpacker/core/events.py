@@ -12,6 +12,7 @@ from dataclasses import field
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.messages import event
+from rollpacker.core.plain import OMIT_DEFAULT
 
 
 @event
@@ -49,6 +50,12 @@ class SampleGenerated:
     """Version of the weights that sampled every token of it."""
     preemptions: int = 0
     """How often the engine had to put it back for lack of key-value cache."""
+    num_kept: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Of the tokens carried into this launch, so many came out the same under the weights at hand.
+    None: nothing was carried, or it was not looked at."""
+    num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
+    """How often its end was drawn anew, because it came before the place where the response had
+    been cut off (`tail_batching.complement`)."""
 
 
 @event
@@ -61,6 +68,9 @@ class SampleAborted:
     """Tokens generated so far: the response would have been at least this long (a censored
     length)."""
     preemptions: int = 0
+    num_kept: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """See `SampleGenerated`."""
+    num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
 
 
 @event

@@ -40,12 +40,22 @@ OMIT_DEFAULT: Mapping[str, Any] = {"omit_default": True}
 """`metadata` of a field that is left out of the plain form while it has its default: what was
 written before the field existed stays as it was."""
 
+
+def absent(value: Any) -> Mapping[str, Any]:
+    """`metadata` of a field that is left out of the plain form while it has this value, and has it
+    where the plain form lacks it: what held before the field existed, whatever its default is."""
+    return {"absent": value}
+
+
 _Writers = tuple[tuple[str, Convert | None, Any], ...]
 _WRITERS: dict[type, _Writers] = {}
 """By class, for every field: its name, its converter, and the default to leave out or MISSING."""
 _Readers = tuple[tuple[str, Convert], ...]
 _READERS: dict[type, _Readers] = {}
 """By class: the fields that need a converter, with it."""
+
+_ABSENT: dict[type, dict[str, Any]] = {}
+"""By class: values of fields that the plain form lacks, where that is not the default."""
 
 _MAPPINGS = (dict, Counter, Mapping)
 _SEQUENCES = (list, deque, Sequence)
@@ -68,7 +78,7 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
     readers = _READERS.get(cls)
     if readers is None:
         readers = _add_readers(cls)
-    values = dict(plain)
+    values = {**_ABSENT[cls], **plain}
     for name, convert in readers:
         if name in values:
             values[name] = convert(values[name])
@@ -88,15 +98,21 @@ def _fields(cls: type) -> tuple[Field[Any], ...]:
 def _add_writers(cls: type) -> _Writers:
     hints = get_type_hints(cls)
     _WRITERS[cls] = found = tuple(
-        (f.name, _writer(hints[f.name]), f.default if f.metadata.get("omit_default") else MISSING)
-        for f in _fields(cls)
+        (f.name, _writer(hints[f.name]), _left_out(f)) for f in _fields(cls)
     )
     return found
+
+
+def _left_out(field: Field[Any]) -> Any:
+    """The value with which the field is left out, or MISSING."""
+    default = field.default if field.metadata.get("omit_default") else MISSING
+    return field.metadata.get("absent", default)
 
 
 def _add_readers(cls: type) -> _Readers:
     readers = ((name, _reader(hint)) for name, hint in get_type_hints(cls).items())
     _READERS[cls] = found = tuple([(name, read) for name, read in readers if read is not None])
+    _ABSENT[cls] = {f.name: f.metadata["absent"] for f in _fields(cls) if "absent" in f.metadata}
     return found
 
 

@@ -11,9 +11,15 @@ every tier of deferred prompts has its own. docs/tail-batching.md has the whole 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from rollpacker.core.ids import SampleId
+from rollpacker.core.plain import absent
+
+Selection = Literal["none", "published"]
+Carry = Literal["none", "exact", "weighted"]
+Stragglers = Literal["queue", "pool"]
 DebiasMethod = Literal["none", "density", "moments"]
 Race = Literal["generated", "scored"]
 Factor = float | Literal["auto"]
@@ -47,28 +53,53 @@ class Tier:
     """A further race for deferred prompts (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    sample_factor: float = 1.25
+    sample_factor: float | None = None
+    """None: as that of the short rounds, 1 with selection=none and 1.25 with selection=published."""
 
     def __post_init__(self) -> None:
         _check_factor("prompt_factor", self.prompt_factor)
-        _check_factor("sample_factor", self.sample_factor)
+        if self.sample_factor is not None:
+            _check_factor("sample_factor", self.sample_factor)
 
     @property
     def factors(self) -> Factors:
+        assert self.sample_factor is not None, "the tier is not part of a TailBatchingConfig"
         return Factors(self.prompt_factor, self.sample_factor)
 
 
+# size: one field per key of `tail_batching.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
     """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
 
     enabled: bool = True
+    selection: Selection = field(default="none", metadata=absent("published"))
+    """none: only the order of training changes. A sample keeps its noise when its prompt is
+    deferred, and no response is thrown away. published: as in the RollPacker paper. Surplus samples
+    race, and what is deferred is drawn afresh, so that short responses are selected."""
     prompt_factor: Factor = 1.25
     """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; then sample_factor is "auto" too. The choice goes by
-    measured seconds, so such a run does not repeat bit by bit."""
-    sample_factor: Factor = 1.25
-    """eta_r: ... with ceil(sample_factor * R0) samples each."""
+    own lengths, and anew as they change; with selection=published sample_factor is "auto" too. The
+    choice goes by measured seconds, so such a run does not repeat bit by bit."""
+    sample_factor: Factor | None = None
+    """eta_r: ... with ceil(sample_factor * R0) samples each. None: 1 with selection=none, which
+    takes no other, and 1.25 with selection=published."""
+    carry: Carry | None = field(default=None, metadata=absent("none"))
+    """What becomes of the tokens of a deferred prompt. exact: its next launch draws all of them
+    anew in one pass, each with its own noise, keeps those before the first that differs, and goes
+    on from there: token for token what generation from scratch gives, at a fraction of the cost.
+    weighted: all are kept as they are, and training weighs each by a clipped importance ratio; not
+    exact. none: they are let go. None: exact, or none with selection=published."""
+    stragglers: Stragglers | None = field(default=None, metadata=absent("queue"))
+    """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
+    them all. pool: they race on in the next round, beside so many fewer fresh prompts. None: pool
+    if tokens are carried, else queue."""
+    max_deferrals: int = field(default=4, metadata=absent(4))
+    """A prompt of the pool that was deferred so often is awaited by its next round."""
+    complement: bool = field(default=True, metadata=absent(True))
+    """With carry=exact: a response that had been cut off at some length does not end before it
+    under newer weights; such an end is drawn once more. Otherwise every deferral would be another
+    chance to be short."""
     tiers: tuple[Tier, ...] = ()
     """Further races: what the short round defers races again at these factors, and only what fails
     in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
@@ -82,31 +113,92 @@ class TailBatchingConfig:
     """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
     won a race. "density": ratio of the two densities; "moments": the smallest weights that match
     the distribution's shape."""
-    max_length_shift: float = 0.35
+    max_length_shift: float | None = None
     """With "auto": trained responses may be at most this much shorter, on average, than the
-    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift."""
+    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
+    0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
     """Empty the long queue at the end of every epoch, not only at the end of the run."""
 
     def __post_init__(self) -> None:
+        selects = self.selection == "published"
+        if self.sample_factor is None:
+            surplus = "auto" if self.prompt_factor == "auto" else 1.25
+            self._set("sample_factor", surplus if selects else 1.0)
+        if self.carry is None:
+            self._set("carry", "none" if selects else "exact")
+        if self.stragglers is None:
+            self._set("stragglers", "queue" if self.carry == "none" or self.tiers else "pool")
+        if self.max_length_shift is None:
+            self._set("max_length_shift", 0.35 if selects else 0.02)
+        default = 1.25 if selects else 1.0
+        self._set(
+            "tiers",
+            tuple(
+                replace(tier, sample_factor=default) if tier.sample_factor is None else tier
+                for tier in self.tiers
+            ),
+        )
+        self._check_factors()
+        self._check_order_only()
+
+    def _set(self, name: str, value: object) -> None:
+        """Say what a key left open means, so that a saved config shows what ran."""
+        object.__setattr__(self, name, value)
+
+    def _check_factors(self) -> None:
         for name in ("prompt_factor", "sample_factor"):
             value = getattr(self, name)
             if value != "auto":
                 _check_factor(name, value)
-        if "auto" in (self.prompt_factor, self.sample_factor):
-            if self.prompt_factor != self.sample_factor:
+        if self.chooses or self.sample_factor == "auto":
+            if self.selection == "published" and self.prompt_factor != self.sample_factor:
                 raise ValueError("prompt_factor and sample_factor must both be auto, or neither")
             if self.tiers or self.race == "scored":
                 raise ValueError('prompt_factor=auto goes with race="generated" and no tiers')
-        if not 0 < self.max_length_shift <= 1:
+        if not (self.max_length_shift and 0 < self.max_length_shift <= 1):
             raise ValueError(
                 f"max_length_shift must lie between 0 and 1, not {self.max_length_shift}"
             )
+        if self.max_deferrals < 1:
+            raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
+
+    def _check_order_only(self) -> None:
+        """What selection, carrying and the pool ask of each other."""
+        if self.selection == "none":
+            for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
+                if factor != 1:
+                    raise ValueError(
+                        "sample_factor must be 1 with selection=none, which throws no response "
+                        f"away, not {factor}: leave it out, or set selection=published"
+                    )
+        elif self.carry != "none":
+            raise ValueError(
+                f"carry={self.carry} goes with selection=none, since selection=published draws "
+                "deferred prompts afresh: set carry=none, or selection=none"
+            )
+        if self.stragglers == "pool" and self.tiers:
+            raise ValueError("stragglers=pool has no tiers: a pool races every deferred prompt on")
 
     @property
     def chooses(self) -> bool:
         """The factors are chosen while the run goes on."""
         return self.enabled and self.prompt_factor == "auto"
+
+    @property
+    def carries(self) -> bool:
+        """Tokens of deferred prompts are kept for their next launch."""
+        return self.enabled and self.carry != "none"
+
+    @property
+    def pooled(self) -> bool:
+        """Deferred prompts race on in the next round."""
+        return self.enabled and self.stragglers == "pool"
+
+    def noise_of(self, sample: SampleId) -> SampleId:
+        """Whose noise the sample draws with: its own, whatever the attempt, or with
+        selection=published that of the attempt."""
+        return sample if self.selection == "published" else sample._replace(attempt=0)
 
     @property
     def factors(self) -> Factors:
@@ -115,7 +207,9 @@ class TailBatchingConfig:
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":
-            return AUTO_START
+            samples = AUTO_START.samples if self.selection == "published" else 1.0
+            return Factors(AUTO_START.prompts, samples)
+        assert self.sample_factor is not None
         return Factors(self.prompt_factor, self.sample_factor)
 
 

@@ -34,7 +34,23 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Noise is keyed by (seed, prompt, index, attempt, position) and by nothing else."""
+    """Noise is keyed by the seed, the request's `noise` and the position, and by nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What an earlier launch generated of a response, for the engine to go on from."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """One per token, of the weights that it was drawn from."""
+    verify: bool = True
+    """Draw every token anew with its own noise, all in one pass, and keep those before the first
+    that comes out differently: the response is then the one that generation from scratch gives.
+    False: all stay, with the log-probabilities that they have."""
+    floor: int = 0
+    """A response that ends with at most so many tokens is not taken: its tokens after the first
+    that came out differently are drawn once more, with noise of another turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +61,9 @@ class GenerationRequest:
     sampling: SamplingParams
     forced_length: int | None = None
     """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
+    noise: SampleId | None = None
+    """Whose noise it is drawn with. None: its own."""
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +77,8 @@ class Response:
     log_probs: tuple[float, ...]
     """One per response token: its log-probability under the distribution it was drawn from, that is
     after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "aborted"]
+    """"aborted": it was stopped on its way."""
     version: int
 
 
@@ -68,7 +88,8 @@ class EngineOutput:
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """There is one with a `SampleGenerated` only."""
+    """There is one with a `SampleGenerated`, and with a `SampleAborted` of a sample that had
+    tokens."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
