@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.dataset import TRAIN
 
 if TYPE_CHECKING:
+    from rollpacker.controller.carried import CarriedTokens
+    from rollpacker.controller.checkpoint import Checkpoint
+    from rollpacker.core.job import Job
     from rollpacker.data.dataset import PromptSet
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.engine import Engine
@@ -123,9 +128,14 @@ def reward_kinds(config: RunConfig, policy: Policy) -> dict[str, RewardKindConfi
     return kinds
 
 
-def marks(policy: Policy) -> tuple[str, ...]:
+def marks(config: RunConfig, policy: Policy) -> tuple[str, ...]:
     """What every number of the run must be read with."""
-    return ("unsandboxed",) if policy.reward.shared.unsandboxed else ()
+    tail = config.tail_batching
+    found = {
+        "unsandboxed": policy.reward.shared.unsandboxed,
+        "weighted_carrying": tail.carries and tail.carry == "weighted",
+    }
+    return tuple(mark for mark, holds in found.items() if holds)
 
 
 def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
@@ -214,11 +224,11 @@ def build_samples_function(config: RunConfig) -> Any:
     )
 
 
-def build_cursor(config: RunConfig, policy: Policy) -> Any:
+def build_cursor(config: RunConfig, policy: Policy, checkpoint: Checkpoint | None) -> Any:
     from rollpacker.data.cursor import PromptCursor
 
     rows = policy.train_prompts.rows
-    return PromptCursor(
+    cursor = PromptCursor(
         TRAIN,
         len(rows),
         config.seed,
@@ -226,6 +236,33 @@ def build_cursor(config: RunConfig, policy: Policy) -> Any:
         config.train.epochs,
         sources=[row.task or TRAIN for row in rows] if config.routed else None,
     )
+    if checkpoint is not None:
+        cursor.restore(checkpoint.state["cursor"])
+    return cursor
+
+
+def tokenizer_fingerprint(policy: Policy) -> str:
+    """Of the vocabulary as its library reads it: what the numbers of tokens mean."""
+    tokenizer = policy.loaded.tokenizer
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
+
+
+def build_carried(
+    config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
+) -> CarriedTokens:
+    """What deferred prompts had generated when the checkpoint was written. Without carrying it is
+    let go."""
+    from rollpacker.controller.carried import CarriedTokens, read_carried
+
+    tail = config.tail_batching
+    if checkpoint is None or not tail.carries:
+        return CarriedTokens(tail)
+    expected = {
+        waiting.prompt: [carried.tokens for carried in waiting.carried]
+        for waiting in job.queues.waiting()
+    }
+    return CarriedTokens(tail, read_carried(checkpoint.folder, tokenizer, expected))
 
 
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class _Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        checkpoint = folder.find_checkpoint() if self.resume else None
+        checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
@@ -199,17 +199,19 @@ class _Session:
         if ranks is not None:
             self.stack.callback(ranks.close)
         policy = build.load_policy(config, threads=before.get("threads"))
-        if checkpoint is None and (self.overwrite or self.resume):
-            folder.clear()
-        self._check_identity(checkpoint, before, policy)
+        identity = build.identity(config, policy)
+        if checkpoint is not None:
+            self._check_identity(before, identity)
+        cursor = build.build_cursor(config, policy, checkpoint)
+        job = self._job(checkpoint, cursor, policy)
+        tokenizer = build.tokenizer_fingerprint(policy)
+        carried = build.build_carried(config, checkpoint, job, tokenizer)
+        self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
-        cursor = build.build_cursor(config, policy)
         if checkpoint is not None:
             _load(trainer, checkpoint.folder)
-            cursor.restore(checkpoint.state["cursor"])
         _run(hand_over_weights(trainer, policy.engine, trainer.version))
-        job = self._job(checkpoint, cursor, policy)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
@@ -228,15 +230,22 @@ class _Session:
             decode=policy.decode,
             log=log,
             samples=SampleWriter(folder.samples) if config.save_samples else None,
+            carried=carried,
+            tokenizer=tokenizer,
             observers=watching,
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
             config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
-        marks = build.marks(policy)
+        marks = build.marks(config, policy)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        if not self.resume:
+            return None
+        return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
@@ -247,36 +256,39 @@ class _Session:
             logger.warning("nothing was left to do: %s", reason)
         return reason
 
-    def _check_identity(
-        self, checkpoint: Checkpoint | None, before: dict[str, Any], policy: Policy
-    ) -> None:
-        """A resume must find what the run began with; a new run writes it down."""
-        from rollpacker.cli.parts import identity
+    def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """A resume must find what the run began with."""
         from rollpacker.config.document import ConfigError, parse_document, read_text
-        from rollpacker.config.load import differences, save_config, to_plain
+        from rollpacker.config.load import differences, to_plain
         from rollpacker.controller.errors import RunError
-        from rollpacker.controller.event_log import cut_back
         from rollpacker.controller.run_folder import check_resume
+
+        try:
+            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
+        except ConfigError as error:
+            raise RunError(
+                f"{error} This is what the run was started with, so it cannot be told whether "
+                "it is the same run. Restore the file, or begin anew with --overwrite"
+            ) from error
+        for change in check_resume(differences(old, to_plain(self.config)), before, now):
+            logger.warning("resuming with a change: %s", change)
+
+    def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
+        """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""
+        from rollpacker.config.load import save_config
+        from rollpacker.controller.event_log import cut_back
         from rollpacker.controller.samples import cut_back as cut_back_samples
 
-        now = identity(self.config, policy)
+        folder = self.folder
         if checkpoint is not None:
-            try:
-                old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
-            except ConfigError as error:
-                raise RunError(
-                    f"{error} This is what the run was started with, so it cannot be told whether "
-                    "it is the same run. Restore the file, or begin anew with --overwrite"
-                ) from error
-            changes = check_resume(differences(old, to_plain(self.config)), before, now)
-            for change in changes:
-                logger.warning("resuming with a change: %s", change)
             state = checkpoint.state
-            cut_back(self.folder.events, state["log_bytes"], state["log_sha256"])
-            if self.folder.samples.is_dir():
-                cut_back_samples(self.folder.samples, checkpoint.step)
-        save_config(self.config, self.folder.config)
-        self.folder.write_identity(now)
+            cut_back(folder.events, state["log_bytes"], state["log_sha256"])
+            if folder.samples.is_dir():
+                cut_back_samples(folder.samples, checkpoint.step)
+        elif self.overwrite or self.resume:
+            folder.clear()
+        save_config(self.config, folder.config)
+        folder.write_identity(identity)
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
         from rollpacker.cli.parts import reward_kinds

@@ -195,6 +195,7 @@ class RunConfig:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
         self._check_stream_trainer()
+        self._check_carrying()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -262,6 +263,23 @@ class RunConfig:
             raise ValueError(
                 "stream_trainer.enabled needs a trainer in processes of its own (train.processes), "
                 "which works while the engine generates, or stream_trainer.reward_wait=true"
+            )
+
+    def _check_carrying(self) -> None:
+        tail, engine, algorithm = self.tail_batching, self.rollout.engine, self.algorithm
+        if not tail.carries:
+            return
+        if not engine.takes_up_carried:
+            raise ValueError(
+                f"tail_batching.carry={tail.carry} needs an engine that goes on from the tokens of "
+                f"an earlier launch, which rollout.engine.name={engine.name} does not: set "
+                "tail_batching.carry=none"
+            )
+        if tail.carry == "weighted" and not algorithm.mismatch_correction.startswith("token"):
+            raise ValueError(
+                "tail_batching.carry=weighted trains on tokens of older weights, each with its own "
+                "clipped importance ratio: set algorithm.mismatch_correction=token-truncate (or "
+                "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
     @property

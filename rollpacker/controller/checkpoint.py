@@ -3,6 +3,7 @@
 checkpoints/step_000040/          written as step_000040.tmp-PID, renamed when complete
     model/                        a Hugging Face folder
     trainer/                      optimizer and schedule, safetensors and JSON
+    carried/                      tokens of deferred prompts (see carried.py), if there are any
     state.json                    job, cursor, log position
     manifest.json                 size and SHA-256 of every other file; written last
 checkpoints/latest                the newest folder's name, for people; nothing here reads it
@@ -23,8 +24,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Version of what state.json holds. Format 1 did not vouch for the event log's contents."""
+CARRIED = "carried"
+"""Folder of a checkpoint that a run without carrying does not read."""
+FORMAT = 3
+"""Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
+had no carried tokens."""
+READABLE = (2, 3)
 _PREFIX = "step_"
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that loading a folder takes up by themselves: one that the manifest does not
@@ -93,14 +98,15 @@ def has_checkpoint(root: Path) -> bool:
     return bool(_complete(root))
 
 
-def newest_checkpoint(root: Path) -> Checkpoint:
+def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name.
+    `without`: a folder in it that nobody is going to read.
 
     Raises `CheckpointError`.
     """
     problems: list[str] = []
     for folder in _complete(root):
-        problem = verify(folder)
+        problem = verify(folder, without=without)
         if problem is None:
             state = json.loads((folder / "state.json").read_text())
             written = json.loads((folder / MANIFEST).read_text()).get("format", 1)
@@ -109,13 +115,15 @@ def newest_checkpoint(root: Path) -> Checkpoint:
             return Checkpoint(folder=folder, step=_step_of(folder), format=written, state=state)
         problems.append(f"{folder.name}: {problem}")
     found = "; ".join(problems) if problems else "there is none"
-    raise CheckpointError(
-        f"no usable checkpoint in {root} ({found}). `rollpacker train` with --overwrite begins anew"
-    )
+    cure = "`rollpacker train` with --overwrite begins anew"
+    if any(f": {CARRIED}/" in problem for problem in problems):
+        cure = f"tail_batching.carry=none resumes without {CARRIED}/, {cure}"
+    raise CheckpointError(f"no usable checkpoint in {root} ({found}). {cure}")
 
 
-def verify(folder: Path) -> str | None:
-    """What is wrong with the checkpoint, or None."""
+def verify(folder: Path, *, without: str | None = None) -> str | None:
+    """What is wrong with the checkpoint, or None. What is in its folder `without` is passed
+    over."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
@@ -123,6 +131,8 @@ def verify(folder: Path) -> str | None:
             return "its manifest is of another step"
         for name, facts in files.items():
             path = folder / name
+            if without is not None and path.parent == folder / without:
+                continue
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != facts["size"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.carried import CarriedTokens, Waiting, write_carried
 from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.evaluation import Evaluator
@@ -27,8 +28,8 @@ from rollpacker.trainer.trainer import Trainer
 
 @dataclass(eq=False, slots=True)
 class Commits:
-    """Commits on the main task. The job's state is taken at once, in whatever thread the command
-    comes: later it may have gone on."""
+    """Commits on the main task. The job's state is taken at once, and what is carried with it, in
+    whatever thread the command comes: later they may have gone on."""
 
     bus: Bus
     main: MainTask
@@ -42,6 +43,9 @@ class Commits:
     keep_last: int
     trainer: Trainer
     cursor: Cursor
+    carried: CarriedTokens
+    tokenizer: str
+    """Its fingerprint."""
     log: LogWriter
     samples: SampleWriter | None
 
@@ -49,9 +53,12 @@ class Commits:
         return {Commit: self._on_commit}
 
     def _on_commit(self, command: Commit) -> None:
-        self.main.later(partial(self._commit, command, self.bus.job.state()))
+        state, waiting = self.bus.job.state(), self.carried.settle()
+        self.main.later(partial(self._commit, command, state, waiting))
 
-    async def _commit(self, command: Commit, job_state: Mapping[str, Any]) -> None:
+    async def _commit(
+        self, command: Commit, job_state: Mapping[str, Any], waiting: Waiting
+    ) -> None:
         with self.bus.lock:
             self.desk.forget(self.scoring.waiting())
         if command.evaluate:
@@ -62,11 +69,15 @@ class Commits:
                 self.folder,
                 command.step,
                 self._state(job_state),
-                self.trainer.save,
+                partial(self._save, waiting),
                 self.keep_last,
             )
             await self.watch.by("checkpoint_s", write)
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+
+    def _save(self, waiting: Waiting, folder: Path) -> None:
+        self.trainer.save(folder)
+        write_carried(folder, waiting, self.tokenizer)
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """All that a resume needs besides tensors; also makes log and samples durable up to

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from rollpacker.bus import Bus, Port, Recorded
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
 from rollpacker.controller.desk import Desk
@@ -50,7 +51,7 @@ from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.training import Training
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Defer, Drop, Finish
+from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import Committed, RunStarted, StopRequested
 from rollpacker.core.job import Job
 from rollpacker.core.phases import Phase
@@ -80,6 +81,10 @@ class Parts:
     decode: Decode
     log: LogWriter
     samples: SampleWriter | None
+    carried: CarriedTokens | None = None
+    """A checkpoint's; None: nothing was generated so far."""
+    tokenizer: str = ""
+    """Its fingerprint."""
     observers: Sequence[Observer] = ()
 
 
@@ -99,6 +104,7 @@ class Controller:
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engine, parts.reward)
         self._desk = desk = Desk()
+        self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._scoring = Scoring(
             *(bus, main, desk, watch),
             reward=parts.reward,
@@ -108,6 +114,7 @@ class Controller:
         self._generation = Generation(
             *(bus, main, desk, self._scoring, watch),
             engine=parts.engine,
+            carried=self._carried,
             rows=parts.prompts.rows,
             sampling=config.sampling,
             checkpoints=checkpoints,
@@ -182,6 +189,7 @@ class Controller:
             trainer=parts.trainer,
             engine=parts.engine,
             reward=parts.reward,
+            carried=self._carried,
             build_samples=parts.build_samples,
             rows=rows,
         )
@@ -191,6 +199,8 @@ class Controller:
             keep_last=self.config.checkpoint.keep_last,
             trainer=parts.trainer,
             cursor=parts.cursor,
+            carried=self._carried,
+            tokenizer=parts.tokenizer,
             log=parts.log,
             samples=parts.samples,
         )
@@ -202,7 +212,8 @@ class Controller:
             HandingOver(bus, main, watch, trainer=parts.trainer, engine=parts.engine),
             commits,
             main,
-            Recorded(Defer, Drop),
+            self._carried,
+            Recorded(Drop),
         ]
 
     async def _begin(self) -> None:

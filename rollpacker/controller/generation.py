@@ -13,14 +13,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Abort, Launch, Release
-from rollpacker.core.events import SampleFailed
-from rollpacker.core.ids import SampleId
+from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
@@ -44,6 +44,7 @@ class Generation:
     watch: Watch
     _: KW_ONLY
     engine: Engine
+    carried: CarriedTokens
     rows: Sequence[PromptRow]
     sampling: SamplingParams
     checkpoints: Path
@@ -83,14 +84,10 @@ class Generation:
 
     def _launch(self, command: Launch) -> None:
         self.desk.round_kind = self.desk.round_kind or command.kind
-        self.engine.submit([self._request(sample) for sample in command.samples])
+        self.engine.submit(self.carried.requests(command, self.rows, self.sampling))
 
     def _release(self, command: Release) -> None:
         raise AssertionError(f"{command}: the one device of a run cannot be released")
-
-    def _request(self, sample: SampleId) -> GenerationRequest:
-        row = self.rows[sample.prompt.row]
-        return GenerationRequest(sample=sample, prompt_tokens=row.tokens, sampling=self.sampling)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Called in the engine's thread, between two decode steps."""
@@ -106,7 +103,10 @@ class Generation:
                     self._policy_is_broken = True
                     self.main.post(self.main.fail, self._broken_policy(event))
                     return
-                if output.response is not None:
+                if not isinstance(event, SampleFailed):
+                    self.carried.ended(event, output.response)
+                if isinstance(event, SampleGenerated):
+                    assert output.response is not None, f"{event.sample} has no response"
                     self.desk.lay_down(output.response)
                 self.bus.take(event)
             waits = self.scoring.waits

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.controller.checkpoint import (
+    CARRIED,
     FORMAT,
+    READABLE,
     Checkpoint,
     has_checkpoint,
     newest_checkpoint,
@@ -129,14 +131,15 @@ class RunFolder:
             elif path.is_dir():
                 shutil.rmtree(path)
 
-    def find_checkpoint(self) -> Checkpoint | None:
-        """Where a resume goes on; None if the run ended before its first checkpoint.
+    def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
+        """Where a resume goes on; None if the run ended before its first checkpoint. `carries`:
+        the run takes up the tokens of deferred prompts.
 
         Raises `RunError` or `CheckpointError` where that cannot be told, or where it cannot go on.
         """
         if has_checkpoint(self.checkpoints):
-            newest = newest_checkpoint(self.checkpoints)
-            if newest.format != FORMAT:
+            newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
+            if newest.format not in READABLE:
                 raise RunError(
                     f"{newest.folder} was written by another version of RollPacker (format "
                     f"{newest.format}, not {FORMAT}): resume the run with the version "

@@ -12,6 +12,7 @@ from functools import partial
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
@@ -47,8 +48,9 @@ class Training:
     config: RunConfig
     trainer: Trainer
     engine: Engine
-    """This and `reward` are only asked how they are."""
+    """This, `reward` and `carried` are only asked how they are."""
     reward: Reward
+    carried: CarriedTokens
     build_samples: BuildSamples
     rows: SampleRows | None
     """Keeps the samples' texts."""
@@ -116,6 +118,8 @@ class Training:
             )
         counts = self.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
+        with self.bus.lock:
+            metrics.update(self.carried.metrics())
         self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.table import ENGINES
+from rollpacker.rollout.table import ENGINES, TAKE_UP_CARRIED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,3 +180,8 @@ class EngineConfig:
             raise ValueError("max_slots must be at least 1")
         if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
             raise ValueError("kv_cache_gib must be more than 0")
+
+    @property
+    def takes_up_carried(self) -> bool:
+        """It goes on from tokens that an earlier launch left."""
+        return self.name in TAKE_UP_CARRIED

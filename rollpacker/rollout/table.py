@@ -7,3 +7,6 @@ ENGINES: dict[str, str] = {
 }
 """By the name in `rollout.engine.name`: `module:callable`. It is called with `model`, `tokenizer`
 and `config` (`EngineConfig`) by keyword and gives an `Engine`."""
+
+TAKE_UP_CARRIED = ("torch",)
+"""Those that go on from tokens which an earlier launch left (`GenerationRequest.carried`)."""
