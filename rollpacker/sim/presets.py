@@ -40,7 +40,7 @@ SYSTEMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """The switches of each system, as a scenario file would write them."""
 
-_STREAM = SYSTEMS["rollpacker"]["stream_trainer"]
+_STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
 """Shares of finished samples between which devices are released."""
 STREAMED_SHARE: float = _STREAM["max_share"]
