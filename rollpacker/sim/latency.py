@@ -99,8 +99,8 @@ _STEPS = f"{_PAPER}, Fig. 9 and 10, mean step times of the 7B, 14B and 32B set-u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Every constant of `DatasheetModel` that no datasheet gives, most of them fitted.
-    `constants()` lists them with unit and source."""
+    """Every constant of the machine that no datasheet gives, most of them fitted. `constants()`
+    lists them with unit and source."""
 
     launch_layer_s: float = _fitted(0.246e-3, "s per layer", _STEPS)
     """Host time to launch one layer of a decode step; the floor of small batches."""
@@ -135,12 +135,20 @@ class Calibration:
         1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
     )
 
+    synchronous_judge_share: float = _fitted(
+        0.61, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
+    )
+    """What a judge reaches when a step's calls come as one batch after the rollout."""
+
     def __post_init__(self) -> None:
         for constant in fields(self):
             value = getattr(self, constant.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
-        for name in ("bandwidth_share", "prefill_utilization", "train_utilization"):
+        for name in (
+            *("bandwidth_share", "prefill_utilization", "train_utilization"),
+            "synchronous_judge_share",
+        ):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie above 0 and not above 1")
 

@@ -40,28 +40,35 @@ SYSTEMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """The switches of each system, as a scenario file would write them."""
 
-_STREAM = SYSTEMS["rollpacker"]["stream_trainer"]
+_STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
 """Shares of finished samples between which devices are released."""
 STREAMED_SHARE: float = _STREAM["max_share"]
 """At most so much of a step's training is hidden under its rollout."""
 
-_CAP: int = _TABLES["lengths"]["cap"]
+_LENGTHS = _TABLES["lengths"]
+_CAP: int = _LENGTHS["cap"]
 """Longest response of the paper's length measurement, in tokens."""
-LONGER_SHARE: float = _TABLES["lengths"]["longer_share"]
+LONGER_SHARE: float = _LENGTHS["longer_share"]
 """Of the responses that ran into that cap, so many are taken to run past twice the cap."""
+LUCKY_SHARE: float = _LENGTHS["lucky_share"]
+"""Of the responses that ran into that cap, so many did so by luck, and not for a hard prompt."""
+PROMPTS: dict[str, float] = _LENGTHS["prompts"]
+"""What the prompt has to do with the length of its responses: three fields of `LengthLaw`."""
 
 
-def _law(quantiles: Mapping[float, int], capped_share: float) -> Mapping[float, int]:
-    """With the tail above the highest quantile that the figure shows."""
-    tail = {1 - capped_share: _CAP, 1 - LONGER_SHARE * capped_share: 2 * _CAP}
-    return {**quantiles, **tail}
+def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
+    """Tokens of a response by quantile, hard prompts left out: what the figure shows, and the tail
+    above its highest quantile."""
+    laws: dict[str, Mapping[float, int]] = {}
+    for name, law in _LENGTHS["laws"].items():
+        capped = lucky_share * law["capped_share"]
+        tail = {1 - capped: _CAP, 1 - longer_share * capped: 2 * _CAP}
+        laws[name] = {**law["quantiles"], **tail}
+    return laws
 
 
-LENGTH_LAWS: Mapping[str, Mapping[float, int]] = {
-    name: _law(**law) for name, law in _TABLES["lengths"]["laws"].items()
-}
-"""Tokens of a response by quantile."""
+LENGTH_LAWS = length_laws(LONGER_SHARE, LUCKY_SHARE)
 
 REWARD_KINDS: Mapping[str, RewardKind] = {
     name: RewardKind(**facts) for name, facts in _TABLES["rewards"].items()

@@ -27,7 +27,7 @@ rewards:
   - {kind: judge, share: 0.33, calls_per_s: 5.9}
 train: {tensor_parallel: 2, pipeline_parallel: 2, context_parallel: 2}
 system: rollpacker
-tail_batching: {enabled: true, prompt_factor: 1.25, sample_factor: 1.25, race: scored}
+tail_batching: {enabled: true, selection: published, sample_factor: 1.25, race: scored}
 reward_scheduler: {overlap: true, adaptive_timeout: true, colocated_judge: true}
 parallelism_planner: {enabled: true}
 stream_trainer: {enabled: true}
@@ -230,7 +230,13 @@ def test_several_problems_at_once(path: Path) -> None:
 
 def test_a_preset_fills_what_is_not_written(path: Path) -> None:
     scenario = load(path, text=SHORT)
-    assert scenario.tail_batching == TailBatchingConfig(race="scored", balance_sources=True)
+    assert scenario.tail_batching == TailBatchingConfig(
+        selection="published",
+        prompt_factor=1.25,
+        sample_factor=1.25,
+        race="scored",
+        balance_sources=True,
+    )
     assert scenario.stream_trainer.kinds == ("long", "flush")
     scenario = load(path, "system=verl", text=SHORT)
     assert not scenario.tail_batching.enabled
