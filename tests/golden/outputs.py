@@ -29,24 +29,27 @@ GOLDEN = HERE / "golden.json"
 LOGS = sorted((HERE / "logs").glob("*.jsonl.gz"))
 
 SMALLER = ("steps=6", "rollout.prompts_per_step=32")
+PUBLISHED = "system=rollpacker-published"
 SIMULATIONS: dict[str, tuple[str, ...]] = {
-    "7b-8k": (),
+    "7b-8k": (PUBLISHED,),
     "7b-8k plain": ("system=verl",),
-    "14b-16k": (),
+    "14b-16k": (PUBLISHED,),
     "14b-16k rlhfuse": ("system=rlhfuse",),
     "14b-16k oracle": ("system=oracle",),
     "14b-16k auto": (
+        PUBLISHED,
         "tail_batching.prompt_factor=auto",
         "tail_batching.sample_factor=auto",
         "tail_batching.race=generated",
     ),
     "14b-16k moments": (
+        PUBLISHED,
         "tail_batching.debias=moments",
         "tail_batching.race=generated",
         "stream_trainer.enabled=false",
     ),
-    "32b-32k": (),
-    "128-gpus": (),
+    "32b-32k": (PUBLISHED,),
+    "128-gpus": (PUBLISHED,),
 }
 """Scenario (and a name for the variant) -> overrides."""
 
