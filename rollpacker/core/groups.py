@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId, SampleId
@@ -15,6 +16,27 @@ IN_ENGINE = -1
 """Instead of a length, while the engine has the sample."""
 
 
+class CarriedLength(NamedTuple):
+    """What an earlier launch left of one response."""
+
+    tokens: int
+    whole: bool
+    """It is complete."""
+
+
+NOTHING_CARRIED = CarriedLength(0, False)
+
+
+class Waiting(NamedTuple):
+    """A prompt that waits for a round."""
+
+    prompt: PromptId
+    attempt: int = 0
+    """Which launch its next one is: how often it was deferred."""
+    carried: tuple[CarriedLength, ...] = ()
+    """What its launches have left of each response, by place; empty if they left nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
     """What a round is to do."""
@@ -22,8 +44,7 @@ class RoundPlan:
     number: int
     kind: RoundKind
     version: int
-    prompts: tuple[tuple[PromptId, int], ...]
-    """Prompts and the attempt that this launch is of each."""
+    prompts: tuple[Waiting, ...]
     num_samples: int
     """Launched per prompt."""
     samples_needed: int
@@ -40,30 +61,61 @@ class RoundPlan:
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
     defers_to: int = 0
     """Which queue its deferred prompts join; see `NextRound`."""
+    carries: bool = False
+    """What deferred prompts have generated is kept for their next launch."""
+    complement: bool = False
+    """The engine takes no end that comes before the place where a response had been cut off."""
+    max_deferrals: int | None = None
+    """The round does not end before those are done that were deferred so often."""
 
 
 class Quota:
     """Prompts that race for the same places."""
 
-    __slots__ = ("groups", "num_missing")
+    __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
+        self.num_awaited = 0
+        """Places kept for prompts that the round awaits, and that are not done yet."""
         self.groups: list[Group] = []
+
+    def join(self, group: Group) -> None:
+        """The group races here. It is awaited only as far as there are places."""
+        group.quota = self
+        self.groups.append(group)
+        group.awaited = group.awaited and self.num_awaited < self.num_missing
+        self.num_awaited += group.awaited
+
+    def take_place(self, group: Group) -> bool:
+        """A complete group takes a place, if one is left besides those that are kept."""
+        if group.awaited:
+            self.num_awaited -= 1
+        elif self.num_missing <= self.num_awaited:
+            return False
+        self.num_missing -= 1
+        return True
 
 
 class Group:
     """The samples of one prompt in this round. Lists are by sample index."""
 
     __slots__ = (
-        *("attempt", "deferred", "done", "finished", "lengths", "num_generating", "num_retries"),
-        *("num_unscored", "prompt", "quota", "samples", "states", "streamed", "values", "whole"),
+        *("attempt", "awaited", "carried", "deferred", "done", "finished", "kept_tokens"),
+        *("lengths", "num_generating", "num_retries", "num_unscored", "places", "prompt", "quota"),
+        *("samples", "states", "streamed", "values", "whole"),
     )
 
-    def __init__(self, prompt: PromptId, attempt: int) -> None:
-        self.prompt = prompt
-        self.attempt = attempt
+    def __init__(self, waiting: Waiting, max_deferrals: int | None) -> None:
+        self.prompt, self.attempt, self.carried = waiting
+        self.awaited = max_deferrals is not None and self.attempt >= max_deferrals
+        """The round does not end without it."""
         self.quota: Quota
+        self.places: list[int] = []
+        """Whose noise and carried tokens it has: its own index, or that of the failed sample that
+        it replaces."""
+        self.kept_tokens: list[int | None] = []
+        """Of its carried tokens, so many came out the same; None: not looked at."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
@@ -86,6 +138,43 @@ class Group:
         """Indices that finished first and have a verdict."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
+
+    def carried_at(self, index: int) -> CarriedLength:
+        """What this sample took up. One that replaces a failed one begins anew."""
+        if index < len(self.carried) and self.places[index] == index:
+            return self.carried[index]
+        return NOTHING_CARRIED
+
+    def new_tokens(self, index: int) -> int:
+        """What this launch has generated of the sample, which has left the engine."""
+        kept = self.kept_tokens[index]
+        return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
+
+    def to_carry(self) -> tuple[CarriedLength, ...]:
+        """What a deferred group leaves to its next launch, by place."""
+        left = [NOTHING_CARRIED] * (max(self.places) + 1)
+        for index, place in enumerate(self.places):
+            if self.states[index] is not SampleState.FAILED:
+                left[place] = CarriedLength(self.lengths[index], self.whole[index])
+        return tuple(left)
+
+    def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
+        """Lengths of complete responses, and where the others were stopped.
+
+        A carried response that came out differently was drawn a second time because it was long:
+        only its first draw says how long responses are, unless `complement` made the second one
+        longer than where the first was stopped.
+        """
+        ends: tuple[list[int], list[int]] = ([], [])
+        for index, state in enumerate(self.states):
+            if state is SampleState.FAILED:
+                continue
+            tokens, whole = self.lengths[index], self.whole[index]
+            kept, before = self.kept_tokens[index], self.carried_at(index)
+            if kept is not None and kept < before.tokens and (before.whole or not complement):
+                tokens, whole = before
+            ends[not whole].append(tokens)
+        return ends
 
     def settle(self, kept: Collection[int]) -> None:
         """The round is over: these are trained on, what else has come this far is dropped."""
@@ -111,6 +200,5 @@ def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
             shares[source] += 1
     quotas = {source: Quota(share) for source, share in shares.items()}
     for group in groups:
-        group.quota = quotas[group.prompt.source if plan.balance_sources else ""]
-        group.quota.groups.append(group)
+        quotas[group.prompt.source if plan.balance_sources else ""].join(group)
     return sum(quota.num_missing > 0 for quota in quotas.values())

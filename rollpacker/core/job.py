@@ -169,12 +169,21 @@ class Job:
         return self.config.prompts_per_step if gathered is None else gathered.missing
 
     def _num_to_fetch(self) -> int:
-        """Prompts that are missing for a race of fresh ones."""
-        return self.lengths.factors.num_prompts(self._num_wanted) - len(self.queues.fresh)
+        """Prompts that are missing for the next race."""
+        queues, racing = self.queues, self._num_to_race
+        return racing - queues.num_racing(racing) - len(queues.fresh)
+
+    @property
+    def _num_to_race(self) -> int:
+        return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _fetch(self) -> list[Command]:
+        """Prompts for the next race, if the pool does not have enough."""
+        count = self._num_to_fetch()
+        if count <= 0:
+            return self._start_race(RoundKind.SHORT)
         self.phase = Phase.FETCHING
-        return [FetchPrompts(count=self._num_to_fetch())]
+        return [FetchPrompts(count=count)]
 
     def _on_fetched(self, event: PromptsFetched) -> list[Command]:
         expect(self.phase, event)
@@ -190,15 +199,16 @@ class Job:
         if event.data_ended or epoch_flush:
             queues.draining = True
         if not tail.enabled and queues.fresh:
-            return self._start_fresh(RoundKind.PLAIN)
-        if queues.fresh and len(queues.fresh) >= self._num_wanted:
-            return self._start_fresh(RoundKind.SHORT)
+            return self._start_race(RoundKind.PLAIN)
+        num_ready = len(queues.fresh) + queues.num_racing(self._num_to_race)
+        if queues.fresh and num_ready >= self._num_wanted:
+            return self._start_race(RoundKind.SHORT)
         # Too few for a race: what is left of the epoch goes through the queue with the stragglers.
         queues.long.extend(queues.take_fresh())
         return self._next_step() if self._gathered is None else self._train(self._gathered)
 
-    def _start_fresh(self, kind: RoundKind) -> list[Command]:
-        prompts = self.queues.take_fresh()
+    def _start_race(self, kind: RoundKind) -> list[Command]:
+        prompts = self.queues.take_racing(self._num_to_race)
         return self._start(
             NextRound(
                 kind=kind,

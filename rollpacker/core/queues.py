@@ -3,11 +3,12 @@
 fresh      fetched for the round that is put together
 tiers      deferred, and to race once more (`tail_batching.tiers`)
 long       deferred, and to be awaited: first in, first out
+           with a pool (`tail_batching.stragglers`): to race on in the next round
 
 a long round      as soon as the long queue fills one
 a flush           where an epoch or the run ends: whatever the long queue holds
 a cascade         as soon as a tier's queue fills its race, the last tier first
-fresh prompts     otherwise
+fresh prompts     otherwise; with a pool those that wait come first, and fewer fresh ones
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.groups import RoundPlan
+from rollpacker.core.groups import RoundPlan, Waiting
 from rollpacker.core.ids import PromptId
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.plain import part_of, to_plain
-
-Waiting = tuple[PromptId, int]
-"""A prompt and the attempt that its next launch is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +42,7 @@ class NextRound:
     def plan(
         self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
     ) -> RoundPlan:
+        tail = config.tail_batching
         return RoundPlan(
             number=number,
             kind=self.kind,
@@ -53,13 +52,16 @@ class NextRound:
             samples_needed=config.samples_per_prompt,
             prompts_needed=self.prompts_needed,
             # Without overlap no verdict is there before the last response is.
-            race=config.tail_batching.race if config.rewards.overlap else "generated",
-            balance_sources=config.tail_batching.balance_sources,
+            race=tail.race if config.rewards.overlap else "generated",
+            balance_sources=tail.balance_sources,
             max_retries=config.max_retries,
             tensor_parallel=tensor_parallel,
             speculate=self.kind in config.speculate,
             min_verdicts=config.min_verdicts,
             defers_to=self.defers_to,
+            carries=tail.carries,
+            complement=tail.carry == "exact" and tail.complement,
+            max_deferrals=tail.max_deferrals if tail.pooled else None,
         )
 
 
@@ -76,6 +78,8 @@ class Queues:
         self.draining = False
         """The epoch or the run ends: the queues are emptied before anything fresh is fetched."""
         self.without_races = not tail.enabled
+        self._pooled = tail.pooled
+        self._carries = tail.carries
 
     def __len__(self) -> int:
         """Deferred prompts, whatever they wait for."""
@@ -89,7 +93,7 @@ class Queues:
             for waiting in self.tiers:
                 self.long.extend(waiting)
                 waiting.clear()
-        if len(self.long) >= self.prompts_per_step:
+        if len(self.long) >= self.prompts_per_step and (self.draining or not self._pooled):
             return self._awaited(RoundKind.LONG)
         if self.draining and self.long:
             return self._awaited(RoundKind.FLUSH)
@@ -98,10 +102,19 @@ class Queues:
                 return self._cascade(tier)
         return None
 
+    def num_racing(self, most: int) -> int:
+        """Deferred prompts that race in the next round, of so many prompts in all."""
+        return min(len(self.long), most) if self._pooled and not self.draining else 0
+
+    def take_racing(self, most: int) -> tuple[Waiting, ...]:
+        """What the next race launches: deferred prompts of the pool, and those that were fetched
+        beside them."""
+        return _first(self.long, self.num_racing(most)) + self.take_fresh()
+
     def take_fresh(self) -> tuple[Waiting, ...]:
         """The prompts fetched for the round, for their first attempt."""
         fresh, self.fresh = self.fresh, []
-        return tuple([(prompt, 0) for prompt in fresh])
+        return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
         """Prompts join the queue of this tier; beyond the last one, the long queue."""
@@ -138,8 +151,12 @@ class Queues:
     def restore(self, state: Mapping[str, Any]) -> None:
         """From the job's state. Prompts of a tier that the configuration no longer has wait for a
         long round; where no races are any more, whatever is queued is emptied first, rather than
-        at the end of its epoch."""
+        at the end of its epoch; where nothing is carried any more, it is let go."""
         saved = part_of(_Saved, state)
+        if not self._carries:
+            for queue in (saved.queue, *saved.tier_queues):
+                for place, one in enumerate(queue):
+                    queue[place] = one._replace(carried=())
         self.long.extend(saved.queue)
         for tier, waiting in enumerate(saved.tier_queues):
             self.defer(waiting, tier)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
-from rollpacker.core.groups import IN_ENGINE, Group, Quota, RoundPlan, share_out
+from rollpacker.core.groups import IN_ENGINE, Group, Quota, RoundPlan, Waiting, share_out
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
@@ -49,11 +49,11 @@ class Round:
         self.preemptions = 0
         self.num_launched = 0
         self.longest_tokens = 0
-        """Tokens of the longest response that the engine let go of."""
+        """Most tokens that this round generated of one response that the engine let go of."""
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
-        self._groups = {prompt: Group(prompt, attempt) for prompt, attempt in plan.prompts}
+        self._groups = {one.prompt: Group(one, plan.max_deferrals) for one in plan.prompts}
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
@@ -114,9 +114,14 @@ class Round:
             group.settle(kept)
         return tuple(groups), drops
 
-    def deferred(self) -> list[tuple[PromptId, int]]:
-        """Deferred prompts, in launch order, with the attempt that comes next."""
-        return [(g.prompt, g.attempt + 1) for g in self._groups.values() if g.deferred]
+    def deferred(self) -> list[Waiting]:
+        """Deferred prompts, in launch order, as they wait for their next launch."""
+        carries = self.plan.carries
+        return [
+            Waiting(g.prompt, g.attempt + 1, g.to_carry() if carries else ())
+            for g in self._groups.values()
+            if g.deferred
+        ]
 
     def take_complete(self) -> list[tuple[SampleId, ...]]:
         """Groups certain to be trained on whose verdicts are all there, not asked for before."""
@@ -141,18 +146,17 @@ class Round:
     def lengths(self) -> list[tuple[PromptId, list[int], list[int]]]:
         """For every prompt, the lengths of its complete responses and the tokens that stopped ones
         had reached."""
-        found = []
-        for group in self._groups.values():
-            ends: tuple[list[int], list[int]] = ([], [])
-            for tokens, state, whole in zip(group.lengths, group.states, group.whole, strict=True):
-                if state is not SampleState.FAILED:
-                    ends[not whole].append(tokens)
-            found.append((group.prompt, *ends))
-        return found
+        complement = self.plan.complement
+        groups = self._groups.values()
+        return [(group.prompt, *group.observed(complement=complement)) for group in groups]
 
     def tokens(self) -> int:
         """Tokens generated in this round, those of stopped samples included."""
-        return sum(sum(group.lengths) for group in self._groups.values())
+        return sum(
+            group.new_tokens(index)
+            for group in self._groups.values()
+            for index in range(len(group.samples))
+        )
 
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
@@ -166,7 +170,7 @@ class Round:
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
         sample = event.sample
-        group, index = self._leave_engine(sample, event.num_tokens)
+        group, index = self._leave_engine(sample, event.num_tokens, event.num_kept)
         group.whole[index] = True
         self.preemptions += event.preemptions
         if group.states[index] is not LAUNCHED:
@@ -224,16 +228,14 @@ class Round:
         group, index = self._group_of(event.sample)
         if group.states[index] is SampleState.LAUNCHED:
             raise StrayEventError(f"the engine let go of {event.sample}, which nobody aborted")
-        if group.lengths[index] != IN_ENGINE:
-            raise StrayEventError(f"the engine let go of {event.sample} twice")
-        group.lengths[index] = event.num_tokens
-        self.longest_tokens = max(self.longest_tokens, event.num_tokens)
+        self._leave_engine(event.sample, event.num_tokens, event.num_kept)
+        # Cut off before it was looked at, a complete response is as complete as it was.
+        group.whole[index] = event.num_kept is None and group.carried_at(index).whole
         self.preemptions += event.preemptions
-        self.num_in_engine -= 1
         return self._after_engine()
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
-        group, index = self._leave_engine(event.sample, 0)
+        group, index = self._leave_engine(event.sample, 0, 0)
         if group.states[index] is not SampleState.LAUNCHED:
             self._late["SampleFailed"] += 1
             return self._after_engine()
@@ -244,7 +246,9 @@ class Round:
             hopeful += group.num_unscored
         if hopeful < self.plan.samples_needed and group.num_retries < self.plan.max_retries:
             group.num_retries += 1
-            return [self._launch(self._add_samples(group, 1))]
+            replacement = self._add_samples(group, 1)
+            group.places[-1] = group.places[index]
+            return [self._launch(replacement, replaces=(event.sample,))]
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:
@@ -271,12 +275,13 @@ class Round:
         return self._finish_group(group)
 
     def _finish_group(self, group: Group) -> list[Command]:
+        quota = group.quota
+        if not quota.take_place(group):
+            return []  # complete, but every place left is kept for a prompt that is awaited
         group.done = True
         commands = self._stop(*self._let_go(group, SampleState.ABORTED))
         if not group.num_unscored:
             self._complete.append(group)
-        quota = group.quota
-        quota.num_missing -= 1
         if not quota.num_missing:
             self._num_open_quotas -= 1
             commands += self._end_race(quota)
@@ -345,7 +350,9 @@ class Round:
         samples = [SampleId(group.prompt, start + i, group.attempt) for i in range(count)]
         group.samples += samples
         group.states += [check(SampleState.PLANNED, SampleState.LAUNCHED)] * count
+        group.places += range(start, start + count)
         group.lengths += [IN_ENGINE] * count
+        group.kept_tokens += [None] * count
         group.whole += [False] * count
         group.values += [None] * count
         group.num_generating += count
@@ -353,8 +360,9 @@ class Round:
         self.num_launched += count
         return samples
 
-    def _launch(self, samples: list[SampleId]) -> Launch:
-        plan = self.plan
+    def _launch(self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()) -> Launch:
+        plan, groups = self.plan, self._groups
+        carried = [groups[sample.prompt].carried_at(sample.index).tokens for sample in samples]
         return Launch(
             round=plan.number,
             kind=plan.kind,
@@ -362,9 +370,13 @@ class Round:
             version=plan.version,
             tensor_parallel=plan.tensor_parallel,
             speculate=plan.speculate,
+            carried=tuple(carried) if any(carried) else (),
+            replaces=replaces,
         )
 
-    def _leave_engine(self, sample: SampleId, num_tokens: int) -> tuple[Group, int]:
+    def _leave_engine(
+        self, sample: SampleId, num_tokens: int, num_kept: int | None
+    ) -> tuple[Group, int]:
         """The engine is done with the sample."""
         prompt, index, attempt = sample
         group = self._groups.get(prompt)
@@ -373,8 +385,9 @@ class Round:
         if group.lengths[index] != IN_ENGINE:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
+        group.kept_tokens[index] = num_kept
         if num_tokens > self.longest_tokens:
-            self.longest_tokens = num_tokens
+            self.longest_tokens = max(self.longest_tokens, group.new_tokens(index))
         self.num_in_engine -= 1
         return group, index
 

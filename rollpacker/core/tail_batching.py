@@ -54,7 +54,7 @@ class Tier:
 
     prompt_factor: float = 1.25
     sample_factor: float | None = None
-    """None: as that of the short rounds, 1 with selection=none and 1.25 with selection=published."""
+    """None: 1 with selection=none, 1.25 with selection=published, as in the short rounds."""
 
     def __post_init__(self) -> None:
         _check_factor("prompt_factor", self.prompt_factor)

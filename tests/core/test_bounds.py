@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rollpacker.core.commands import Defer, Launch, RoundKind
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
-from tests.core.world import World
+from tests.core.world import World, published
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,7 +23,7 @@ from tests.core.world import World
 def test_the_queue_is_bounded_and_nobody_waits_for_long(
     p0: int, factor: float, seed: int, epochs: int, flush: bool
 ) -> None:
-    tail = TailBatchingConfig(prompt_factor=factor, flush_each_epoch=flush)
+    tail = published(prompt_factor=factor, flush_each_epoch=flush)
     config = JobConfig(prompts_per_step=p0, samples_per_prompt=2, max_steps=40, tail_batching=tail)
     world = World(config, num_rows=150, epochs=epochs, seed=seed).run()
     surplus = tail.factors.num_prompts(p0) - p0

@@ -12,7 +12,7 @@ from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Record, decode, encode
 from rollpacker.core.tail_batching import TailBatchingConfig
-from tests.core.world import World, commands_of
+from tests.core.world import World, commands_of, published
 
 NO_RACE = TailBatchingConfig(enabled=False)
 
@@ -92,7 +92,11 @@ def test_what_is_not_due_is_not_in_the_log() -> None:
 
 def test_kinds_of_round_that_speculate() -> None:
     config = JobConfig(
-        prompts_per_step=4, samples_per_prompt=2, max_steps=8, speculate=("long", "flush")
+        prompts_per_step=4,
+        samples_per_prompt=2,
+        max_steps=8,
+        speculate=("long", "flush"),
+        tail_batching=published(),
     )
     world = World(config, num_rows=100).run()
     launches = commands_of(world, Launch)

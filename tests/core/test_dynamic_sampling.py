@@ -10,8 +10,7 @@ from rollpacker.core.events import PromptsFetched, SampleScored
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
-from tests.core.world import World, commands_of, events_of
+from tests.core.world import World, commands_of, events_of, published
 
 
 def world(max_refills: int = 50, num_rows: int = 2000, steps: int = 12, **values: object) -> World:
@@ -31,7 +30,7 @@ def values_of(run: World) -> dict[SampleId, float | None]:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_every_step_gets_its_number_of_groups_and_all_have_signal(enabled: bool) -> None:
-    run = world(tail_batching=TailBatchingConfig(enabled=enabled))
+    run = world(tail_batching=published(enabled=enabled))
     values = values_of(run)
     steps = commands_of(run, TrainOn)[:12]
     assert [len(command.groups) for command in steps] == [4] * 12
@@ -68,7 +67,7 @@ def test_without_refills_a_step_goes_on_with_what_it_has() -> None:
 
 
 def test_filtered_prompts_never_come_back() -> None:
-    run = world()
+    run = world(tail_batching=published())
     dropped = set()
     for record in run.log:
         for command in record.commands:

@@ -42,7 +42,7 @@ from rollpacker.core.rounds import StrayEventError
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
-from tests.core.world import World, commands_of, events_of
+from tests.core.world import World, commands_of, events_of, published
 
 
 def job_config(p0: int = 4, r0: int = 3, steps: int | None = None, **tail: object) -> JobConfig:
@@ -50,7 +50,7 @@ def job_config(p0: int = 4, r0: int = 3, steps: int | None = None, **tail: objec
         prompts_per_step=p0,
         samples_per_prompt=r0,
         max_steps=steps,
-        tail_batching=TailBatchingConfig(**tail),  # type: ignore[arg-type]
+        tail_batching=published(**tail),  # type: ignore[arg-type]
     )
 
 
@@ -255,7 +255,7 @@ def test_what_it_waits_for_is_said_by_name() -> None:
 
 def tail_batching(**values: object) -> TailBatchingConfig | None:
     try:
-        return TailBatchingConfig(**values)  # type: ignore[arg-type]
+        return published(**values)  # type: ignore[arg-type]
     except ValueError:  # a combination that the config refuses
         return None
 

@@ -15,7 +15,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import TRANSITIONS, Phase, ProtocolError, expect, mermaid
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
-from tests.core.world import World
+from tests.core.world import World, published
 
 
 def config(**settings: object) -> JobConfig:
@@ -26,10 +26,10 @@ def config(**settings: object) -> JobConfig:
 REFILLED = DynamicSamplingConfig(enabled=True, max_refills=2)
 FAILING = UnkindConfig(failure_rate=0.6, late_finish_rate=0.5)
 SLOW = UnkindConfig(verdict_delay_s=40.0, no_verdict_rate=0.5)
-SCORED = TailBatchingConfig(race="scored")
+SCORED = published(race="scored")
 WORLDS = {
     "plain": World(config(tail_batching=TailBatchingConfig(enabled=False)), num_rows=20),
-    "tiers": World(config(tail_batching=TailBatchingConfig(tiers=(Tier(),))), num_rows=60),
+    "tiers": World(config(tail_batching=published(tiers=(Tier(),))), num_rows=60),
     "refills": World(config(dynamic_sampling=REFILLED), num_rows=17, epochs=2, seed=4),
     "refills at an end": World(config(dynamic_sampling=REFILLED), num_rows=5, epochs=40),
     "no data": World(config(), num_rows=0),
@@ -37,7 +37,7 @@ WORLDS = {
     "slow verdicts": World(config(), num_rows=60, unkind=SLOW),
     "no verdicts": World(config(), num_rows=60, unkind=UnkindConfig(no_verdict_rate=1.0)),
     "race on verdicts": World(
-        config(tail_batching=TailBatchingConfig(race="scored")),
+        config(tail_batching=published(race="scored")),
         num_rows=60,
         unkind=UnkindConfig(verdict_delay_s=40),
     ),

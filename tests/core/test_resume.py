@@ -14,8 +14,8 @@ from rollpacker.core.events import Committed
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Record, Session, decode, encode
-from rollpacker.core.tail_batching import AUTO_START, TailBatchingConfig, Tier
-from tests.core.world import World, commands_of
+from rollpacker.core.tail_batching import AUTO_START, Tier
+from tests.core.world import World, commands_of, published
 
 AUTO = {"prompt_factor": "auto", "sample_factor": "auto"}
 
@@ -25,13 +25,13 @@ def world_of(**tail: object) -> World:
         prompts_per_step=3,
         samples_per_prompt=2,
         max_steps=None,
-        tail_batching=TailBatchingConfig(**tail),  # type: ignore[arg-type]
+        tail_batching=published(**tail),  # type: ignore[arg-type]
     )
     return World(config, num_rows=80)
 
 
 def resumed(world: World, step: int, **tail: object) -> World:
-    changed = TailBatchingConfig(**tail)  # type: ignore[arg-type]
+    changed = published(**tail)  # type: ignore[arg-type]
     return world.resume_from(step, replace(world.config, tail_batching=changed))
 
 
@@ -88,13 +88,13 @@ def test_prompts_of_a_tier_that_is_gone_wait_for_a_long_round(after: dict[str, o
     world = world_of(tiers=(Tier(), Tier(prompt_factor=1.5))).run()
     step = next(s for s, (state, _, _) in world.snapshots.items() if all(state["tier_queues"]))
     state, _, _ = world.snapshots[step]
-    tail = TailBatchingConfig(**after)  # type: ignore[arg-type]
+    tail = published(**after)  # type: ignore[arg-type]
     job = Job.restore(replace(world.config, tail_batching=tail), state)
     kept = len(job.queues.tiers)
     assert kept == (len(tail.tiers) if tail.enabled else 0)
     gone = [tuple(waiting) for tier in state["tier_queues"][kept:] for waiting in tier]
     before = [tuple(waiting) for waiting in state["queue"]]
-    assert [(str(prompt), attempt) for prompt, attempt in job.queues.long] == before + gone
+    assert [(str(one.prompt), one.attempt, []) for one in job.queues.long] == before + gone
     changed = resumed(world, step, **after)
     assert not changed.job.ledger.open and changed.job.ledger.num_trained == 80
 

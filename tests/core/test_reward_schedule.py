@@ -10,9 +10,9 @@ from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardSchedule, RewardScheduleConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.tail_batching import Tier
 from rollpacker.sim.unkind import UnkindConfig
-from tests.core.world import World, commands_of, events_of
+from tests.core.world import World, commands_of, events_of, published
 
 
 def sample(row: int, index: int = 0) -> SampleId:
@@ -173,7 +173,7 @@ def test_a_pool_is_never_asked_for_more_than_its_workers() -> None:
         config(
             max_steps=4,
             rewards=RewardScheduleConfig(kinds=kinds),
-            tail_batching=TailBatchingConfig(race="scored"),
+            tail_batching=published(race="scored"),
         ),
         num_rows=100,
         unkind=UnkindConfig(verdict_delay_s=30.0),
@@ -220,7 +220,7 @@ def test_cancelled_checks_free_their_worker() -> None:
 
     def seconds(cancel: bool) -> float:
         rewards = RewardScheduleConfig(cancel=cancel, kinds={"train": RewardKindConfig(workers=4)})
-        tail = TailBatchingConfig(race="scored", sample_factor=2.0)
+        tail = published(race="scored", sample_factor=2.0)
         world = World(
             config(max_steps=5, rewards=rewards, tail_batching=tail),
             num_rows=100,
@@ -232,7 +232,7 @@ def test_cancelled_checks_free_their_worker() -> None:
 
 
 def test_cascades_race_deferred_prompts_once_more() -> None:
-    tail = TailBatchingConfig(
+    tail = published(
         prompt_factor=1.5, sample_factor=1.5, tiers=(Tier(prompt_factor=1.5, sample_factor=1.0),)
     )
     world = World(config(max_steps=40, tail_batching=tail), num_rows=1000).run()
@@ -255,7 +255,7 @@ def test_balanced_sources_keep_their_share_of_a_race() -> None:
         world = World(
             config(
                 max_steps=1,
-                tail_batching=TailBatchingConfig(
+                tail_batching=published(
                     prompt_factor=2.0, sample_factor=1.0, balance_sources=balanced
                 ),
             ),

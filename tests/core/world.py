@@ -45,7 +45,13 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Entry, Record
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
+
+
+def published(**keys: object) -> TailBatchingConfig:
+    """Tail batching as in the paper, with these settings."""
+    return TailBatchingConfig(selection="published", **keys)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -70,6 +76,11 @@ class World:
         self.heap: list[tuple[float, int, Event]] = []
         self.counter = 0
         self.running: dict[SampleId, float] = {}
+        """When each would have had no token yet."""
+        self.noise: dict[SampleId, SampleId] = {}
+        self.kept: dict[SampleId, int | None] = {}
+        self.left: dict[SampleId, int] = {}
+        """Tokens that an aborted or finished sample had, by whose noise it had."""
         self.checking: set[SampleId] = set()
         self.retried: set[SampleId] = set()
         self.version = 0
@@ -78,6 +89,8 @@ class World:
         self.streamed: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were begun, of this step."""
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
+        self.left_at: dict[int, dict[SampleId, int]] = {}
+        """`left`, as a checkpoint would hold it."""
         self.committed_s: dict[int, float] = {}
         """When each step was committed: a resumed run's clock goes on from there."""
 
@@ -103,6 +116,7 @@ class World:
         world = World(**settings | {"config": config or self.config})
         world.job = Job.restore(world.config, state)
         world.cursor, world.version = cursor, version
+        world.left = dict(self.left_at[step])
         world.time_s = self.committed_s[step]
         world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
@@ -115,7 +129,10 @@ class World:
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
             self.time_s, _, event = heapq.heappop(self.heap)
             if self.happens(event):
-                bus.take(self.misfortune.answer(event))
+                event = self.misfortune.answer(event)
+                if isinstance(event, SampleGenerated | SampleAborted):
+                    self.left[self.noise[event.sample]] = event.num_tokens
+                bus.take(event)
                 self.longest_queue = max(self.longest_queue, self.job.num_queued)
         assert self.finished, f"stuck: waiting for {self.job.waiting_for()}"
         return self
@@ -168,25 +185,35 @@ class World:
 
     def launch(self, command: Launch) -> None:
         assert command.version == self.version
-        for sample in command.samples:
+        carried = command.carried or (0,) * len(command.samples)
+        replaced = command.replaces or command.samples
+        for sample, tokens, origin in zip(command.samples, carried, replaced, strict=True):
             assert sample not in self.running, "launched twice"
-            length = self.length(sample, self.rng("length", sample))
-            self.running[sample] = self.time_s
+            noise = self.noise.get(origin) or self.config.tail_batching.noise_of(origin)
+            self.noise[sample] = noise
+            assert tokens in (0, self.left.get(noise)), "carried is what was left"
+            length = max(tokens, self.length(noise, self.rng("length", noise)))
+            self.running[sample] = self.time_s - tokens
+            self.kept[sample] = tokens or None
             event = SampleGenerated(
                 time_s=0.0,
                 sample=sample,
                 num_tokens=length,
                 finish_reason="stop",
                 version=self.version,
+                num_kept=tokens or None,
             )
-            self.push(float(length), event)
+            self.push(float(length - tokens), event)
         if command.round == self.stop_at_round:
             self.push(0.0, StopRequested(time_s=0.0))
 
     def abort(self, command: Abort) -> None:
         for sample in command.samples:
             num_tokens = int(self.time_s - self.running.pop(sample))
-            self.push(0.0, SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
+            event = SampleAborted(
+                time_s=0.0, sample=sample, num_tokens=num_tokens, num_kept=self.kept[sample]
+            )
+            self.push(0.0, event)
 
     def release(self, command: Release) -> None:
         raise AssertionError("there is one device")
@@ -235,6 +262,7 @@ class World:
 
     def commit(self, command: Commit) -> None:
         self.snapshots[command.step] = (self.job.state(), self.cursor, self.version)
+        self.left_at[command.step] = dict(self.left)
         self.committed_s[command.step] = self.time_s
         if command.step == self.stop_at_step:
             self.push(0.0, StopRequested(time_s=0.0))

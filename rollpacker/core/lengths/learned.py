@@ -44,6 +44,8 @@ class Learned:
                 max_length_shift=tail.max_length_shift,
                 debiased=tail.debias != "none",
             )
+        self._continued = tail.selection == "none"
+        """A prompt's next launch shows more of the same responses."""
         self._now = 0.0
         """Time of the event at hand, to the microsecond as the log has it."""
         self._since = 0.0
@@ -74,7 +76,7 @@ class Learned:
             )
         if self.window is not None:
             for prompt, finished, stopped in round_.lengths():
-                self.window.observe(prompt, finished, stopped)
+                self.window.observe(prompt, finished, stopped, continued=self._continued)
 
     def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
         """A step trains on samples of these lengths: their weights. None: all weigh the same."""

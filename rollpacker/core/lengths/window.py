@@ -124,9 +124,17 @@ class LengthWindow:
         self._steps_since_cold_fit = 0
         self._model: LengthModel | None = None
 
-    def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
+    def observe(
+        self,
+        prompt: PromptId,
+        finished: Sequence[int],
+        stopped: Sequence[int],
+        *,
+        continued: bool = False,
+    ) -> None:
         """One launch of a prompt: lengths of its complete responses, and where the others were
-        stopped, in tokens.
+        stopped, in tokens. `continued`: they are the responses of its launches before, now known
+        further, and not further ones.
 
         Raises `ValueError` for a length below 0 or above the cap.
         """
@@ -135,7 +143,7 @@ class LengthWindow:
             return
         self._num_seen += 1
         among = self._known.setdefault(prompt, self._new)
-        before = among.get(prompt, PromptLengths())
+        before = PromptLengths() if continued else among.get(prompt, PromptLengths())
         among[prompt] = PromptLengths(
             finished=(*before.finished, *finished), stopped=(*before.stopped, *stopped)
         )
