@@ -58,9 +58,9 @@ class VirtualClock:
         self._counter += 1
         heapq.heappush(self._heap, (self.time_s + seconds, self._counter, None, event))
 
-    def expect(self, moving: Moving, event: Callable[[], Event]) -> None:
-        """The next event of a moving thing, made by `event` at its time. To be called again
-        whenever that time has changed, but not after the event itself."""
+    def expect(self, moving: Moving, event: Callable[[], Event | None]) -> None:
+        """The next event of a moving thing, made by `event` at its time; None is passed over. To
+        be called again whenever that time has changed, but not after the event itself."""
         when = moving.next_finish
         if when != math.inf:
             self._counter += 1
@@ -96,6 +96,8 @@ class VirtualClock:
                         heapq.heapreplace(heap, (when, self._counter, moving, thing))
                     else:
                         heapq.heappop(heap)
+                    if event is None:
+                        continue
             take(event)
             if event is self.last:
                 return

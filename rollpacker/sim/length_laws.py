@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from rollpacker.sim.workload_spec import LengthLaw
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.int64]
 
+NORMAL = NormalDist()
 CHUNK = 16
 """Responses of a prompt drawn at once."""
 
@@ -37,6 +39,11 @@ class Lengths(Protocol):
     ) -> IntArray:
         """Lengths (N, CHUNK) of the responses chunk * CHUNK, ... of N prompts: their place among
         the part's prompts, their normal scores (N,), and the responses' (N, CHUNK)."""
+
+    def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
+        """Of a response to the prompt of this place and normal score, hard prompts left out: the
+        chance that it is longer than `tokens`, and the length of one that is, by a uniform
+        number."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
         """Possible lengths, and their probabilities; hard prompts left out."""
@@ -60,6 +67,23 @@ class _TableLengths:
         places = np.rint((z + _MAX_SCORE) * _STEPS_PER_UNIT).astype(np.int64)
         chosen: IntArray = self._table[np.clip(places, 0, self._table.size - 1)]
         return chosen
+
+    def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
+        first = int(np.searchsorted(self._table, tokens, side="right"))
+        if first == self._table.size:
+            return 0.0, lambda luck: tokens + 1
+        least_z = (first - 0.5) / _STEPS_PER_UNIT - _MAX_SCORE
+        if not self._own:
+            length = int(self._table[min(max(_place(u), 0), self._table.size - 1)])
+            return float(length > tokens), lambda luck: max(length, tokens + 1)
+        chance = 0.5 * math.erfc((least_z - self._shared * u) / self._own / math.sqrt(2))
+
+        def longer(luck: float) -> int:
+            e = -NORMAL.inv_cdf(min(max((1 - luck) * chance, 1e-300), 1 - 1e-16))
+            place = _place(self._shared * u + self._own * e)
+            return int(self._table[min(max(place, first), self._table.size - 1)])
+
+        return chance, longer
 
     def law(self) -> tuple[IntArray, FloatArray]:
         edges = _phi(np.concatenate([_SCORES - 0.5 / _STEPS_PER_UNIT, [np.inf]]))
@@ -94,6 +118,13 @@ class PoolLengths:
                 lengths[at, : recorded.size] = recorded
         return lengths
 
+    def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
+        pool = self._pools[rank % len(self._pools)]
+        longer = pool[pool > tokens]
+        if not longer.size:
+            return 0.0, lambda luck: tokens + 1
+        return longer.size / pool.size, lambda luck: int(longer[int(luck * longer.size)])
+
     def law(self) -> tuple[IntArray, FloatArray]:
         share = 1 / len(self._pools)
         weights = [np.full(pool.size, share / pool.size) for pool in self._pools]
@@ -108,6 +139,11 @@ def lengths_of(law: LengthLaw, cap: int) -> Lengths:
         return _TableLengths(_empirical_table(trace.lengths), law, cap)
     assert law.quantile_law is not None
     return _TableLengths(_quantile_table(law.quantile_law), law, cap)
+
+
+def _place(score: float) -> int:
+    """Of a normal score, on the grid of `_SCORES`."""
+    return round((score + _MAX_SCORE) * _STEPS_PER_UNIT)
 
 
 def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -102,6 +103,11 @@ class SystemResult:
     """Devices times the run's seconds, for putting the bubble into proportion."""
     num_releases: int
     """How often the stream plan released devices."""
+    own_length_mean: float = math.nan
+    """Of as many responses to the prompts that were trained on, if nobody selected and no weights
+    changed; nan: not known."""
+    mismatch: float = 0.0
+    """Share of the carried tokens drawn again that came out differently."""
 
     @property
     def mean(self) -> dict[str, float]:
@@ -116,6 +122,12 @@ class SystemResult:
     def length_shift(self) -> float:
         """Mean trained length over the policy's own, minus 1: -0.3 is 30 % shorter."""
         return self.trained_length_mean / self.policy_length_mean - 1
+
+    @property
+    def paired_shift(self) -> float:
+        """The same against the prompts that were trained on, whose lengths do not differ by chance:
+        0 if only the order changed."""
+        return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker simulate --json` prints it."""

@@ -173,6 +173,30 @@ class ParallelismSwitch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CarrySpec:
+    """How tokens of deferred prompts fare under newer weights (`carry.*`)."""
+
+    mismatch: float = 0.0
+    """Chance per token and update that a token comes out differently. A run measures its own."""
+    mismatch_band: tuple[float, float] | None = None
+    """Between these it lies for certain: a plan holds its bound on the length shift at both ends.
+    None: it is known."""
+
+    def __post_init__(self) -> None:
+        for name, rate in (
+            ("mismatch", self.mismatch),
+            *(("mismatch_band", rate) for rate in self.mismatch_band or ()),
+        ):
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, not {rate}")
+        low, high = self.mismatch_band or (self.mismatch, self.mismatch)
+        if not low <= self.mismatch <= high:
+            raise ValueError(
+                f"mismatch_band ({low:g} to {high:g}) must hold mismatch ({self.mismatch:g})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
     """What only a simulator can know (`oracle.*`)."""
 
@@ -210,6 +234,7 @@ class Scenario:
     parallelism_planner: ParallelismSwitch = field(default_factory=ParallelismSwitch)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
     oracle: OracleSpec = field(default_factory=OracleSpec)
+    carry: CarrySpec = field(default_factory=CarrySpec)
     unkind: UnkindConfig | None = None
     """What goes wrong: engines that fail, verdicts that get lost; None: nothing."""
     steps: int = 40

@@ -70,6 +70,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         max_running=rollout.max_running,
         speculation=rollout.speculation,
         check_slowdown={"judge": 1 / share},
+        mismatch=scenario.carry.mismatch,
     )
 
 

@@ -1,7 +1,7 @@
 """A run in virtual time: the bus of a real run, with ports that know only how long things take.
 
-      ports/rollout    ports/rewards    ports/training    ports/cursor
-        Launch,          Score,           StartGradients,   FetchPrompts
+      ports/rollout    ports/rewards    ports/training    ports/cursor    responses
+        Launch,          Score,           StartGradients,   FetchPrompts    Defer
         Abort,           CancelScore      TrainOn,
         Release                           SyncWeights, Commit
            |  finishes      |  verdicts       |  Trained, ...   |  prompts
@@ -20,16 +20,17 @@ import gc
 from collections.abc import Callable
 
 from rollpacker.bus import Bus, Port, Recorded, Routes, Sink
-from rollpacker.core.commands import Defer, Drop, Finish
+from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.sim.clock import VirtualClock
-from rollpacker.sim.machine import Machine, Responses
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
 from rollpacker.sim.ports.rewards import Rewards
 from rollpacker.sim.ports.rollout import Rollout
 from rollpacker.sim.ports.training import GradientWork, Training
+from rollpacker.sim.responses import Responses
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.tally import Tally
 from rollpacker.sim.unkind import Unkind, UnkindConfig
@@ -54,7 +55,8 @@ class Simulation:
         self.job = Job(config)
         self._clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload)
-        responses, work = Responses(workload), GradientWork()
+        self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
+        work = GradientWork()
         cap = config.max_response_tokens
         self.rollout = Rollout(clock, machine, responses, tally, work, cap)
         rewards = Rewards(clock, machine, workload, responses, cap)
@@ -71,7 +73,8 @@ class Simulation:
                 *ports,
                 Training(clock, machine, responses, tally, work, self._on_step),
                 Cursor(clock, workload),
-                Recorded(Defer, Drop),
+                responses,
+                Recorded(Drop),
                 self,
             ),
             sinks=() if observe is None else (observe,),
@@ -102,7 +105,8 @@ class Simulation:
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
-        return self._tally.result(self.job.stream.num_releases)
+        verified, differ = self._responses.num_verified, self._responses.num_mismatches
+        return self._tally.result(self.job.stream.num_releases, differ / max(verified, 1))
 
     def _take_unkindly(self, event: Event) -> None:
         assert self._unkind is not None

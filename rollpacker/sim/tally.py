@@ -29,6 +29,7 @@ class Tally:
         self._gpus = gpus
         self._workload = workload
         self._num_tail_trained = 0
+        self._tokens_redrawn = self._own_tokens = 0
         self.step = OpenStep(began_s=0.0)
         """Whoever takes a response out of an engine adds its tokens and preemptions here."""
 
@@ -54,13 +55,15 @@ class Tally:
         """Gradients of so many samples begin before the round is over."""
         self.step.num_streamed += num_samples
 
-    def training_begins(self, now_s: float, lengths: Sequence[int]) -> None:
-        """On responses of these lengths."""
+    def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
+        """On responses of these lengths, which would have `own_tokens` together if nobody selected
+        and no weights changed."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
         step.num_trained, step.tokens_trained = len(lengths), sum(lengths)
         step.max_trained = max(lengths, default=0)
+        self._own_tokens += own_tokens
         self._num_tail_trained += sum(length > p95 for length in lengths)
 
     def trained(self, now_s: float) -> None:
@@ -72,6 +75,7 @@ class Tally:
         if not step.num_trained:
             return False
         self.steps.append(step.result(end_s))
+        self._tokens_redrawn += step.tokens_redrawn
         self.bubble["sync"] += (end_s - step.trained_s) * self._gpus
         self.step = OpenStep(began_s=end_s)
         return True
@@ -86,14 +90,14 @@ class Tally:
 
     # -- the result --------------------------------------------------------------------
 
-    def result(self, num_releases: int) -> SystemResult:
+    def result(self, num_releases: int, mismatch: float = 0.0) -> SystemResult:
         """Of the steps so far, at least one."""
         steps = self.steps
         num_trained = sum(step.num_trained for step in steps)
         tokens_trained = sum(step.tokens_trained for step in steps)
         return SystemResult(
             steps=tuple(steps),
-            tokens_generated=sum(step.tokens_generated for step in steps),
+            tokens_generated=self._tokens_redrawn + sum(step.tokens_generated for step in steps),
             tokens_trained=tokens_trained,
             trained_length_mean=tokens_trained / num_trained,
             policy_length_mean=self._workload.policy_length_mean,
@@ -102,6 +106,8 @@ class Tally:
             bubble=dict(self.bubble),
             device_seconds=self._gpus * sum(step.total_s for step in steps),
             num_releases=num_releases,
+            own_length_mean=self._own_tokens / num_trained,
+            mismatch=mismatch,
         )
 
 
@@ -120,6 +126,8 @@ class OpenStep:
         self.trained_s = 0.0
         self.preemptions = 0
         self.tokens_generated = 0
+        self.tokens_redrawn = 0
+        """Of ends that were not taken."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

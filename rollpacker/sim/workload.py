@@ -2,6 +2,8 @@
 
 Every value is keyed by (seed, prompt, attempt, index): it is the same whatever else was launched,
 in whatever order and by whichever system, so that two systems differ by their decisions alone.
+Where noise belongs to the sample and not to the attempt (`tail_batching.selection=none`), attempt 0
+is asked for, whatever the attempt, and only what newer weights change is drawn with the attempt.
 
 Lengths follow a Gaussian copula. A prompt has a normal score u, each response of an attempt its own
 e, and the response's score is
@@ -36,6 +38,7 @@ CORRECT_SHARE = 0.5
 """Of the answers that are in time."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
+_MISMATCH_STREAM, _REDRAW_STREAM = 4, 5
 
 
 class Workload:
@@ -100,6 +103,7 @@ class Workload:
         self._ready: deque[PromptId] = deque()
         self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
         self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
+        self._prompts = functools.lru_cache(MAX_BLOCKS)(self._draw_prompts)
         self.policy_length_mean, self.policy_length_p95 = _policy(parts)
         """Mean and 95th percentile of what the policy writes by itself, capped, in tokens."""
         self.skip_truncated = frozenset(
@@ -163,6 +167,52 @@ class Workload:
         seconds, correct = self._verdicts(place // BLOCK_ROWS, attempt, index // CHUNK)
         at = place % BLOCK_ROWS * CHUNK + index % CHUNK
         return seconds[at], correct[at]
+
+    # -- under other weights -----------------------------------------------------------
+
+    def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:
+        """Of `num_tokens` tokens drawn before, each comes out differently with a chance of `rate`:
+        the position of the first that does, or `num_tokens`. The attempt is that of the launch that
+        draws them again."""
+        if rate <= 0 or not num_tokens:
+            return num_tokens
+        luck = _uniforms(1, *self._key(_MISMATCH_STREAM, sample))[0]
+        if rate >= 1:
+            return 0
+        return min(num_tokens, int(math.log1p(-luck) / math.log1p(-rate)))
+
+    def redrawn(self, sample: SampleId, turn: int, above: int) -> int:
+        """Length of a response of which the first `above` tokens stand and the rest is drawn anew,
+        in this attempt and turn.
+
+        Drawn from the prompt's own law, given that it is longer than that. An approximation: a real
+        prefix says more of the end than its length does.
+        """
+        prompt = sample.prompt
+        place = prompt.row if self._rows is None else self._place(prompt)
+        luck = _uniforms(2, *self._key(_REDRAW_STREAM, sample), turn)
+        scores, hard = self._prompts(place // BLOCK_ROWS)
+        at = place % BLOCK_ROWS
+        index = int(self._pattern[place % self._pattern.size])
+        law = self._parts[index].lengths
+        rank = int(self._ranks(place // BLOCK_ROWS, index, np.array([at]))[0])
+        chance, longer = law.beyond(rank, scores[at], above)
+        if law.hard_prompts and hard[at] < law.hard_prompts:
+            to_cap = law.hard_prompt_cap_probability
+            if luck[1] * (to_cap + (1 - to_cap) * chance) < to_cap:
+                return law.cap
+        return longer(float(luck[0]))
+
+    def _key(self, stream: int, sample: SampleId) -> tuple[int, ...]:
+        prompt = sample.prompt
+        place = prompt.row if self._rows is None else self._place(prompt)
+        return self._seed, stream, place, sample.attempt, sample.index
+
+    def _draw_prompts(self, block: int) -> tuple[list[float], list[float]]:
+        """Normal score of every prompt of the block, and the number that says whether it is
+        hard."""
+        scores = _normals(BLOCK_ROWS, self._seed, _PROMPT_STREAM, block)
+        return scores.tolist(), _uniforms(BLOCK_ROWS, self._seed, _HARD_STREAM, block).tolist()
 
     def _place(self, prompt: PromptId) -> int:
         """Of a recorded prompt, in the order of all passes."""

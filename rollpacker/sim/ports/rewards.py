@@ -13,7 +13,8 @@ from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import Event, SampleScored
 from rollpacker.core.ids import SampleId
 from rollpacker.sim.clock import VirtualClock
-from rollpacker.sim.machine import Machine, Responses
+from rollpacker.sim.machine import Machine
+from rollpacker.sim.responses import Responses
 from rollpacker.sim.workload import Workload
 
 _NO_PARTS: Mapping[str, float | None] = {}
@@ -46,11 +47,11 @@ class Rewards:
 
     def _score(self, command: Score) -> None:
         sample = command.sample
-        seconds, correct = self._workload.verdict(sample)
-        if sample[0][0] in self._skips:
-            responses = self._responses
-            if responses.lengths[responses.keys[sample]] >= self._cap:
-                seconds, correct = 0.0, False
+        responses = self._responses
+        key = responses.keys[sample]
+        seconds, correct = self._workload.verdict(responses.noises[key])
+        if sample[0][0] in self._skips and responses.lengths[key] >= self._cap:
+            seconds, correct = 0.0, False
         value = 1.0 if correct else 0.0
         if not seconds:
             event = SampleScored(time_s=0.0, sample=sample, value=value, parts=_NO_PARTS)

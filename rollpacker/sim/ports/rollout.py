@@ -12,8 +12,9 @@ from rollpacker.core.commands import Abort, Launch, Release
 from rollpacker.core.events import Event, SampleAborted, SampleGenerated
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
-from rollpacker.sim.machine import Machine, Responses
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.training import GradientWork
+from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 
 MIGRATION_S = 3.0
@@ -26,7 +27,7 @@ class Lane:
 
     __slots__ = ("engine", "finish", "last_busy_s")
 
-    def __init__(self, engine: TokenClockEngine, finish: Callable[[Lane], Event]) -> None:
+    def __init__(self, engine: TokenClockEngine, finish: Callable[[Lane], Event | None]) -> None:
         self.engine = engine
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
@@ -93,17 +94,25 @@ class Rollout:
 
     def _deal(self, command: Launch, now: float) -> None:
         """Samples go to the engines in turn."""
-        keys, lengths = self._responses.add(command.samples), self._responses.lengths
-        lanes = self._staying()
-        prefill_s = self._machine.latency.prefill_s
+        keys, responses = self._responses.add(command), self._responses
+        lengths, done = responses.lengths, responses.done
+        lanes, latency = self._staying(), self._machine.latency
+        token_s = latency.recompute_token_s(command.tensor_parallel) if command.carried else 0.0
         self._num_generating += len(keys)
         for turn, lane in enumerate(lanes):
             own = keys[turn :: len(lanes)]
             if own:
                 self._lane_of.update(dict.fromkeys(own, lane))
-                # The prefill gives the first token.
-                requests = [(key, lengths[key], 1 if lengths[key] > 1 else 0) for key in own]
-                lane.engine.submit(now, requests, prefill_s(len(own), command.tensor_parallel))
+                # The prefill gives the first token; that of carried tokens the one that follows
+                # those that stand. What is complete then takes one more step here.
+                requests = [
+                    (key, lengths[key], min(done[key] + 1, lengths[key] - 1)) for key in own
+                ]
+                prefill_s = latency.prefill_s(len(own), command.tensor_parallel)
+                if token_s:
+                    first = keys.start
+                    prefill_s += token_s * sum([command.carried[key - first] for key in own])
+                lane.engine.submit(now, requests, prefill_s)
                 self._clock.expect(lane.engine, lane.finish)
 
     def _staying(self) -> list[Lane]:
@@ -137,12 +146,19 @@ class Rollout:
 
     # -- what comes out ----------------------------------------------------------------
 
-    def _finish(self, lane: Lane) -> Event:
-        """The next response of this engine is complete, now."""
+    def _finish(self, lane: Lane) -> Event | None:
+        """The next response of this engine is complete, now. None: its end is drawn once more."""
         key, length, preemptions = lane.engine.pop()
+        responses = self._responses
         lane.last_busy_s = self._clock.time_s
         step = self._tally.step
-        step.tokens_generated += length
+        done = responses.done[key]
+        if responses.next_turn(key):
+            step.tokens_redrawn += length - done
+            length = responses.lengths[key]
+            lane.engine.submit(lane.last_busy_s, [(key, length, min(done + 1, length - 1))], 0.0)
+            return None
+        step.tokens_generated += length - done
         step.preemptions += preemptions
         self._num_generating -= 1
         if not self._num_generating:
@@ -150,11 +166,13 @@ class Rollout:
         assert self._launch is not None
         return SampleGenerated(
             time_s=0.0,
-            sample=self._responses.samples[key],
+            sample=responses.samples[key],
             num_tokens=length,
             finish_reason="stop" if length < self._cap else "length",
             version=self._launch.version,
             preemptions=preemptions,
+            num_kept=responses.kept.get(key),
+            num_redraws=responses.redraws.get(key, 0),
         )
 
     def _abort(self, command: Abort) -> None:
@@ -163,13 +181,14 @@ class Rollout:
         for sample in command.samples:
             key = keys[sample]
             by_lane.setdefault(self._lane_of[key], []).append(key)
-        reached: dict[int, tuple[int, int]] = {}
-        step = self._tally.step
+        responses, step = self._responses, self._tally.step
+        stopped: dict[int, tuple[int, int]] = {}
         for lane, group in by_lane.items():
             for key, tokens in zip(group, lane.engine.abort(now, group), strict=True):
-                preemptions = lane.engine.preemptions(key)
-                reached[key] = (tokens, preemptions)
-                step.tokens_generated += tokens
+                done, preemptions = responses.done[key], lane.engine.preemptions(key)
+                responses.reached[key] = tokens = max(tokens, done)
+                stopped[key] = (tokens, preemptions)
+                step.tokens_generated += tokens - done
                 step.preemptions += preemptions
             lane.last_busy_s = now
             self._clock.expect(lane.engine, lane.finish)
@@ -177,11 +196,17 @@ class Rollout:
         if not self._num_generating:
             self._rollout_ends()
         for sample in command.samples:
-            tokens, preemptions = reached[keys[sample]]
+            key = keys[sample]
+            tokens, preemptions = stopped[key]
             self._clock.after(
                 0.0,
                 SampleAborted(
-                    time_s=0.0, sample=sample, num_tokens=tokens, preemptions=preemptions
+                    time_s=0.0,
+                    sample=sample,
+                    num_tokens=tokens,
+                    preemptions=preemptions,
+                    num_kept=responses.kept.get(key),
+                    num_redraws=responses.redraws.get(key, 0),
                 ),
             )
 

@@ -9,7 +9,8 @@ from rollpacker.core.commands import Commit, StartGradients, SyncWeights, TrainO
 from rollpacker.core.events import Committed, Event, Trained, WeightsSynced
 from rollpacker.core.ids import SampleId
 from rollpacker.sim.clock import VirtualClock
-from rollpacker.sim.machine import Machine, Responses
+from rollpacker.sim.machine import Machine
+from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 
 
@@ -91,9 +92,11 @@ class Training:
     def _train(self, command: TrainOn) -> None:
         work, latency = self._work, self._machine.latency
         work.advance(self._clock.time_s)
-        self._tally.training_begins(self._clock.time_s, self._responses.lengths_of(command.groups))
+        responses = self._responses
+        lengths, own = responses.lengths_of(command.groups), responses.own_tokens(command.groups)
+        self._tally.training_begins(self._clock.time_s, lengths, own)
         rest = [group for group in command.groups if group[0] not in self._streamed]
-        work_s = work.backlog_s + self._work_s(self._responses.lengths_of(rest))
+        work_s = work.backlog_s + self._work_s(responses.lengths_of(rest))
         work.backlog_s = work.done_s = 0.0
         self._streamed.clear()
         self._clock.after(

@@ -1,0 +1,203 @@
+"""What is known of the responses of the step at hand, and what deferred prompts left behind.
+
+A response's length belongs to its (prompt, place), not to the attempt (`tail_batching.selection=
+none`): launched again, it is the one that was cut off. Under newer weights each token that was
+drawn before may come out differently, with a chance given per token and update (`carry.mismatch`);
+what stands before the first such token is kept, and the rest is a fresh draw from the prompt's own
+law, given what is kept (`Workload.redrawn`, an approximation).
+
+    kept tokens | the token that came out differently, and a new end    (turn 0)
+                | another end, if that one came at or before the floor  (turn 1, ...)
+
+The floor is where an unfinished response had been cut off (`tail_batching.complement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Defer, Launch
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.workload import Workload
+
+MAX_TURNS = 16
+"""An end at or before the floor is drawn once more at most so often, as in a real engine."""
+
+
+class Draw(NamedTuple):
+    """A response as it was when its prompt was deferred."""
+
+    length: int
+    """Of the whole response, were it to go on under these weights."""
+    tokens: int
+    """Generated so far."""
+    version: int
+    """Of the weights that they are draws from."""
+    attempt: int
+    """Of the launch whose noise its end has."""
+
+
+class Responses:
+    """The samples launched in a step, each with a key (a small number) and the length in tokens
+    that the policy would write. They are known from their launch to the commit of the step: a step
+    that is filled up trains on responses of several rounds."""
+
+    def __init__(
+        self, workload: Workload, tail: TailBatchingConfig | None = None, mismatch: float = 0.0
+    ) -> None:
+        """`mismatch`: chance per token and update that a token comes out differently."""
+        self.samples: list[SampleId] = []
+        """By key, as all below."""
+        self.lengths: list[int] = []
+        """Of the turn at hand."""
+        self.noises: list[SampleId] = []
+        """Whose noise it is, with the attempt in which its end was drawn."""
+        self.done: list[int] = []
+        """Tokens that it begins with; not generated anew."""
+        self.reached: dict[int, int] = {}
+        """Tokens of responses that were stopped."""
+        self.kept: dict[int, int] = {}
+        """Of those whose carried tokens were verified: how many came out the same."""
+        self.redraws: dict[int, int] = {}
+        """Of those that had any: turns taken so far, beyond the first."""
+        self.keys: dict[SampleId, int] = {}
+        self.num_verified = 0
+        """Carried tokens that were drawn again in the whole run ..."""
+        self.num_mismatches = 0
+        """... and how many of them came out differently: of a response at most the first."""
+        self._turns: dict[int, list[int]] = {}
+        """Lengths of the turns to come, the next one last."""
+        self._workload = workload
+        self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
+        self._mismatch = mismatch
+        self._left: dict[tuple[PromptId, int], Draw] = {}
+        """By place of the sample, for every deferred prompt."""
+        self._version = 0
+        """Of the step at hand."""
+
+    def routes(self) -> Routes:
+        return {Defer: self._keep}
+
+    def add(self, command: Launch) -> range:
+        """The keys of samples that are launched now."""
+        samples = command.samples
+        keys = range(len(self.samples), len(self.samples) + len(samples))
+        self._version = command.version
+        self.samples += samples
+        self.keys.update(zip(samples, keys, strict=True))
+        self.noises += self._noises(command)
+        self._add_lengths(self.noises[keys.start :])
+        self.done += command.carried or [0] * len(samples)
+        if command.replaces and self._tail.selection == "none":
+            self._repeat(keys, [self.keys[sample] for sample in command.replaces])
+        elif self._left:
+            self._take_up(keys, bool(command.carried))
+        return keys
+
+    def clear(self) -> None:
+        for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
+            known.clear()
+        for few in (self.reached, self.kept, self.redraws, self._turns):
+            few.clear()
+
+    def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
+        """Of all samples of these groups."""
+        keys, lengths = self.keys, self.lengths
+        return [lengths[keys[sample]] for group in groups for sample in group]
+
+    def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
+        """Tokens that as many samples of these groups' prompts would have where nobody selects and
+        no weights change."""
+        lengths = self._workload.lengths
+        return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
+
+    def next_turn(self, key: int) -> bool:
+        """The response has come to an end that is not taken: another one is drawn. False: it is
+        taken."""
+        turns = self._turns.get(key)
+        if not turns:
+            return False
+        self.lengths[key] = turns.pop()
+        self.redraws[key] = self.redraws.get(key, 0) + 1
+        return True
+
+    # -- launches ----------------------------------------------------------------------
+
+    def _noises(self, command: Launch) -> list[SampleId]:
+        if self._tail.selection == "published":
+            return list(command.samples)
+        if command.replaces:
+            return [self.noises[self.keys[sample]] for sample in command.replaces]
+        return [self._tail.noise_of(sample) for sample in command.samples]
+
+    def _add_lengths(self, samples: Sequence[SampleId]) -> None:
+        lengths, workload = self.lengths, self._workload
+        prompt, attempt, known = None, -1, [0]
+        for sample in samples:
+            if sample.prompt is not prompt or sample.attempt != attempt:
+                prompt, attempt = sample.prompt, sample.attempt
+                known = workload.lengths(prompt, attempt)
+            index = sample.index
+            if index >= len(known):
+                known = workload.lengths(prompt, attempt, index + 1)
+            lengths.append(known[index])
+
+    def _repeat(self, keys: range, failed: Sequence[int]) -> None:
+        """The engine failed on these: the same responses once more."""
+        for key, before in zip(keys, failed, strict=True):
+            self.lengths[key] = self.lengths[before]
+            if before in self.kept and self.done[key]:
+                self.kept[key] = self.done[key] = self.kept[before]
+
+    def _take_up(self, keys: range, carried: bool) -> None:
+        """Go on from what earlier launches of the same samples came to."""
+        exact = carried and self._tail.carry == "exact"
+        for key in keys:
+            noise = self.noises[key]
+            draw = self._left.pop((noise.prompt, noise.index), None)
+            if draw is None:
+                continue
+            self.lengths[key], self.noises[key] = draw.length, noise._replace(attempt=draw.attempt)
+            tokens = self.done[key] if carried else draw.tokens
+            if exact and tokens:
+                self.kept[key] = tokens
+            if self._tail.carry != "weighted":
+                self._verify(key, tokens, self._version - draw.version)
+
+    def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
+        """Draw these tokens again under weights that are so many updates newer."""
+        rate = 1 - (1 - self._mismatch) ** num_updates
+        noise = self.noises[key]._replace(attempt=self.samples[key].attempt)
+        kept = self._workload.first_mismatch(noise, num_tokens, rate)
+        if key in self.kept:
+            self.num_verified += min(kept + 1, num_tokens)
+            self.num_mismatches += kept < num_tokens
+        if kept == num_tokens:
+            return
+        whole = num_tokens >= self.lengths[key]
+        floor = 0
+        if key in self.kept:
+            self.kept[key] = self.done[key] = kept
+            floor = num_tokens if self._tail.complement and not whole else 0
+        turns = [self._workload.redrawn(noise, 0, kept)]
+        while turns[-1] <= floor and len(turns) <= MAX_TURNS:
+            turns.append(self._workload.redrawn(noise, len(turns), kept))
+        self.noises[key] = noise
+        self.lengths[key] = turns[0]
+        if len(turns) > 1:
+            self._turns[key] = turns[:0:-1]
+
+    def _keep(self, command: Defer) -> None:
+        """The prompts will be launched again."""
+        if self._tail.selection == "published":
+            return
+        prompts = set(command.prompts)
+        for key, sample in enumerate(self.samples):
+            if sample.prompt in prompts:
+                noise, length = self.noises[key], self.lengths[key]
+                tokens = self.reached.get(key, length)
+                draw = Draw(length, tokens, self._version, noise.attempt)
+                self._left[noise.prompt, noise.index] = draw
