@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
-from rollpacker.core.tail_batching import Race
+from rollpacker.core.tail_batching import Race, TailBatchingConfig
 
 IN_ENGINE = -1
 """Instead of a length, while the engine has the sample."""
@@ -52,7 +52,7 @@ class RoundPlan:
     prompts_needed: int
     """The round is over when so many prompts are done."""
     race: Race = "generated"
-    balance_sources: bool = False
+    tail: TailBatchingConfig
     max_retries: int = 2
     """Replacements launched per prompt for samples that the engine failed on."""
     tensor_parallel: int = 1
@@ -61,12 +61,6 @@ class RoundPlan:
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
     defers_to: int = 0
     """Which queue its deferred prompts join; see `NextRound`."""
-    carries: bool = False
-    """What deferred prompts have generated is kept for their next launch."""
-    complement: bool = False
-    """The engine takes no end that comes before the place where a response had been cut off."""
-    max_deferrals: int | None = None
-    """The round does not end before those are done that were deferred so often."""
 
 
 class Quota:
@@ -97,6 +91,7 @@ class Quota:
         return True
 
 
+# size: a list per fact of a sample, since rounds have thousands of them and every event reads some.
 class Group:
     """The samples of one prompt in this round. Lists are by sample index."""
 
@@ -106,9 +101,9 @@ class Group:
         *("samples", "states", "streamed", "values", "whole"),
     )
 
-    def __init__(self, waiting: Waiting, max_deferrals: int | None) -> None:
+    def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
-        self.awaited = max_deferrals is not None and self.attempt >= max_deferrals
+        self.awaited = awaited_after is not None and self.attempt >= awaited_after
         """The round does not end without it."""
         self.quota: Quota
         self.places: list[int] = []
@@ -189,7 +184,7 @@ class Group:
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
     """Give every group its quota; the number of quotas with places. Places go to sources in
     proportion to their prompts, remainders to the largest."""
-    if not plan.balance_sources:
+    if not plan.tail.balance_sources:
         shares = {"": plan.prompts_needed}
     else:
         counts = Counter(group.prompt.source for group in groups)
@@ -200,5 +195,5 @@ def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
             shares[source] += 1
     quotas = {source: Quota(share) for source, share in shares.items()}
     for group in groups:
-        quotas[group.prompt.source if plan.balance_sources else ""].join(group)
+        quotas[group.prompt.source if plan.tail.balance_sources else ""].join(group)
     return sum(quota.num_missing > 0 for quota in quotas.values())

@@ -88,8 +88,7 @@ class Job:
             max_response_tokens=config.max_response_tokens,
             trainer_apart=config.trainer_apart,
         )
-        self.num_late = Counter[str]()
-        """Late events, by event name."""
+        self.num_late = Counter[str]()  # by event name
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
         """What the rounds of this step have brought; None between steps."""
@@ -131,7 +130,7 @@ class Job:
 
     @property
     def waits_for_rewards(self) -> bool:
-        """The engine is done with the round; only verdicts are missing."""
+        """Only verdicts are missing."""
         return self._round is not None and not self._round.num_in_engine
 
     @property
@@ -168,17 +167,17 @@ class Job:
         gathered = self._gathered
         return self.config.prompts_per_step if gathered is None else gathered.missing
 
-    def _num_to_fetch(self) -> int:
-        """Prompts that are missing for the next race."""
-        queues, racing = self.queues, self._num_to_race
-        return racing - queues.num_racing(racing) - len(queues.fresh)
-
     @property
     def _num_to_race(self) -> int:
+        """Prompts that the next race launches."""
         return self.lengths.factors.num_prompts(self._num_wanted)
 
+    def _num_to_fetch(self) -> int:
+        """Those of them that are missing."""
+        num_waiting = self.queues.num_racing(self._num_to_race)
+        return self._num_to_race - num_waiting - len(self.queues.fresh)
+
     def _fetch(self) -> list[Command]:
-        """Prompts for the next race, if the pool does not have enough."""
         count = self._num_to_fetch()
         if count <= 0:
             return self._start_race(RoundKind.SHORT)
@@ -209,13 +208,10 @@ class Job:
 
     def _start_race(self, kind: RoundKind) -> list[Command]:
         prompts = self.queues.take_racing(self._num_to_race)
+        num_samples = self.lengths.factors.num_samples(self.config.samples_per_prompt)
+        needed = min(self._num_wanted, len(prompts))
         return self._start(
-            NextRound(
-                kind=kind,
-                prompts=prompts,
-                num_samples=self.lengths.factors.num_samples(self.config.samples_per_prompt),
-                prompts_needed=min(self._num_wanted, len(prompts)),
-            )
+            NextRound(kind=kind, prompts=prompts, num_samples=num_samples, prompts_needed=needed)
         )
 
     def _start(self, next_round: NextRound) -> list[Command]:
@@ -247,8 +243,7 @@ class Job:
 
     def _round_of(self, event: SampleGenerated | SampleAborted | SampleFailed) -> Round:
         if self._round is None:
-            what = f"{type(event).__name__} of {event.sample}"
-            raise StrayEventError(f"{what} while no round is under way")
+            raise StrayEventError(f"{type(event).__name__} of {event.sample} between rounds")
         return self._round
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -263,9 +258,7 @@ class Job:
     def _on_scored(self, event: SampleScored) -> list[Command]:
         retry = self.rewards.free(event)
         if retry is None:
-            raise StrayEventError(
-                f"a verdict on {event.sample}, which was not handed to the reward"
-            )
+            raise StrayEventError(f"a verdict on {event.sample}, which nobody asked for")
         round_ = self._round
         if event.cause:
             if round_ is not None and self.rewards.may_ask_again(event, retry):

@@ -53,15 +53,12 @@ class NextRound:
             prompts_needed=self.prompts_needed,
             # Without overlap no verdict is there before the last response is.
             race=tail.race if config.rewards.overlap else "generated",
-            balance_sources=tail.balance_sources,
+            tail=tail,
             max_retries=config.max_retries,
             tensor_parallel=tensor_parallel,
             speculate=self.kind in config.speculate,
             min_verdicts=config.min_verdicts,
             defers_to=self.defers_to,
-            carries=tail.carries,
-            complement=tail.carry == "exact" and tail.complement,
-            max_deferrals=tail.max_deferrals if tail.pooled else None,
         )
 
 

@@ -53,7 +53,7 @@ class Round:
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
-        self._groups = {one.prompt: Group(one, plan.max_deferrals) for one in plan.prompts}
+        self._groups = {one.prompt: Group(one, plan.tail.awaited_after) for one in plan.prompts}
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
@@ -116,7 +116,7 @@ class Round:
 
     def deferred(self) -> list[Waiting]:
         """Deferred prompts, in launch order, as they wait for their next launch."""
-        carries = self.plan.carries
+        carries = self.plan.tail.carries
         return [
             Waiting(g.prompt, g.attempt + 1, g.to_carry() if carries else ())
             for g in self._groups.values()
@@ -146,7 +146,7 @@ class Round:
     def lengths(self) -> list[tuple[PromptId, list[int], list[int]]]:
         """For every prompt, the lengths of its complete responses and the tokens that stopped ones
         had reached."""
-        complement = self.plan.complement
+        complement = self.plan.tail.complements
         groups = self._groups.values()
         return [(group.prompt, *group.observed(complement=complement)) for group in groups]
 

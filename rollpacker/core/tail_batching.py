@@ -195,6 +195,17 @@ class TailBatchingConfig:
         """Deferred prompts race on in the next round."""
         return self.enabled and self.stragglers == "pool"
 
+    @property
+    def complements(self) -> bool:
+        """No response ends before the place where it had been cut off."""
+        return self.carries and self.carry == "exact" and self.complement
+
+    @property
+    def awaited_after(self) -> int | None:
+        """A round does not end before prompts are done that were deferred so often. None: it
+        awaits nobody in particular."""
+        return self.max_deferrals if self.pooled else None
+
     def noise_of(self, sample: SampleId) -> SampleId:
         """Whose noise the sample draws with: its own, whatever the attempt, or with
         selection=published that of the attempt."""
