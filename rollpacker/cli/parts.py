@@ -258,10 +258,8 @@ def build_carried(
     tail = config.tail_batching
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)
-    expected = {
-        waiting.prompt: [carried.tokens for carried in waiting.carried]
-        for waiting in job.queues.waiting()
-    }
+    waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]
+    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waiting}
     return CarriedTokens(tail, read_carried(checkpoint.folder, tokenizer, expected))
 
 

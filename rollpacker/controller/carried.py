@@ -166,9 +166,7 @@ class CarriedTokens:
 
 def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
     """Into the folder of a checkpoint, if there is anything. `tokenizer`: its fingerprint."""
-    flat = [
-        (prompt, place, kept) for prompt, places in waiting.items() for place, kept in places.items()
-    ]
+    flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
     if not flat:
         return
     folder = folder / CARRIED

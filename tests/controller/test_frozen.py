@@ -129,11 +129,14 @@ class TickReward(FakeReward):
         return Scored(value=length % 3 / 2, parts={"fake": length % 3 / 2}, seconds=seconds)
 
 
+PUBLISHED = TailBatchingConfig(selection="published")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run's settings, and when it is stopped and taken up again."""
 
-    tail: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    tail: TailBatchingConfig = PUBLISHED
     stream: StreamConfig = field(default_factory=StreamConfig)
     sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
@@ -159,13 +162,13 @@ CASES = {
     "plain": Case(tail=TailBatchingConfig(enabled=False)),
     "tail": Case(),
     "tiers": Case(
-        tail=TailBatchingConfig(tiers=(Tier(prompt_factor=1.25, sample_factor=1.5),)), steps=8
+        tail=replace(PUBLISHED, tiers=(Tier(prompt_factor=1.25, sample_factor=1.5),)), steps=8
     ),
-    "debias": Case(tail=TailBatchingConfig(debias="moments"), steps=12),
+    "debias": Case(tail=replace(PUBLISHED, debias="moments"), steps=12),
     "streamed": Case(stream=StreamConfig(enabled=True, reward_wait=True)),
     "alone": Case(rewards=ALONE),
     "scored-race": Case(
-        tail=TailBatchingConfig(race="scored", sample_factor=2.0, prompt_factor=1.5), rewards=ALONE
+        tail=replace(PUBLISHED, race="scored", sample_factor=2.0, prompt_factor=1.5), rewards=ALONE
     ),
     "dynamic-sampling": Case(sampling=DynamicSamplingConfig(enabled=True), steps=4),
     "no-evaluation": Case(evaluate=None, steps=3),
