@@ -95,13 +95,14 @@ class CarriedTokens:
         ]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
-        """The engine let go of a sample. One that it did not even look at has what it had."""
-        prompt = event.sample.prompt
-        unseen = isinstance(event, SampleAborted) and event.num_kept is None
-        places = self._waiting.get(prompt, self._launched.get(prompt, {}))
+        """The engine let go of a sample. One that it has not even looked at stays as it was."""
         if not self._config.carries or response is None:
             return
-        if unseen and self._place_of(event.sample) in places:
+        prompt = event.sample.prompt
+        places = self._waiting.get(prompt, self._launched.get(prompt, {}))
+        kept = places.get(self._place_of(event.sample))
+        is_unseen = isinstance(event, SampleAborted) and event.num_kept is None
+        if is_unseen and kept is not None and len(kept.tokens) == event.num_tokens:
             return
         if prompt in self._waiting:
             self._keep(response)
@@ -127,7 +128,7 @@ class CarriedTokens:
         places = self._waiting[response.sample.prompt]
         place = self._place_of(response.sample)
         before = places.get(place)
-        # Cut off once, it belongs to the long ones for good, however often it is drawn anew.
+        # Cut off once, it is one of the long responses, and is so however often it is drawn anew.
         floor = 0 if before is None else before.floor
         if response.finish_reason == "aborted":
             floor = max(floor, len(response.tokens))

@@ -248,7 +248,9 @@ class Round:
             group.num_retries += 1
             replacement = self._add_samples(group, 1)
             group.places[-1] = group.places[index]
-            return [self._launch(replacement, replaces=(event.sample,))]
+            keeps_noise = self.plan.tail.selection == "none"
+            replaced = (event.sample,) if keeps_noise else ()
+            return [self._launch(replacement, replaces=replaced)]
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:

@@ -159,7 +159,7 @@ class Case:
 
 ALONE = RewardScheduleConfig(kinds={"train": RewardKindConfig(workers=3)})
 CASES = {
-    "plain": Case(tail=TailBatchingConfig(enabled=False)),
+    "plain": Case(tail=replace(PUBLISHED, enabled=False)),
     "tail": Case(),
     "tiers": Case(
         tail=replace(PUBLISHED, tiers=(Tier(prompt_factor=1.25, sample_factor=1.5),)), steps=8
@@ -268,6 +268,9 @@ def _checkpoint(folder: Path) -> str:
     checkpoint = newest_checkpoint(folder / "checkpoints")
     state = {key: checkpoint.state[key] for key in ("job", "cursor")}
     job = {key: value for key, value in state["job"].items() if key not in ("lengths", "planner")}
+    for queue in (job["queue"], *job["tier_queues"]):  # as they were before anything was carried
+        assert all(carried == [] for _, _, carried in queue)
+        queue[:] = [waiting[:2] for waiting in queue]
     return json.dumps([checkpoint.step, job, state["cursor"]], sort_keys=True)
 
 
