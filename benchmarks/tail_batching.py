@@ -272,7 +272,9 @@ def run_size(
 
 def _row(arm: Arm, sync: Arm, prompts_per_step: int, samples_per_prompt: int) -> dict[str, Any]:
     trained, wanted = arm.trained, sync.trained
-    assert trained.keys() >= wanted.keys(), "an arm left out a prompt"
+    prompts = {prompt for prompt, _ in wanted}
+    of_wanted = [len(tokens) for (prompt, _), tokens in trained.items() if prompt in prompts]
+    assert len(of_wanted) == len(wanted), "an arm left out a prompt"
     low, high = _speedup_interval(sync, arm)
     waits = (RoundKind.LONG, RoundKind.FLUSH)
     row = {
@@ -286,10 +288,10 @@ def _row(arm: Arm, sync: Arm, prompts_per_step: int, samples_per_prompt: int) ->
         / sum(r.seconds for r in arm.rounds),
         "generated_per_kept": sum(r.generated_tokens for r in arm.rounds)
         / sum(map(len, trained.values())),
-        "length_over_sync": statistics.fmean(len(trained[key]) for key in wanted)
+        "length_over_sync": statistics.fmean(of_wanted)
         / statistics.fmean(map(len, wanted.values())),
         "num_responses": len(wanted),
-        "num_equal": sum(trained[key] == tokens for key, tokens in wanted.items()),
+        "num_equal": sum(trained.get(key) == tokens for key, tokens in wanted.items()),
     }
     return row | (_tail(sync) if arm is sync else {})
 

@@ -157,6 +157,10 @@ class Decoder:
             self._prefill(batch, next_prompt)
         self._plan = None
 
+    def forget_plan(self) -> None:
+        """Rows went on, or back, by something else than a decode step."""
+        self._plan = None
+
     def forget_prompt(self) -> None:
         """Nothing waits any more, and the weights may change."""
         self._kept = None
