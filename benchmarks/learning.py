@@ -1,9 +1,13 @@
 """Does the quickstart learn, and does tail batching cost any of it? Paired seeds.
 
-Every seed gets its own demonstrations, warm-up and training run, twice from the same warmed-up
-weights: with tail batching (1.25, 1.25) and without. Held-out pass@1 is sampled at temperature 1
-with several samples per prompt, before and after. The interval of the paired difference is
-Student's.
+Every seed gets its own demonstrations and warm-up, and training runs from the same warmed-up
+weights: with tail batching as the quickstart has it, and without. Held-out pass@1 is sampled at
+temperature 1 with several samples per prompt, every few steps. The interval of a paired difference
+is Student's. Seconds to a pass@1 are those of steps, without evaluations and loading; the goal of a
+seed is a share of the lower of its two final values, and the curve is a line between evaluations.
+
+Two more runs per seed have a shadow (`shadow.py`): they say by how much training sees shorter or
+longer responses than the policy would have written, with tail batching as it is and as published.
 
     python benchmarks/learning.py [--seeds 0 1 2 3 4 5] [--jobs 2]
 """
@@ -11,12 +15,14 @@ Student's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,22 +30,42 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import ROOT, write_result
+from shadow import facts
 
 STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 """Two-sided 95 % points by degrees of freedom."""
 
 
+ARMS = {
+    "on": (),
+    "off": ("tail_batching.enabled=false",),
+    "published": ("tail_batching.selection=published", "tail_batching.prompt_factor=1.25"),
+}
+EVALUATE_EVERY = 20
+GOAL = 0.95
+"""Of the lower final pass@1 of a seed."""
+
+
 def rollpacker(*arguments: str) -> None:
-    command = [str(Path(sys.executable).parent / "rollpacker"), *arguments]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_script(
+        "-c", "import sys; from rollpacker.cli.main import main; sys.exit(main())", *arguments
+    )
+
+
+def run_script(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    return done.stdout
 
 
 def warm_up(seed: int, folder: Path) -> Path:
     """The warmed-up model of a seed."""
     demonstrations, model = folder / f"demonstrations-{seed}", folder / f"warm-{seed}"
+    if (model / "config.json").exists():
+        return model
     script = ROOT / "examples" / "quickstart" / "make_demonstrations.py"
-    command = [sys.executable, str(script), "--output", str(demonstrations), "--seed", str(seed)]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_script(str(script), "--output", str(demonstrations), "--seed", str(seed))
     rollpacker(
         "warmup",
         "configs/quickstart-warmup.yaml",
@@ -51,48 +77,78 @@ def warm_up(seed: int, folder: Path) -> Path:
     return model
 
 
-def train(seed: int, model: Path, folder: Path, *, tail_batching: bool) -> dict[str, Any]:
-    """One run; its summary and learning curve."""
-    name = f"{'on' if tail_batching else 'off'}-{seed}"
-    rollpacker(
-        "train",
+def settings(seed: int, model: Path, folder: Path, arm: str) -> list[str]:
+    return [
         "configs/quickstart.yaml",
         f"seed={seed}",
-        f"name={name}",
+        f"name={arm}-{seed}",
         f"runs_dir={folder}",
         f"model.path={model}",
-        f"tail_batching.enabled={str(tail_batching).lower()}",
-        "eval.samples_per_prompt=4",
         "save_samples=false",
+        *ARMS[arm],
+    ]
+
+
+def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, Any]:
+    """One run; its learning curve, by step and by seconds."""
+    rollpacker(
+        "train",
+        *settings(seed, model, folder, arm),
+        "eval.samples_per_prompt=4",
+        f"eval.every_steps={EVALUATE_EVERY}",
     )
-    run = folder / name
+    run = folder / f"{arm}-{seed}"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
+    curve, seconds = {}, 0.0
+    for row in rows:
+        seconds += row.get("timing_s/step", 0.0)
+        if "eval/pass@1" in row:
+            curve[row["step"]] = (seconds, row["eval/pass@1"])
     lengths = [row for row in rows if "response_length/max" in row]
-    ratios = [row["response_length_all/max"] / row["response_length_all/median"] for row in lengths]
-    summary = json.loads((run / "summary.json").read_text())
     return {
-        "curve": curve,
-        "before": curve[min(curve)],
-        "after": curve[max(curve)],
-        "prompts_trained": sum(row["round/prompts_trained"] for row in lengths),
+        "curve": [[step, *point] for step, point in sorted(curve.items())],
+        "before": curve[min(curve)][1],
+        "after": curve[max(curve)][1],
         "steps": len(lengths),
-        "longest_over_median_mean": statistics.mean(ratios),
-        "wall_s": summary["wall_s"],
+        "seconds": seconds,
         "rollout_s": sum(row["timing_s/gen"] for row in lengths),
+        **facts(run / "events.jsonl"),
     }
+
+
+def seconds_to(goal: float, curve: Sequence[tuple[int, float, float]]) -> float:
+    """Seconds of steps until the curve first reaches this pass@1."""
+    points = [(seconds, value) for _, seconds, value in curve]
+    for (start_s, start), (end_s, end) in itertools.pairwise(points):
+        if end >= goal:
+            share = (goal - start) / (end - start) if end > start else 0.0
+            return start_s + max(share, 0.0) * (end_s - start_s)
+    raise ValueError(f"no evaluation reached {goal}")
 
 
 def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     model = warm_up(seed, folder)
     result: dict[str, Any] = {"seed": seed}
-    for arm in ("on", "off"):
-        result[arm] = train(seed, model, folder, tail_batching=arm == "on")
+    arms = ("on", "off") if seed % 2 else ("off", "on")
+    for arm in arms:
+        result[arm] = train(seed, model, folder, arm)
         print(
             f"seed {seed}, tail batching {arm}: pass@1 {result[arm]['before']:.3f} -> "
-            f"{result[arm]['after']:.3f}",
+            f"{result[arm]['after']:.3f}, {result[arm]['seconds']:.0f} s of steps",
             flush=True,
         )
+    goal = GOAL * min(result[arm]["after"] for arm in arms)
+    result["goal"] = goal
+    for arm in arms:
+        result[arm]["seconds_to_goal"] = seconds_to(goal, result[arm]["curve"])
+    for arm in ("on", "published"):
+        shadow = run_script(
+            str(ROOT / "benchmarks" / "shadow.py"),
+            *settings(seed, model, folder / "shadows", arm),
+            "eval.every_steps=null",
+        )
+        result[f"shadow {arm}"] = json.loads(shadow.splitlines()[-1])
+        print(f"seed {seed}, shift {arm}: {result[f'shadow {arm}']['shift']:+.1%}", flush=True)
     return result
 
 
@@ -110,18 +166,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=2, help="seeds at the same time")
+    parser.add_argument("--folder", type=Path, help="keeps warmed-up models and runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
-        seeds = list(pool.map(lambda seed: one_seed(seed, Path(temporary)), args.seeds))
-    mean, low, high = paired_interval([s["on"]["after"] - s["off"]["after"] for s in seeds])
+        folder = args.folder or Path(temporary)
+        seeds = list(pool.map(lambda seed: one_seed(seed, folder), args.seeds))
+    speed_ups = [s["off"]["seconds_to_goal"] / s["on"]["seconds_to_goal"] for s in seeds]
     result = {
         "seeds": seeds,
-        "gain_with_tail_batching": [s["on"]["after"] - s["on"]["before"] for s in seeds],
-        "gain_without": [s["off"]["after"] - s["off"]["before"] for s in seeds],
-        "on_minus_off": {"mean": mean, "low": low, "high": high, "confidence": 0.95},
+        "on_minus_off": _interval([s["on"]["after"] - s["off"]["after"] for s in seeds]),
+        "shift": _interval([s["shadow on"]["shift"] for s in seeds]),
+        "shift_published": _interval([s["shadow published"]["shift"] for s in seeds]),
+        "off_over_on_seconds_to_goal": _interval(speed_ups),
+        "off_over_on_rollout_s": _interval(
+            [s["off"]["rollout_s"] / s["on"]["rollout_s"] for s in seeds]
+        ),
     }
     print(json.dumps({k: v for k, v in result.items() if k != "seeds"}, indent=1))
     write_result("learning", result)
+
+
+def _interval(values: list[float]) -> dict[str, float]:
+    mean, low, high = paired_interval(values)
+    return {"mean": mean, "low": low, "high": high, "confidence": 0.95}
 
 
 if __name__ == "__main__":

@@ -287,9 +287,7 @@ def costs(repeats: int) -> list[dict[str, object]]:
                 "ranked": lambda: ranked_draw(logits, noise),
                 "gumbel": lambda: gumbel_draw(logits, keys, counts),
             }
-            found.append(
-                {"vocabulary": name, "rows": rows, "milliseconds": _timed(arms, repeats)}
-            )
+            found.append({"vocabulary": name, "rows": rows, "milliseconds": _timed(arms, repeats)})
     return found
 
 
@@ -348,7 +346,9 @@ def main() -> None:
     print("closed forms against draws, standard errors:", {k: round(v, 1) for k, v in off.items()})
     timed = costs(args.repeats)
     for row in timed:
-        print(row["vocabulary"], row["rows"], {k: round(v, 3) for k, v in row["milliseconds"].items()})
+        print(
+            row["vocabulary"], row["rows"], {k: round(v, 3) for k, v in row["milliseconds"].items()}
+        )
     wide = [
         synthetic(VOCABULARIES[name], change, args.positions, seed=0)
         for name in ("32k", "151k")
