@@ -115,11 +115,20 @@ class RoundResult:
 class Arm:
     """One setting: a job of its own, driven round by round on an engine that all arms share."""
 
-    def __init__(self, policy: Policy, config: RunConfig, name: str, num_rounds: int) -> None:
-        rollout, tail = config.rollout, ARMS[name]
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunConfig,
+        name: str,
+        tail: TailBatchingConfig,
+        num_rounds: int,
+    ) -> None:
+        rollout = config.rollout
         self.name = name
         self.tail = tail
         self.finished = False
+        self.num_carried = 0
+        """Responses that were taken up where an earlier round had left them."""
         self.rounds: list[RoundResult] = []
         self._policy = policy
         self._sampling = _sampling(rollout, config.seed)
@@ -204,6 +213,7 @@ class Arm:
         if not command.replaces:
             self.rounds.append(RoundResult(command.kind, time.perf_counter()))
         carried = command.carried or (0,) * len(command.samples)
+        self.num_carried += sum(tokens > 0 for tokens in carried)
         self._launched.update(zip(command.samples, carried, strict=True))
         self._policy.engine.submit(self._carried.requests(command, rows, self._sampling))
 
@@ -255,11 +265,11 @@ def run_size(
     """All arms at one round size; a row of results for each, the arm that waits for all first."""
     rollout = dataclasses.replace(config.rollout, prompts_per_step=prompts_per_step)
     config = dataclasses.replace(config, rollout=rollout)
-    for name in ARMS:
-        warm = Arm(policy, config, name, WARMUP_ROUNDS + 1)
+    for name, tail in ARMS.items():
+        warm = Arm(policy, config, name, tail, WARMUP_ROUNDS + 1)
         for _ in range(WARMUP_ROUNDS):
             warm.run_round()
-    arms = [Arm(policy, config, name, num_rounds) for name in ARMS]
+    arms = [Arm(policy, config, name, tail, num_rounds) for name, tail in ARMS.items()]
     for number in range(num_rounds):
         first = number % len(arms)  # nobody always runs behind the same neighbour
         for arm in arms[first:] + arms[:first]:

@@ -1,0 +1,89 @@
+"""Is it the same responses that are trained on, with tail batching and without? On a frozen policy.
+
+The real engine, the real core (`Job`) and what carries tokens in a run work off the prompts of the
+quickstart and of code-tiny, under several seeds, at several factors, with a queue and with a pool.
+Every response that would be trained on is compared, token for token, with that of a run that waits
+for all; so are the numbers of responses.
+
+    python benchmarks/order_only.py [--rounds 40] [--seeds 0 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT, write_result
+from tail_batching import SYNC, Arm
+from workload import load_workload
+
+from rollpacker.cli.parts import load_policy
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.tail_batching import Stragglers, TailBatchingConfig
+
+CONFIGS = ("quickstart", "code-tiny")
+FACTORS = (1.25, 1.5, 2.0)
+STRAGGLERS: tuple[Stragglers, ...] = ("queue", "pool")
+
+
+def compare(config: RunConfig, seeds: list[int], num_rounds: int) -> list[dict[str, Any]]:
+    """Every setting against waiting for all, under every seed."""
+    rows = []
+    for seed in seeds:
+        seeded = dataclasses.replace(config, seed=seed)
+        policy = load_policy(seeded, threads=config.train.threads)
+        wanted = _run(Arm(policy, seeded, "off", SYNC, num_rounds))
+        for factor, stragglers in itertools.product(FACTORS, STRAGGLERS):
+            tail = TailBatchingConfig(
+                prompt_factor=factor, stragglers=stragglers, flush_each_epoch=False
+            )
+            arm = _run(Arm(policy, seeded, f"{stragglers} {factor:g}", tail, num_rounds))
+            trained = {key: arm.trained.get(key) for key in wanted.trained}
+            row = {
+                "config": config.name,
+                "seed": seed,
+                "arm": arm.name,
+                "responses": len(wanted.trained),
+                "equal": sum(trained[key] == tokens for key, tokens in wanted.trained.items()),
+                "deferred_responses": arm.num_carried,
+            }
+            rows.append(row)
+            print(
+                f"{row['config']:12} seed {seed}  {arm.name:10} {row['equal']:,} of "
+                f"{row['responses']:,} equal, {row['deferred_responses']:,} carried",
+                flush=True,
+            )
+        asyncio.run(policy.engine.close())
+    return rows
+
+
+def _run(arm: Arm) -> Arm:
+    while not arm.finished:
+        arm.run_round()
+    return arm
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in CONFIGS:
+        workload = argparse.Namespace(
+            config=ROOT / "configs" / f"{name}.yaml", model=None, threads=1
+        )
+        rows += compare(load_workload(workload), args.seeds, args.rounds)
+    num, num_equal = (sum(row[key] for row in rows) for key in ("responses", "equal"))
+    print(f"{num_equal:,} of {num:,} responses are equal, token for token")
+    result = write_result("order_only", {"rounds": args.rounds, "rows": rows})
+    print(f"written: {Path(result).name}")
+    return 0 if num_equal == num else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
