@@ -355,6 +355,11 @@ class Decoder:
         ).logits
         return logits.flatten(0, 1).index_select(0, step.real)
 
+    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
+        """Take rows back to their first `counts` tokens (`RowTable.cut`)."""
+        self.rows.cut(rows, counts)
+        self._plan = None
+
     @property
     def query_groups(self) -> int:
         """The most query heads that share a key head."""
