@@ -220,8 +220,7 @@ class Extender:
             for row in refused.tolist():
                 self._rows.turn_over(row)
             last = column("count")[refused] - 1
-            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
-            self._decoder.forget_plan()
+            self._decoder.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
         return again
 
     # -- one pass ----------------------------------------------------------------------------------
