@@ -18,6 +18,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import Carried, GenerationRequest, Response, SamplingParams
+from rollpacker.trainer.estimate import CARRIED_TOKEN_BYTES
 
 PROMPT = PromptId("train", 0, 0)
 ROWS = (PromptRow(prompt="p", tokens=(1, 2), columns={}),)
@@ -87,7 +88,7 @@ def test_whole_and_cut_responses_are_taken_up_by_the_next_launch() -> None:
     defer(carrying)
     end(carrying, sample(1), 7, whole=False)
     end(carrying, sample(2), whole=False)  # it had not begun
-    assert carrying.metrics() == {"carry/bytes": 3 * 12}
+    assert carrying.metrics() == {"carry/bytes": 3 * CARRIED_TOKEN_BYTES}
     carrying.settle()
     requests = launch(carrying, *(sample(i, 1) for i in range(3)), carried=(2, 1, 0))
     assert [r.noise for r in requests] == [sample(0), sample(1), sample(2)]
