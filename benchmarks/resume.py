@@ -3,9 +3,11 @@
 A tiny model is trained once without interruption. Then, for every k, a run is killed as soon as
 step k is committed and resumed to its end; and one run is killed at random moments until it is
 through. Compared by SHA-256: weights, optimizer, cursor, job (long queue and ledger) and metrics.
-The logs are checked by `exactly_once.py`, which shares no code with RollPacker.
+The logs are checked by `exactly_once.py`, which shares no code with RollPacker. Every arm has its
+own runs: deferred prompts in a pool or in the long queue, with their tokens carried, and as
+published.
 
-    python benchmarks/resume.py [--steps 12] [--kills 20] [--quick]
+    python benchmarks/resume.py [--steps 12] [--kills 20] [--arm NAME] [--quick]
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from exactly_once import check
 from machine import write_result
 from safetensors.numpy import load_file
 
-ALPHABET = "0123456789+-=?.,: abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ARMS = {
+    "pool": ("tail_batching.prompt_factor=1.5",),
+    "queue": ("tail_batching.prompt_factor=1.5", "tail_batching.stragglers=queue"),
+    "published": ("tail_batching.selection=published",),
+}
+
+ALPHABET = "0123456789+=aeioubcd"
+"""Short, so that a random model ends its responses after some 20 tokens: lengths differ."""
 
 
 def write_model(folder: Path) -> None:
@@ -73,7 +82,7 @@ def write_config(folder: Path, steps: int) -> Path:
         "runs_dir": str(folder / "runs"),
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "data": {"train": {"kind": "jsonl", "path": str(folder / "rows.jsonl")}},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "max_response_tokens": 40},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "max_response_tokens": 80},
         "train": {"steps": steps, "learning_rate": 1e-3, "threads": 1, "schedule": "linear"},
         "rewards": [{"function": f"{folder / 'reward.py'}:vowels"}],
         "checkpoint": {"every_steps": 1},
@@ -167,96 +176,128 @@ def committed(step: int) -> Callable[[Any], bool]:
     )
 
 
-def killed_at_every_step(config: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
+def carried_at_a_kill(folder: Path) -> int:
+    """Bytes of carried tokens in the newest checkpoint of a run that was killed."""
+    newest = max((folder / "checkpoints").glob("step_*[0-9]"), default=folder)
+    return sum(path.stat().st_size for path in (newest / "carried").glob("*.npy"))
+
+
+def carried_tokens(folder: Path) -> int:
+    """Of all launches in a run's log."""
+    log = map(json.loads, (folder / "events.jsonl").open())
+    commands = [command for entry in log for command in entry.get("commands", ())]
+    return sum(sum(command.get("carried", ())) for command in commands)
+
+
+def killed_at_every_step(
+    config: Path, runs: Path, steps: int, arm: tuple[str, ...]
+) -> list[dict[str, Any]]:
     """For every k: killed once step k is committed, then resumed."""
-    expected = fingerprints(folder / "runs" / "reference")
+    expected = fingerprints(runs / "reference")
     results = []
     for k in range(1, steps + 1):
         name = f"killed-{k}"
-        code = run(config, name, kill=committed(k))
+        code = run(config, name, kill=committed(k), overrides=arm)
         assert code == -signal.SIGKILL, f"the run was to be killed after step {k}, it exited {code}"
-        assert run(config, name, resume=True) == 0
+        carried = carried_at_a_kill(runs / name)
+        assert run(config, name, resume=True, overrides=arm) == 0
         different = [
-            part
-            for part, digest in fingerprints(folder / "runs" / name).items()
-            if digest != expected[part]
+            part for part, digest in fingerprints(runs / name).items() if digest != expected[part]
         ]
-        problems = check(folder / "runs" / name / "events.jsonl")["problems"]
-        results.append({"k": k, "different": different, "problems": problems})
+        problems = check(runs / name / "events.jsonl")["problems"]
+        result = {"k": k, "carried_bytes": carried, "different": different, "problems": problems}
+        results.append(result)
         print(f"killed after step {k}: {different or 'equal'}", flush=True)
     return results
 
 
-def killed_at_random(config: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """One run, killed `kills` times at random moments, checkpoints every second step."""
-    rng = random.Random(seed)
-    name, overrides = "random", ("checkpoint.every_steps=2",)
+def killed_at_random(
+    config: Path, runs: Path, kills: int, longest_s: float, arm: tuple[str, ...]
+) -> dict[str, Any]:
+    """One run, killed `kills` times, each time after at most `longest_s` seconds, checkpoints every
+    second step."""
+    rng = random.Random(0)
+    name, overrides = "random", (*arm, "checkpoint.every_steps=2")
     killed = 0
+    with_carried = 0
     while killed < kills:
-        kill = rng.uniform(0.2, 3.0)
+        kill = rng.uniform(0.2, longest_s)
         if run(config, name, resume=killed > 0, kill=kill, overrides=overrides) == 0:
             break
         killed += 1
+        with_carried += carried_at_a_kill(runs / name) > 0
     else:
         assert run(config, name, resume=True, overrides=overrides) == 0
-    result = check(folder / "runs" / name / "events.jsonl")
-    expected = fingerprints(folder / "runs" / "reference")
-    found = fingerprints(folder / "runs" / name)
+    result = check(runs / name / "events.jsonl")
+    expected = fingerprints(runs / "reference")
+    found = fingerprints(runs / name)
     result["kills"] = killed
+    result["kills_with_carried_tokens"] = with_carried
     result["different"] = [part for part in expected if expected[part] != found[part]]
     return result
 
 
-def measure(steps: int, kills: int) -> dict[str, Any]:
+def measure(arm: str, steps: int, kills: int) -> dict[str, Any]:
     import torch
     import transformers  # noqa: F401  (imported once, before the forks)
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        runs, overrides = folder / "runs", ARMS[arm]
         write_model(folder / "model")
         config = write_config(folder, steps)
-        assert run(config, "reference") == 0
-        assert run(config, "again") == 0
-        again = fingerprints(folder / "runs" / "again") == fingerprints(
-            folder / "runs" / "reference"
-        )
-        total = check(folder / "runs" / "reference" / "events.jsonl")
-        every = killed_at_every_step(config, folder, total["steps"])
+        assert run(config, "reference", overrides=overrides) == 0
+        assert run(config, "again", overrides=overrides) == 0
+        again = fingerprints(runs / "again") == fingerprints(runs / "reference")
+        total = check(runs / "reference" / "events.jsonl")
+        carried = carried_tokens(runs / "reference")
+        every = killed_at_every_step(config, runs, total["steps"], overrides)
+        runs.rename(folder / "short-runs")
         long_config = write_config(folder, max(steps, 10 * kills))
-        assert run(long_config, "reference", overrides=("runs_dir=" + str(folder / "long"),)) == 0
-        (folder / "runs").rename(folder / "short-runs")
-        (folder / "long").rename(folder / "runs")
-        at_random = killed_at_random(long_config, folder, kills, seed=0)
+        began = time.perf_counter()
+        assert run(long_config, "reference", overrides=overrides) == 0
+        longest_s = (time.perf_counter() - began) / 2
+        at_random = killed_at_random(long_config, runs, kills, longest_s, overrides)
     return {
         "two_runs_equal": again,
         "steps": total["steps"],
+        "carried_tokens": carried,
         "killed_after_each_step": every,
         "killed_at_random": at_random,
     }
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Nothing differs, and where tokens are carried some kills found them in a checkpoint."""
+    at_random, each = result["killed_at_random"], result["killed_after_each_step"]
+    carries = result["carried_tokens"] > 0
+    return (
+        result["two_runs_equal"]
+        and not any(one["different"] or one["problems"] for one in [*each, at_random])
+        and any(one["carried_bytes"] for one in each) == carries
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--arm", choices=ARMS, help="this one alone; nothing is written")
     parser.add_argument("--quick", action="store_true", help="3 steps, 3 kills, nothing is written")
     args = parser.parse_args()
     began = time.perf_counter()
-    result = measure(3, 3) if args.quick else measure(args.steps, args.kills)
-    at_random = result["killed_at_random"]
-    good = (
-        result["two_runs_equal"]
-        and not any(r["different"] or r["problems"] for r in result["killed_after_each_step"])
-        and not at_random["different"]
-        and not at_random["problems"]
-    )
-    result["all_equal"] = good
+    steps, kills = (3, 3) if args.quick else (args.steps, args.kills)
+    names = ARMS if args.arm is None else (args.arm,)
+    result: dict[str, Any] = {"arms": {name: measure(name, steps, kills) for name in names}}
+    for name, arm in result["arms"].items():
+        assert (arm["carried_tokens"] > 0) == (name != "published"), name
+    result["all_equal"] = all(map(is_good, result["arms"].values()))
     result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps({k: v for k, v in result.items() if k != "killed_after_each_step"}, indent=1))
-    if not args.quick:
+    print(json.dumps(result, indent=1))
+    if not args.quick and args.arm is None:
         write_result("resume", result)
-    return 0 if good else 1
+    return 0 if result["all_equal"] else 1
 
 
 if __name__ == "__main__":

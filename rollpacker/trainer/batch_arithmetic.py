@@ -22,6 +22,8 @@ class BatchArithmetic:
     """Prompts, and samples of each, that every further race of deferred prompts launches."""
     long_samples: int
     """Samples that a long round launches, and a plain one."""
+    pooled: bool
+    """Deferred prompts race on in the next round."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -29,6 +31,8 @@ class BatchArithmetic:
     max_micro_batches: int
     optimizer_steps: int | None
     """None: until the data's epochs are done."""
+    most_carried: int
+    """Prompts that wait with the tokens that they have, at most; see docs/tail-batching.md."""
 
     @property
     def most_samples(self) -> int:
@@ -58,13 +62,28 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
             if tail.enabled
         ),
         long_samples=trained,
+        pooled=tail.pooled,
         trained_prompts=prompts,
         trained_samples=trained,
         max_trained_tokens=trained * longest,
         min_micro_batches=fewest,
         max_micro_batches=max(math.ceil(trained / rows), fewest),
         optimizer_steps=config.train.steps,
+        most_carried=_most_carried(config),
     )
+
+
+def _most_carried(config: RunConfig) -> int:
+    prompts, tail = config.rollout.prompts_per_step, config.tail_batching
+    if not tail.carries:
+        return 0
+    races = [
+        factors.num_prompts(prompts)
+        for factors in (tail.factors, *(tier.factors for tier in tail.tiers))
+    ]
+    # A queue is one short of a round of its own, and a race adds what it defers.
+    queues = 0 if tail.pooled else prompts - 1 + sum(race - 1 for race in races[1:])
+    return queues + max(races) - prompts
 
 
 def tail_notes(config: RunConfig) -> list[str]:
@@ -72,6 +91,7 @@ def tail_notes(config: RunConfig) -> list[str]:
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:
+        assert tail.max_length_shift is not None, "its config says what None means"
         bound = (
             f"; what is trained on is at most {100 * tail.max_length_shift:g} % shorter than those"
         )

@@ -34,6 +34,9 @@ from rollpacker.trainer.training_memory import (
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
+CARRIED_TOKEN_BYTES = 12
+"""What a token that waits for its prompt's next launch takes: itself and its log-prob, as
+`controller/carried.py` keeps them."""
 CPU_CACHE_GIB = 1.0
 """What the engine takes for keys and values on a CPU unless told otherwise."""
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
@@ -65,16 +68,21 @@ class Estimate:
     def lines(self) -> list[str]:
         """The whole estimate as text, one fact a line."""
         b = self.batch
+        rest, awaited = "", "all awaited"
+        if b.pooled:
+            rest = "; the rest goes on in the next round"
+            awaited += " (where an epoch or the run ends)"
         steps = "until the epochs are done" if b.optimizer_steps is None else str(b.optimizer_steps)
         lines = [
             f"short round   {b.short_prompts} prompts x {b.short_samples_per_prompt} samples = "
-            f"{b.short_samples} launched; the first {b.trained_samples} in full groups are kept",
+            f"{b.short_samples} launched; the first {b.trained_samples} in full groups are kept"
+            f"{rest}",
             *(
                 f"cascade {number}     {prompts} deferred prompts x {samples} samples = "
                 f"{prompts * samples} launched; likewise"
                 for number, (prompts, samples) in enumerate(b.cascade_rounds, start=1)
             ),
-            f"long round    {b.long_samples} launched, all awaited",
+            f"long round    {b.long_samples} launched, {awaited}",
             f"a step trains {b.trained_prompts} prompts, {b.trained_samples} samples, at most "
             f"{b.max_trained_tokens:,} tokens in {b.min_micro_batches} to {b.max_micro_batches} "
             "micro-batches",
@@ -129,6 +137,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     notes += tail_notes(config) + micro_batch_notes(config)
     run, process = _memory(config, shape, parameters, element, on_cuda, notes)
     run += _cache_memory(config, shape, on_cuda, element, notes)
+    run += [] if shape is None else _carried_memory(config, on_cuda, notes)
     return Estimate(
         device="cuda" if on_cuda else "cpu",
         dtype=dtype,
@@ -192,6 +201,23 @@ def _engine_memory(
         return parts
     what = "weights" if lora is None else "adapters"
     return [*parts, memory_part("hand-over", changed, f"the {what} on their way to the engine")]
+
+
+def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[MemoryPart]:
+    """What deferred prompts keep for their next launch."""
+    prompts = batch_arithmetic(config).most_carried
+    if not prompts:
+        return []
+    samples, tokens = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
+    size = prompts * samples * tokens * CARRIED_TOKEN_BYTES
+    formula = (
+        f"at most {prompts} deferred prompts x {samples} samples x {tokens} tokens x "
+        f"{CARRIED_TOKEN_BYTES} bytes"
+    )
+    if on_cuda:
+        notes.append(f"carried tokens take {text_of_bytes(size)} of host memory: {formula}")
+        return []
+    return [memory_part("carried tokens", size, formula)]
 
 
 def _cache_memory(

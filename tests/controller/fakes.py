@@ -40,18 +40,39 @@ from rollpacker.trainer.trainer import (
 )
 
 
+@dataclass
+class Live:
+    """What the fake engine has of a sample."""
+
+    request: GenerationRequest
+    length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    num_kept: int | None = None
+    is_new: bool = True
+    """It has not been looked at."""
+
+
 class FakeEngine:
-    """Responses of known lengths; one token per step, all at once, like the real one."""
+    """Responses of known lengths; one token per step, all at once, like the real one.
+
+    A response depends on its noise alone (`draw`), so that what is carried comes out as it was."""
 
     def __init__(self, silent: bool = False, step_s: float = 0.0) -> None:
         self.silent = silent
         self.step_s = step_s
         self.version = 0
         self.steps = 0
-        self._live: dict[SampleId, list[Any]] = {}
+        self.num_drawn = 0
+        """Tokens that were not taken up."""
+        self._live: dict[SampleId, Live] = {}
         self._wake = threading.Condition()
         self._closed = False
         self._gone: list[SampleId] = []
+
+    def draw(self, noise: SampleId) -> tuple[int, ...]:
+        """The whole response from the weights at hand, as it comes out from scratch."""
+        return (7,) * (1 + hash((noise.prompt.row, noise.index)) % 9)
 
     def start(self, listener: Callable[..., None], on_error: Callable[..., None]) -> None:
         self._listener, self._on_error = listener, on_error
@@ -60,8 +81,7 @@ class FakeEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with self._wake:
             for request in requests:
-                length = 1 + hash((request.sample.prompt.row, request.sample.index)) % 9
-                self._live[request.sample] = [request, 0, length]
+                self._live[request.sample] = Live(request)
             self._wake.notify()
 
     def abort(self, samples: Sequence[SampleId]) -> None:
@@ -85,34 +105,75 @@ class FakeEngine:
     def _step(self) -> list[EngineOutput]:
         outputs = []
         for sample in self._gone:
-            if (entry := self._live.pop(sample, None)) is not None:
-                event = SampleAborted(time_s=0, sample=sample, num_tokens=entry[1])
-                outputs.append(EngineOutput(event))
+            if (live := self._live.pop(sample, None)) is not None:
+                outputs.append(self._aborted(sample, live))
         self._gone = []
         if outputs:
             return outputs
         self.steps += 1
         time.sleep(self.step_s)
-        for sample, entry in list(self._live.items()):
-            entry[1] += 1
-            if entry[1] == entry[2]:
-                outputs.append(self._finished(sample, entry[0], entry[1]))
+        for sample, live in list(self._live.items()):
+            self._go_on(live)
+            if len(live.tokens) == live.length:
+                outputs.append(self._finished(sample, live.request, live.length))
                 del self._live[sample]
         return outputs
 
-    def _finished(self, sample: SampleId, request: GenerationRequest, length: int) -> EngineOutput:
-        event = SampleGenerated(
-            time_s=0, sample=sample, num_tokens=length, finish_reason="stop", version=self.version
-        )
-        response = Response(
-            sample=sample,
-            prompt_tokens=request.prompt_tokens,
-            tokens=(7,) * length,
-            log_probs=(-1.0,) * length,
-            finish_reason="stop",
+    def _go_on(self, live: Live) -> None:
+        """By one token, the first time by what is carried as well."""
+        request, carried = live.request, live.request.carried
+        whole = self.draw(request.noise or request.sample)
+        if live.is_new:
+            live.is_new, live.length = False, len(whole)
+            if carried is not None:
+                pairs = zip(carried.tokens, whole, strict=False)
+                same = [one == other for one, other in pairs]
+                kept = same.index(False) if False in same else len(same)
+                live.num_kept = kept if carried.verify else None
+                kept = kept if carried.verify else len(carried.tokens)
+                live.tokens = list(whole[:kept] if carried.verify else carried.tokens)
+                live.log_probs = [
+                    self._log_prob() if carried.verify else p for p in carried.log_probs
+                ]
+                del live.log_probs[kept:]
+        if len(live.tokens) < live.length:
+            self.num_drawn += 1
+            live.tokens.append(whole[len(live.tokens)])
+            live.log_probs.append(self._log_prob())
+
+    def _log_prob(self) -> float:
+        return -1.0
+
+    def _response(self, live: Live, reason: Any) -> Response:
+        return Response(
+            sample=live.request.sample,
+            prompt_tokens=live.request.prompt_tokens,
+            tokens=tuple(live.tokens),
+            log_probs=tuple(live.log_probs),
+            finish_reason=reason,
             version=self.version,
         )
-        return EngineOutput(event, response)
+
+    def _aborted(self, sample: SampleId, live: Live) -> EngineOutput:
+        if live.is_new and live.request.carried is not None:
+            live.tokens = list(live.request.carried.tokens)
+            live.log_probs = list(live.request.carried.log_probs)
+        event = SampleAborted(
+            time_s=0, sample=sample, num_tokens=len(live.tokens), num_kept=live.num_kept
+        )
+        return EngineOutput(event, self._response(live, "aborted") if live.tokens else None)
+
+    def _finished(self, sample: SampleId, request: GenerationRequest, length: int) -> EngineOutput:
+        live = self._live[sample]
+        event = SampleGenerated(
+            time_s=0,
+            sample=sample,
+            num_tokens=length,
+            finish_reason="stop",
+            version=self.version,
+            num_kept=live.num_kept,
+        )
+        return EngineOutput(event, self._response(live, "stop"))
 
     async def update_weights(self, version: int, weights: object = None) -> None:
         self.version = version

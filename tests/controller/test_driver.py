@@ -53,9 +53,22 @@ from tests.controller.fakes import (
 _SAMPLE = SampleId(PromptId("train", 0, 5), 1, 0)
 
 
-def test_a_run_trains_logs_and_replays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (TailBatchingConfig(), {RoundKind.SHORT, RoundKind.FLUSH}),
+        (TailBatchingConfig(stragglers="queue"), {RoundKind.SHORT, RoundKind.LONG}),
+        (TailBatchingConfig(carry="none"), {RoundKind.SHORT, RoundKind.LONG}),
+        (TailBatchingConfig(selection="published"), {RoundKind.SHORT, RoundKind.LONG}),
+    ],
+    ids=["pool", "queue", "no carrying", "published"],
+)
+def test_a_run_trains_logs_and_replays(
+    tmp_path: Path, tail: TailBatchingConfig, expected: set[RoundKind]
+) -> None:
     trainer = FakeTrainer()
-    controller, recorder = make(tmp_path, run_config(steps=6), trainer=trainer)
+    config = replace(run_config(steps=6), tail_batching=tail)
+    controller, recorder = make(tmp_path, config, trainer=trainer)
     assert drive(controller) == "every step is done"
     assert trainer.version == len(trainer.trained) >= 6
     result = check(tmp_path / "events.jsonl")
@@ -69,7 +82,7 @@ def test_a_run_trains_logs_and_replays(tmp_path: Path) -> None:
         for c in e.commands
         if isinstance(c, Launch)
     }
-    assert {RoundKind.SHORT, RoundKind.LONG} <= kinds
+    assert expected <= kinds
     evaluations = [
         e.step for e in recorder.entries if isinstance(e, Note) and e.name == "evaluation"
     ]
@@ -425,7 +438,9 @@ def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> No
     rewards = RewardScheduleConfig(kinds={"train": RewardKindConfig(workers=64)})
     config = replace(
         run_config(steps=2),
-        tail_batching=TailBatchingConfig(race="scored", sample_factor=3.0, prompt_factor=2.0),
+        tail_batching=TailBatchingConfig(
+            selection="published", race="scored", sample_factor=3.0, prompt_factor=2.0
+        ),
     )
     reward = FakeReward(delay=lambda s: 4.0 if len(s.completion_tokens) == 1 else 0.0)
     controller, recorder = make(tmp_path, config, reward=reward, rewards=rewards, evaluates=False)
@@ -540,7 +555,7 @@ def test_the_core_sees_the_times_that_the_log_has(tmp_path: Path) -> None:
 
 
 def test_factors_chosen_for_measured_times_replay(tmp_path: Path) -> None:
-    tail = TailBatchingConfig(prompt_factor="auto", sample_factor="auto")
+    tail = TailBatchingConfig(selection="published", prompt_factor="auto")
     config = replace(run_config(steps=40), tail_batching=tail)
     controller, _ = make(tmp_path, config, engine=FakeEngine(step_s=0.0005), evaluates=False)
     drive(controller)

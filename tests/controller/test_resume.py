@@ -8,13 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_killed_and_resumed_runs_equal_the_uninterrupted_one() -> None:
-    """After every one of a few steps and at random moments; see benchmarks/resume.py."""
+@pytest.mark.parametrize("arm", ["pool", "queue"])
+def test_killed_and_resumed_runs_equal_the_uninterrupted_one(arm: str) -> None:
+    """After every one of a few steps and at random moments, with tokens carried over the kills; see
+    benchmarks/resume.py."""
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "resume.py", "--quick"],
+        [sys.executable, ROOT / "benchmarks" / "resume.py", "--quick", "--arm", arm],
         capture_output=True,
         text=True,
         timeout=280,
@@ -33,6 +37,7 @@ import torch, transformers  # once, before the forks
 
 torch.set_num_threads(1)
 overrides = (
+    "tail_batching.selection=published",
     "tail_batching.debias=moments",
     "tail_batching.tiers=[{prompt_factor: 1.25, sample_factor: 1.25}]",
     "rollout.max_response_tokens=60",

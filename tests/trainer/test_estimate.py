@@ -17,7 +17,7 @@ from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer import logprobs
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
-from rollpacker.trainer.estimate import estimate
+from rollpacker.trainer.estimate import CARRIED_TOKEN_BYTES, estimate
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
 from rollpacker.trainer.micro_batch import collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
@@ -38,7 +38,7 @@ ARCHITECTURE = {
 }
 
 
-def run_config(path, *, algorithm=None, train=None, **model) -> RunConfig:
+def run_config(path, *, algorithm=None, train=None, tail=None, **model) -> RunConfig:
     settings = {"steps": 7, "micro_batch_tokens": 512} | (train or {})
     return RunConfig(
         name="r",
@@ -47,6 +47,7 @@ def run_config(path, *, algorithm=None, train=None, **model) -> RunConfig:
         rollout=RolloutConfig(prompts_per_step=8, samples_per_prompt=4, max_response_tokens=100),
         train=TrainConfig(**settings),
         algorithm=algorithm or AlgorithmConfig(),
+        tail_batching=tail or TailBatchingConfig(selection="published"),
         rewards=(RewardConfig(function="m:f"),),
     )
 
@@ -277,6 +278,31 @@ def test_lines_name_everything(folder):
     assert "besides torch and what the allocator keeps" in text
 
 
+@pytest.mark.parametrize(
+    ("tail", "prompts"),
+    [
+        (TailBatchingConfig(), 2),
+        (TailBatchingConfig(prompt_factor=2.0), 8),
+        (TailBatchingConfig(stragglers="queue"), 7 + 2),
+        (TailBatchingConfig(prompt_factor=1.5, tiers=(Tier(prompt_factor=1.25),)), 9 + 7 + 4),
+    ],
+    ids=["pool", "wide pool", "queue", "tier"],
+)
+def test_what_deferred_prompts_carry_is_bounded(folder, tail, prompts):
+    size = prompts * 4 * 100 * CARRIED_TOKEN_BYTES
+    result = estimate(run_config(folder, tail=tail), has_cuda=False)
+    assert part(result, "carried tokens") == size and result.batch.most_carried == prompts
+    text = "\n".join(result.lines())
+    assert f"at most {prompts} deferred prompts x 4 samples x 100 tokens x 12 bytes" in text
+    assert ("the rest goes on in the next round" in text) == tail.pooled
+    on_cuda = estimate(run_config(folder, tail=tail), has_cuda=True)
+    assert any("of host memory" in note for note in on_cuda.notes)
+    without = estimate(
+        run_config(folder, tail=dataclasses.replace(tail, carry="none")), has_cuda=False
+    )
+    assert without.total_bytes == result.total_bytes - size
+
+
 def test_estimating_does_not_import_torch():
     code = "import sys, rollpacker.trainer.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -286,7 +312,7 @@ def test_tail_batching_and_streaming_are_in_the_arithmetic(folder):
     base = run_config(folder)
     tiers = (Tier(prompt_factor=1.1, sample_factor=2.0), Tier(prompt_factor=1.0, sample_factor=1.0))
     cascade = dataclasses.replace(
-        base, tail_batching=TailBatchingConfig(tiers=tiers, debias="moments")
+        base, tail_batching=TailBatchingConfig(selection="published", tiers=tiers, debias="moments")
     )
     result = estimate(cascade, has_cuda=False)
     assert result.batch.cascade_rounds == ((9, 8), (8, 4))
@@ -294,7 +320,7 @@ def test_tail_batching_and_streaming_are_in_the_arithmetic(folder):
     assert part(result, "kv cache") == 72 * 128 * 2 * 3 * 32 * 4
     text = "\n".join(result.lines())
     assert "cascade 1     9 deferred prompts x 8 samples = 72" in text and "debias=moments" in text
-    auto = TailBatchingConfig(prompt_factor="auto", sample_factor="auto", max_length_shift=0.2)
+    auto = TailBatchingConfig(selection="published", prompt_factor="auto", max_length_shift=0.2)
     stream = StreamConfig(enabled=True, reward_wait=True, max_share=0.5)
     chosen = dataclasses.replace(base, tail_batching=auto, stream_trainer=stream)
     result = estimate(chosen, has_cuda=False)
