@@ -76,7 +76,7 @@ def test_json_and_nothing_else(folder, capsys):
     assert err == "" and sorted(path.name for path in folder.iterdir()) == ["small.yaml"]
     assert found["scenario"]["seed"] == 3
     assert found["scenario"]["tail_batching"]["prompt_factor"] == 1.5
-    assert found["scenario"]["tail_batching"]["sample_factor"] == 1.25  # of the preset
+    assert found["scenario"]["tail_batching"]["sample_factor"] == 1.0  # of the preset
     (own,) = found["systems"].items()
     assert own[0] == "rollpacker"
     keys = {
