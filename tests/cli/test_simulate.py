@@ -88,7 +88,7 @@ def test_json_and_nothing_else(folder, capsys):
     mean = sum(s["total_s"] for s in own[1]["steps"]) / 5
     assert own[1]["mean"]["total_s"] == pytest.approx(mean)
     assert own[1]["tokens_generated"] > own[1]["tokens_trained"] > 0
-    assert own[1]["trained_length_mean"] < own[1]["policy_length_mean"]
+    assert own[1]["paired_shift"] == own[1]["mismatch"] == 0.0
     assert set(own[1]["bubble"]) == {"tail", "reward_wait", "migration", "sync"}
 
 
