@@ -15,6 +15,7 @@ The floor is the furthest place where the response was ever cut off (`tail_batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollpacker.bus import Routes
@@ -40,6 +41,19 @@ class Draw(NamedTuple):
     """Of the launch whose noise its end has."""
     floor: int
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+
+
+@dataclass(slots=True)
+class Verified:
+    """Carried tokens that were drawn again in the whole run."""
+
+    num_tokens: int = 0
+    num_mismatches: int = 0
+    """So many of them came out differently: of a response at most the first."""
+
+    @property
+    def mismatch(self) -> float:
+        return self.num_mismatches / self.num_tokens if self.num_tokens else 0.0
 
 
 class Responses:
@@ -68,10 +82,7 @@ class Responses:
         self.keys: dict[SampleId, int] = {}
         self._floors: dict[int, int] = {}
         """Of those that were cut off by an earlier launch."""
-        self.num_verified = 0
-        """Carried tokens that were drawn again in the whole run ..."""
-        self.num_mismatches = 0
-        """... and how many of them came out differently: of a response at most the first."""
+        self.verified = Verified()
         self._turns: dict[int, list[int]] = {}
         """Lengths of the turns to come, the next one last."""
         self._workload = workload
@@ -179,8 +190,8 @@ class Responses:
         kept = self._workload.first_mismatch(noise, num_tokens, rate)
         floor = 0
         if key in self.kept:
-            self.num_verified += min(kept + 1, num_tokens)
-            self.num_mismatches += kept < num_tokens
+            self.verified.num_tokens += min(kept + 1, num_tokens)
+            self.verified.num_mismatches += kept < num_tokens
             self.kept[key] = self.done[key] = kept
             floor = self._floors[key] if self._tail.complement else 0
         turns = [self.lengths[key]]
