@@ -297,7 +297,14 @@ def _print_json(scenario: object, results: Mapping[str, SystemResult]) -> None:
 
     plain = {
         "scenario": to_plain_value(scenario),
-        "systems": {name: result.to_plain() for name, result in results.items()},
+        "systems": {
+            name: {
+                **result.to_plain(),
+                "paired_shift": result.paired_shift,
+                "mismatch": result.mismatch,
+            }
+            for name, result in results.items()
+        },
     }
     print(json.dumps(_finite(plain), indent=1, allow_nan=False))
 

@@ -158,6 +158,18 @@ class Round:
             for index in range(len(group.samples))
         )
 
+    def verified(self) -> tuple[int, int]:
+        """Carried responses that came out differently, and how many tokens of all of them were
+        drawn again up to then."""
+        differ = tokens = 0
+        for group in self._groups.values():
+            for index, kept in enumerate(group.kept_tokens):
+                carried = group.carried_at(index).tokens
+                if kept is not None and carried:
+                    differ += kept < carried
+                    tokens += min(kept + 1, carried)
+        return differ, tokens
+
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
         if self.num_in_engine:

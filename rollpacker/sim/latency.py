@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.hardware import GpuSpec, ModelShape
 
 
@@ -30,6 +31,8 @@ class StepCost:
     speculation_speedup: float = 1.0
     """Steps are this much faster while at most `speculation_max_live` sequences run."""
     speculation_max_live: int = 0
+    drafts: Drafts | None = None
+    """Instead of the speculation: a speed-up that depends on how many sequences run."""
 
     def __post_init__(self) -> None:
         for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
@@ -54,6 +57,8 @@ class StepCost:
 
     def speedup(self, num_running: int) -> float:
         """Of speculative decoding, for so many running sequences."""
+        if self.drafts is not None:
+            return self.drafts.speedup(num_running)
         return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.scenario import Speculation
 
@@ -19,6 +20,7 @@ class Machine:
     max_running: int | None = None
     """Sequences that one engine decodes at once."""
     speculation: Speculation | None = None
+    drafts: Drafts | None = None
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
     """By source of the prompt: how much longer a check keeps its worker than the workload says."""
     mismatch: float = 0.0

@@ -9,12 +9,13 @@ law, given what is kept (`Workload.redrawn`, an approximation).
     kept tokens | the token that came out differently, and a new end    (turn 0)
                 | another end, if that one came at or before the floor  (turn 1, ...)
 
-The floor is where an unfinished response had been cut off (`tail_batching.complement`).
+The floor is the furthest place where the response was ever cut off (`tail_batching.complement`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollpacker.bus import Routes
@@ -38,6 +39,21 @@ class Draw(NamedTuple):
     """Of the weights that they are draws from."""
     attempt: int
     """Of the launch whose noise its end has."""
+    floor: int
+    """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+
+
+@dataclass(slots=True)
+class Verified:
+    """Carried tokens that were drawn again in the whole run."""
+
+    num_tokens: int = 0
+    num_mismatches: int = 0
+    """So many of them came out differently: of a response at most the first."""
+
+    @property
+    def mismatch(self) -> float:
+        return self.num_mismatches / self.num_tokens if self.num_tokens else 0.0
 
 
 class Responses:
@@ -64,10 +80,9 @@ class Responses:
         self.redraws: dict[int, int] = {}
         """Of those that had any: turns taken so far, beyond the first."""
         self.keys: dict[SampleId, int] = {}
-        self.num_verified = 0
-        """Carried tokens that were drawn again in the whole run ..."""
-        self.num_mismatches = 0
-        """... and how many of them came out differently: of a response at most the first."""
+        self._floors: dict[int, int] = {}
+        """Of those that were cut off by an earlier launch."""
+        self.verified = Verified()
         self._turns: dict[int, list[int]] = {}
         """Lengths of the turns to come, the next one last."""
         self._workload = workload
@@ -100,7 +115,7 @@ class Responses:
     def clear(self) -> None:
         for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
             known.clear()
-        for few in (self.reached, self.kept, self.redraws, self._turns):
+        for few in (self.reached, self.kept, self.redraws, self._floors, self._turns):
             few.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
@@ -161,6 +176,7 @@ class Responses:
             if draw is None:
                 continue
             self.lengths[key], self.noises[key] = draw.length, noise._replace(attempt=draw.attempt)
+            self._floors[key] = draw.floor
             tokens = self.done[key] if carried else draw.tokens
             if exact and tokens:
                 self.kept[key] = tokens
@@ -172,20 +188,18 @@ class Responses:
         rate = 1 - (1 - self._mismatch) ** num_updates
         noise = self.noises[key]._replace(attempt=self.samples[key].attempt)
         kept = self._workload.first_mismatch(noise, num_tokens, rate)
-        if key in self.kept:
-            self.num_verified += min(kept + 1, num_tokens)
-            self.num_mismatches += kept < num_tokens
-        if kept == num_tokens:
-            return
-        whole = num_tokens >= self.lengths[key]
         floor = 0
         if key in self.kept:
+            self.verified.num_tokens += min(kept + 1, num_tokens)
+            self.verified.num_mismatches += kept < num_tokens
             self.kept[key] = self.done[key] = kept
-            floor = num_tokens if self._tail.complement and not whole else 0
-        turns = [self._workload.redrawn(noise, 0, kept)]
+            floor = self._floors[key] if self._tail.complement else 0
+        turns = [self.lengths[key]]
+        if kept < num_tokens:
+            self.noises[key] = noise
+            turns = [self._workload.redrawn(noise, 0, kept)]
         while turns[-1] <= floor and len(turns) <= MAX_TURNS:
             turns.append(self._workload.redrawn(noise, len(turns), kept))
-        self.noises[key] = noise
         self.lengths[key] = turns[0]
         if len(turns) > 1:
             self._turns[key] = turns[:0:-1]
@@ -199,5 +213,6 @@ class Responses:
             if sample.prompt in prompts:
                 noise, length = self.noises[key], self.lengths[key]
                 tokens = self.reached.get(key, length)
-                draw = Draw(length, tokens, self._version, noise.attempt)
+                floor = max(self._floors.get(key, 0), self.reached.get(key, 0))
+                draw = Draw(length, tokens, self._version, noise.attempt, floor)
                 self._left[noise.prompt, noise.index] = draw

@@ -19,6 +19,7 @@ from rollpacker.config.load import load_config
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
@@ -109,6 +110,8 @@ class RolloutSpec:
     max_running: int | None = None
     """Sequences that an engine decodes at once; None: as many as its cache holds."""
     speculation: Speculation | None = None
+    drafts: Drafts | None = None
+    """Drafts in every round; None: none."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
@@ -125,6 +128,8 @@ class RolloutSpec:
             )
         if self.max_running is not None:
             at_least_one(self, "max_running")
+        if self.speculation is not None and self.drafts is not None:
+            raise ValueError("speculation and drafts are two models of the same: set one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

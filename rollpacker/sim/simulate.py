@@ -69,6 +69,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         prompt_tokens=rollout.prompt_tokens,
         max_running=rollout.max_running,
         speculation=rollout.speculation,
+        drafts=rollout.drafts,
         check_slowdown={"judge": 1 / share},
         mismatch=scenario.carry.mismatch,
     )

@@ -105,8 +105,8 @@ class Simulation:
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
-        verified, differ = self._responses.num_verified, self._responses.num_mismatches
-        return self._tally.result(self.job.stream.num_releases, differ / max(verified, 1))
+        mismatch = self._responses.verified.mismatch
+        return self._tally.result(self.job.stream.num_releases, mismatch)
 
     def _take_unkindly(self, event: Event) -> None:
         assert self._unkind is not None

@@ -68,10 +68,12 @@ def _rounds_table(results: Results) -> list[list[str]]:
 
 
 def _lengths_table(results: Results) -> list[list[str]]:
+    """Mean lengths and their shift, against the policy's own and, "paired", against what the very
+    prompts that were trained on would give if nobody selected, which does not vary by chance."""
     rows = [
         [
-            *("tokens of a response, mean", "trained", "policy's own", "shift"),
-            *("trained beyond P95", "generated/trained"),
+            *("tokens of a response", "trained", "own", "shift", "paired"),
+            *("beyond P95", "generated/trained", "mismatch"),
         ]
     ]
     for name, result in results.items():
@@ -81,8 +83,10 @@ def _lengths_table(results: Results) -> list[list[str]]:
                 _number(result.trained_length_mean, 0),
                 _number(result.policy_length_mean, 0),
                 _percent(result.length_shift, sign=True),
+                _percent(result.paired_shift, 1, sign=True),
                 _percent(result.tail_trained_share, 1),
                 _number(_over(result.tokens_generated, result.tokens_trained), 2),
+                f"{result.mismatch:.0e}" if result.mismatch else "-",
             ]
         )
     return rows
@@ -162,6 +166,8 @@ def _where_it_goes(name: str, results: Results) -> str:
 
 def _what_is_trained(name: str, result: SystemResult) -> str:
     shift = result.length_shift
+    if math.isfinite(result.paired_shift):
+        shift = result.paired_shift
     if not math.isfinite(shift):
         return ""
     tail = f"{_percent(result.tail_trained_share, 1)} of them are longer than the policy's P95"

@@ -103,7 +103,6 @@ class Workload:
         self._ready: deque[PromptId] = deque()
         self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
         self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
-        self._prompts = functools.lru_cache(MAX_BLOCKS)(self._draw_prompts)
         self.policy_length_mean, self.policy_length_p95 = _policy(parts)
         """Mean and 95th percentile of what the policy writes by itself, capped, in tokens."""
         self.skip_truncated = frozenset(
@@ -191,7 +190,7 @@ class Workload:
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
         luck = _uniforms(2, *self._key(_REDRAW_STREAM, sample), turn)
-        scores, hard = self._prompts(place // BLOCK_ROWS)
+        scores, hard = _prompts(self._seed, place // BLOCK_ROWS)
         at = place % BLOCK_ROWS
         index = int(self._pattern[place % self._pattern.size])
         law = self._parts[index].lengths
@@ -207,12 +206,6 @@ class Workload:
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
         return self._seed, stream, place, sample.attempt, sample.index
-
-    def _draw_prompts(self, block: int) -> tuple[list[float], list[float]]:
-        """Normal score of every prompt of the block, and the number that says whether it is
-        hard."""
-        scores = _normals(BLOCK_ROWS, self._seed, _PROMPT_STREAM, block)
-        return scores.tolist(), _uniforms(BLOCK_ROWS, self._seed, _HARD_STREAM, block).tolist()
 
     def _place(self, prompt: PromptId) -> int:
         """Of a recorded prompt, in the order of all passes."""
@@ -355,3 +348,10 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
     radius = np.sqrt(-2 * np.log1p(-radius))
     angle *= 2 * np.pi
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+
+
+@functools.lru_cache(MAX_BLOCKS)
+def _prompts(seed: int, block: int) -> tuple[list[float], list[float]]:
+    """Normal score of every prompt of the block, and the number that says whether it is hard."""
+    scores = _normals(BLOCK_ROWS, seed, _PROMPT_STREAM, block)
+    return scores.tolist(), _uniforms(BLOCK_ROWS, seed, _HARD_STREAM, block).tolist()

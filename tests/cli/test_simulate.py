@@ -76,7 +76,7 @@ def test_json_and_nothing_else(folder, capsys):
     assert err == "" and sorted(path.name for path in folder.iterdir()) == ["small.yaml"]
     assert found["scenario"]["seed"] == 3
     assert found["scenario"]["tail_batching"]["prompt_factor"] == 1.5
-    assert found["scenario"]["tail_batching"]["sample_factor"] == 1.25  # of the preset
+    assert found["scenario"]["tail_batching"]["sample_factor"] == 1.0  # of the preset
     (own,) = found["systems"].items()
     assert own[0] == "rollpacker"
     keys = {
@@ -88,7 +88,7 @@ def test_json_and_nothing_else(folder, capsys):
     mean = sum(s["total_s"] for s in own[1]["steps"]) / 5
     assert own[1]["mean"]["total_s"] == pytest.approx(mean)
     assert own[1]["tokens_generated"] > own[1]["tokens_trained"] > 0
-    assert own[1]["trained_length_mean"] < own[1]["policy_length_mean"]
+    assert own[1]["paired_shift"] == own[1]["mismatch"] == 0.0
     assert set(own[1]["bubble"]) == {"tail", "reward_wait", "migration", "sync"}
 
 

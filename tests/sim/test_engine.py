@@ -2,11 +2,12 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from rollpacker.sim.cache_limits import KV_WATERMARK
+from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.engine import Request, TokenClockEngine
 from rollpacker.sim.latency import StepCost
 
@@ -387,3 +388,35 @@ def test_mistakes_are_caught() -> None:
         engine.submit(0.0, [(0, 10, 0)], 0.0)
     with pytest.raises(AssertionError, match="passed over"):
         engine.abort(10.0, [0])
+
+
+# -- drafts ------------------------------------------------------------------------
+
+
+def test_drafts_are_no_kinder_than_published() -> None:
+    alone, siblings = (
+        Drafts(max_depth=1000, max_positions=10**6),
+        Drafts(acceptance=0.57, max_depth=1000, max_positions=10**6),
+    )
+    assert alone.tokens_per_step(1) <= 1.70 and siblings.tokens_per_step(1) <= 2.33
+
+
+def test_drafts_get_shorter_with_more_sequences_and_never_slow_down() -> None:
+    drafts = Drafts(acceptance=0.5, max_depth=4, max_positions=16, overhead=0.1)
+    assert drafts.tokens_per_step(1) == drafts.tokens_per_step(4) == 1.9375
+    assert drafts.tokens_per_step(8) == 1.75 and drafts.tokens_per_step(16) == 1.5
+    assert drafts.tokens_per_step(17) == 1.0
+    assert drafts.speedup(4) == 1.9375 / 1.1 and drafts.speedup(17) == drafts.speedup(0) == 1.0
+    assert Drafts(acceptance=0.05).speedup(1) == 1.0
+
+
+def test_an_engine_with_drafts_is_faster_in_its_tail() -> None:
+    cost = StepCost(launch_s=0.01, bytes_s=0.0, per_cached_token_s=0.0, per_sequence_s=0.0)
+    drafts = Drafts(acceptance=0.5, max_depth=1, max_positions=1, overhead=0.0)
+    ends = []
+    for made in (cost, replace(cost, drafts=drafts)):
+        engine = TokenClockEngine(made, None, None, 1)
+        engine.submit(0.0, [(0, 100, 0), (1, 300, 0)], 0.0)
+        engine.pop()
+        ends.append(engine.next_finish)
+    assert ends == [pytest.approx(3.0), pytest.approx(1.0 + 2.0 / 1.5)]

@@ -26,8 +26,8 @@ rewards:
   - {kind: code, share: 0.33, seconds_quantiles: {0.5: 0.31, 0.95: 30.0}, workers: 62}
   - {kind: judge, share: 0.33, calls_per_s: 5.9}
 train: {tensor_parallel: 2, pipeline_parallel: 2, context_parallel: 2}
-system: rollpacker
-tail_batching: {enabled: true, selection: published, sample_factor: 1.25, race: scored}
+system: rollpacker-published
+tail_batching: {selection: published, prompt_factor: 1.25, sample_factor: 1.25, race: scored}
 reward_scheduler: {overlap: true, adaptive_timeout: true, colocated_judge: true}
 parallelism_planner: {enabled: true}
 stream_trainer: {enabled: true}
@@ -40,6 +40,7 @@ model: qwen2.5-7b
 cluster: {gpu: a100, gpus: 8}
 rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_response_tokens: 8192}
 lengths: {preset: rollpacker-math}
+system: rollpacker-published
 """
 
 
@@ -122,6 +123,11 @@ QUANTILES = "lengths.quantiles="
         ("rollout.tensor_paralel=2", ["rollout.tensor_paralel", "no known key", "tensor_parallel"]),
         ("rollout.speculation={speedup: 2, max_live: 4, kinds: [lng]}", ["kinds", '"long"?']),
         ("model.layers=2", ["model.layers=2", "single value"]),
+        ("carry.mismatch=1.5", ["carry.mismatch", "between 0 and 1"]),
+        (
+            "carry={mismatch: 0.001, mismatch_band: [0.00001, 0.0001]}",
+            ["carry.mismatch_band", "(1e-05 to 0.0001) must hold mismatch (0.001)"],
+        ),
         ("unkind.failure_rat=0.1", ["unkind.failure_rat", "no known key", '"failure_rate"?']),
         ("unkind.failure_rate=1.5", ["unkind.failure_rate", "[0, 1]"]),
         ("model=null", ["model", "a text or a mapping"]),
@@ -231,13 +237,14 @@ def test_several_problems_at_once(path: Path) -> None:
 def test_a_preset_fills_what_is_not_written(path: Path) -> None:
     scenario = load(path, text=SHORT)
     assert scenario.tail_batching == TailBatchingConfig(
-        selection="published",
-        prompt_factor=1.25,
-        sample_factor=1.25,
-        race="scored",
-        balance_sources=True,
+        selection="published", race="scored", balance_sources=True
     )
     assert scenario.stream_trainer.kinds == ("long", "flush")
+    ours = load(path, text=SHORT.replace("system: rollpacker-published\n", ""))
+    assert ours.system == "rollpacker"
+    tail = ours.tail_batching
+    assert (tail.selection, tail.carry, tail.stragglers) == ("none", "exact", "pool")
+    assert (tail.sample_factor, tail.race, tail.balance_sources) == (1.0, "generated", True)
     scenario = load(path, "system=verl", text=SHORT)
     assert not scenario.tail_batching.enabled
     assert not scenario.reward_scheduler.overlap
@@ -261,7 +268,7 @@ def test_the_file_and_overrides_win_over_the_preset(path: Path) -> None:
 def test_another_system_is_its_pure_preset_on_the_same_workload(path: Path) -> None:
     overrides = ("tail_batching.sample_factor=1.5", "steps=7", "rewards.1.workers=10")
     own = load(path, *overrides)
-    assert load(path, *overrides, system="rollpacker") == own
+    assert load(path, *overrides, system="rollpacker-published") == own
     other = load(path, *overrides, system="verl")
     assert (other.steps, other.rewards, other.seed) == (7, own.rewards, own.seed)
     assert other == load(
@@ -271,7 +278,8 @@ def test_another_system_is_its_pure_preset_on_the_same_workload(path: Path) -> N
             line for line in GOOD.splitlines(keepends=True) if not line.startswith(SWITCHES)
         ),
     )
-    assert with_system(other, "rollpacker").tail_batching.sample_factor == 1.25
+    assert with_system(other, "rollpacker-published").tail_batching.sample_factor == 1.25
+    assert with_system(other, "rollpacker").tail_batching.sample_factor == 1.0
 
 
 def test_every_system_is_complete(path: Path) -> None:
@@ -289,12 +297,12 @@ def test_an_unknown_system_to_compare_with(path: Path) -> None:
 
 def test_what_a_kind_takes_when_nothing_is_said() -> None:
     code = RewardStage(kind="code", share=1.0)
-    assert (code.num_workers, code.limit_s, code.correct_within_s) == (57, 30.0, 2.8)
+    assert (code.num_workers, code.limit_s, code.correct_within_s) == (62, 30.0, 2.8)
     assert code.seconds_law is not None and max(code.seconds_law.values()) == 31.3
     assert RewardStage(kind="code", share=1.0, seconds_quantiles={0.5: 9}).correct_within_s == 30.0
     assert RewardStage(kind="code", share=1.0, slowest_correct_s=5.0).correct_within_s == 5.0
     judge = RewardStage(kind="judge", share=1.0)
-    assert (judge.num_workers, judge.seconds_law) == (1, {0.5: 1 / 5.49})
+    assert (judge.num_workers, judge.seconds_law) == (1, {0.5: 1 / 5.9})
     math = RewardStage(kind="math", share=1.0)
     assert (math.num_workers, math.seconds_law) == (64, {0.5: 0.01})
     none = RewardStage(kind="none", share=1.0)

@@ -46,6 +46,7 @@ rewards:
   - {kind: math, share: 0.5}
   - {kind: code, share: 0.3, workers: 8}
   - {kind: judge, share: 0.2, calls_per_s: 4}
+system: rollpacker-published
 steps: 12
 """
 """Short rounds, long ones and every kind of reward, in a fraction of a second."""
@@ -113,8 +114,18 @@ def test_what_takes_no_time_ends_with_the_last_commit_too(make, system, settings
 
 
 def folded(records: Sequence[Record]) -> list[StepResult]:
-    """The steps as the history of the log has them."""
-    return [found for step in iterate_steps(records) if (found := step_result(step)) is not None]
+    """The steps as the history of the log has them, without tokens that were carried into them."""
+    kept = [0]
+    for record in records:
+        if isinstance(record.event, SampleGenerated | SampleAborted):
+            kept[-1] += record.event.num_kept or 0
+        elif isinstance(record.event, Committed):
+            kept.append(0)
+    steps = [found for step in iterate_steps(records) if (found := step_result(step)) is not None]
+    return [
+        replace(step, tokens_generated=step.tokens_generated - tokens)
+        for step, tokens in zip(steps, kept, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

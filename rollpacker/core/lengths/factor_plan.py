@@ -20,15 +20,17 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.mean_rounds import Law, MeanRound, PromptRace, mean_round
 from rollpacker.core.lengths.model import LengthModel
-from rollpacker.core.plain import from_plain, to_plain
+from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
+from rollpacker.core.lengths.order_plan import OrderOnly, play
+from rollpacker.core.plain import absent, from_plain, to_plain
 from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
@@ -43,10 +45,6 @@ MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
 """Weight, in rounds, of the assumption that steps and tokens cost half of a round each: it decides
 when the rounds so far cannot tell the two apart."""
-POINTS_PER_BIN = 4
-"""At which the distribution of the end of a round is evaluated."""
-NUM_SDS = 8.0
-"""So far from its mean, a binomial count is on the one side for certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +101,11 @@ class FactorPlanner:
         max_length_shift: float | None = 0.35,
         debiased: bool = False,
         grid: Sequence[float] = GRID,
+        order: OrderOnly | None = None,
     ) -> None:
         """`max_length_shift`: the trained mean may be at most this share below the policy's own;
-        None, or `debiased` (loss weights undo the shift): no bound."""
+        None, or `debiased` (loss weights undo the shift): no bound. `order`: only the order of
+        training changes, and only the prompt factor is chosen; the bound then holds both ways."""
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.max_length_shift = None if debiased else max_length_shift
@@ -116,6 +116,21 @@ class FactorPlanner:
         """By kind: tokens of the longest response, all tokens, seconds. Rare kinds are not crowded
         out."""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
+        self._order = order
+        self._verified: deque[tuple[int, int]] = deque(maxlen=MAX_ROUNDS)
+        """By round: carried responses that came out differently, and tokens looked at."""
+
+    def observe_verified(self, num_mismatches: int, num_tokens: int) -> None:
+        """Of a round's carried responses so many came out differently, in so many tokens that were
+        drawn again up to then."""
+        if num_tokens:
+            self._verified.append((num_mismatches, num_tokens))
+
+    @property
+    def mismatch(self) -> float:
+        """Chance per carried token that it comes out differently, as measured; 0: not yet."""
+        tokens = sum(count for _, count in self._verified)
+        return sum(differ for differ, _ in self._verified) / tokens if tokens else 0.0
 
     def observe_round(
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
@@ -148,26 +163,47 @@ class FactorPlanner:
         """The factors to use from now on. They change only for a gain of `MIN_GAIN`, or if the
         present ones break the bound on the length shift."""
         now = () if self.current is None else (self.current,)
-        choices = predict(
-            model,
-            self.step_time(),
-            prompts_per_step=self.prompts_per_step,
-            samples_per_prompt=self.samples_per_prompt,
-            pairs=(*now, *itertools.product(self.grid, self.grid)),
-        )
-        best = fastest(choices, max_length_shift=self.max_length_shift)
+        choices = self._predict(model, now)
+        bound, both_ways = self.max_length_shift, self._order is not None
+        best = fastest(choices, max_length_shift=bound, both_ways=both_ways)
         for choice in choices:
-            if choice.factors == self.current and _allowed(choice, self.max_length_shift):
+            if choice.factors == self.current and _allowed(choice, bound, both_ways):
                 if best.step_s > (1.0 - MIN_GAIN) * choice.step_s:
                     best = choice
                 break
         self.current = best.factors
         return best
 
+    def _predict(self, model: LengthModel, now: tuple[tuple[float, float], ...]) -> list[Choice]:
+        if self._order is None:
+            return predict(
+                model,
+                self.step_time(),
+                prompts_per_step=self.prompts_per_step,
+                samples_per_prompt=self.samples_per_prompt,
+                pairs=(*now, *itertools.product(self.grid, self.grid)),
+            )
+        return predict_order(
+            model,
+            self.step_time(),
+            self._order,
+            prompts_per_step=self.prompts_per_step,
+            samples_per_prompt=self.samples_per_prompt,
+            factors=(*(prompts for prompts, _ in now), *ORDER_GRID),
+            mismatch=self.mismatch,
+        )
+
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return to_plain(_Saved(current=self.current, rounds=self._rounds, fixed=self._fixed))
+        return to_plain(
+            _Saved(
+                current=self.current,
+                rounds=self._rounds,
+                fixed=self._fixed,
+                verified=self._verified,
+            )
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken."""
@@ -175,6 +211,7 @@ class FactorPlanner:
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
         self._fixed = deque(saved.fixed, maxlen=MAX_ROUNDS)
+        self._verified = deque(saved.verified, maxlen=MAX_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,21 +221,29 @@ class _Saved:
     current: tuple[float, float] | None
     rounds: dict[str, deque[tuple[int, int, float]]]
     fixed: deque[float]
+    verified: deque[tuple[int, int]] = field(default_factory=deque, metadata=absent(deque()))
 
 
-def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:
+def fastest(
+    choices: Sequence[Choice], *, max_length_shift: float | None = None, both_ways: bool = False
+) -> Choice:
     """The best of those within the bound: of those that are about as fast as the fastest, the one
-    that shifts the lengths least; then the smallest factors. Raises `ValueError` if none is."""
-    allowed = [choice for choice in choices if _allowed(choice, max_length_shift)]
+    that shifts the lengths least; then the smallest factors. `both_ways`: longer responses than the
+    policy's own are as wrong as shorter ones. Raises `ValueError` if none is within the bound."""
+    allowed = [choice for choice in choices if _allowed(choice, max_length_shift, both_ways)]
     if not allowed:
         raise ValueError(f"no pair of factors keeps the length shift within {max_length_shift}")
     limit = (1.0 + SLACK) * min(choice.step_s for choice in allowed)
     close = [choice for choice in allowed if choice.step_s <= limit]
-    return min(close, key=lambda choice: (-choice.length_shift, choice.factors))
+    return min(close, key=lambda choice: (_shortening(choice, both_ways), choice.factors))
 
 
-def _allowed(choice: Choice, max_length_shift: float | None) -> bool:
-    return max_length_shift is None or choice.length_shift >= -max_length_shift
+def _allowed(choice: Choice, max_length_shift: float | None, both_ways: bool) -> bool:
+    return max_length_shift is None or _shortening(choice, both_ways) <= max_length_shift
+
+
+def _shortening(choice: Choice, both_ways: bool) -> float:
+    return abs(choice.length_shift) if both_ways else -choice.length_shift
 
 
 def fit_round_time(rounds: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
@@ -244,21 +289,21 @@ def predict(
     for pair in pairs:
         counts = (times(pair[0], prompts_per_step), times(pair[1], samples_per_prompt))
         launched.setdefault(counts, pair)
-    law = _Law(model, prompts_per_step, samples_per_prompt)
-    races = {num_samples: _Race.of(law, num_samples) for _, num_samples in launched}
-    races.setdefault(samples_per_prompt, _Race.of(law, samples_per_prompt))
-    whole = _mean_round(law, races[samples_per_prompt], law.class_weights, prompts_per_step)
-    baseline_s = whole.seconds(time) + time.fixed_s
+    law = Law(model, prompts_per_step, samples_per_prompt)
+    races = {num_samples: PromptRace.of(law, num_samples) for _, num_samples in launched}
+    races.setdefault(samples_per_prompt, PromptRace.of(law, samples_per_prompt))
+    whole = mean_round(law, races[samples_per_prompt], law.class_weights, prompts_per_step)
+    baseline_s = _seconds(whole, time) + time.fixed_s
     choices = []
     for (num_prompts, num_samples), pair in launched.items():
-        short = _mean_round(law, races[num_samples], law.class_weights, num_prompts)
+        short = mean_round(law, races[num_samples], law.class_weights, num_prompts)
         long_share = (num_prompts - prompts_per_step) / num_prompts
         long = whole  # counts for nothing if nothing is deferred
         if long_share:
-            long = _mean_round(law, races[samples_per_prompt], short.deferred, prompts_per_step)
+            long = mean_round(law, races[samples_per_prompt], short.deferred, prompts_per_step)
         shares = np.array([1 - long_share, long_share])
         kept = shares @ [short.kept_mean, long.kept_mean]
-        seconds = shares @ [short.seconds(time), long.seconds(time)]
+        seconds = shares @ [_seconds(short, time), _seconds(long, time)]
         variance = shares @ [short.longest_sd**2, long.longest_sd**2]
         choices.append(
             Choice(
@@ -273,121 +318,49 @@ def predict(
     return choices
 
 
-class _Law:
-    """A length model on X + 1 points, from 0 to the cap. Lengths are uniform inside a bin; as if
-    they were no whole numbers, which makes them half a token shorter on average."""
-
-    def __init__(self, model: LengthModel, prompts_needed: int, samples_needed: int) -> None:
-        self.prompts_needed = prompts_needed
-        self.samples_needed = samples_needed
-        self.class_weights: FloatArray = model.class_weights / model.class_weights.sum()
-        densities = model.class_densities / model.class_densities.sum(axis=1, keepdims=True)
-        ends = np.append(model.starts - 1, model.cap)
-        at_ends = np.hstack([np.zeros((len(densities), 1)), np.cumsum(densities, axis=1)])
-        inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
-        points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
-        self.points: FloatArray = np.append(0.0, points)
-        """(X + 1,)"""
-        rows = [np.interp(self.points, ends, row) for row in at_ends]
-        self.below: FloatArray = np.minimum(np.array(rows), 1.0)
-        """(M, X + 1) share of a class's responses that end by a point."""
-
-    def integral(self, values: FloatArray) -> float:
-        """Of `values` (X + 1,) over the points."""
-        return float((values[1:] + values[:-1]) @ np.diff(self.points) / 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Race:
-    """One prompt of each class with R samples, of which R0 are needed."""
-
-    num_samples: int
-    done: FloatArray
-    """(M, X + 1) chance that the prompt is done by a point."""
-    running: FloatArray
-    """(M, X + 1) samples that run at a point, 0 once the prompt is done, on average."""
-    kept: FloatArray
-    """(M, X) sum of the lengths kept, on average, of a prompt that gets done in an interval."""
-
-    @classmethod
-    def of(cls, law: _Law, num_samples: int) -> _Race:
-        below, needed = law.below, law.samples_needed
-        done, _, at_most_others = _binomial(num_samples, needed, below)
-        middles = (law.points[1:] + law.points[:-1]) / 2
-        ended = np.diff(below, axis=1)
-        moments = np.cumsum(ended * middles, axis=1) - ended * middles / 2
-        shares = below[:, :-1] + ended / 2
-        means = moments / np.maximum(shares, 1e-300)  # of the responses that ended before
-        return cls(
-            num_samples=num_samples,
-            done=done,
-            running=num_samples * (1 - below) * at_most_others,
-            kept=(needed - 1) * means + middles,
+def predict_order(
+    model: LengthModel,
+    time: StepTime,
+    order: OrderOnly,
+    *,
+    prompts_per_step: int,
+    samples_per_prompt: int,
+    factors: Sequence[float] = ORDER_GRID,
+    mismatch: float = 0.0,
+) -> list[Choice]:
+    """What each prompt factor would do where only the order changes; the first of those that launch
+    the same number of prompts. The factor 1 is always among them."""
+    launched: dict[int, float] = {}
+    for factor in (*factors, 1.0):
+        launched.setdefault(times(factor, prompts_per_step), factor)
+    played = {
+        factor: play(
+            model,
+            order,
+            factor,
+            prompts_per_step=prompts_per_step,
+            samples_per_prompt=samples_per_prompt,
+            mismatch=mismatch,
         )
+        for factor in launched.values()
+    }
+    seconds = {
+        factor: time.per_step_s * rounds.longest + time.per_token_s * rounds.tokens
+        for factor, rounds in played.items()
+    }
+    baseline_s = float(seconds[launched[prompts_per_step]].mean()) + time.fixed_s
+    return [
+        Choice(
+            prompt_factor=factor,
+            sample_factor=1.0,
+            step_s=float(seconds[factor].mean()) + time.fixed_s,
+            step_sd_s=float(seconds[factor].std()),
+            baseline_step_s=baseline_s,
+            length_shift=rounds.trained / rounds.own - 1.0,
+        )
+        for factor, rounds in played.items()
+    ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MeanRound:
-    """What a round comes to on average."""
-
-    longest: float
-    """Position at which the last response finishes."""
-    longest_sd: float
-    num_tokens: float
-    kept_mean: float
-    """Mean length of the responses trained on."""
-    deferred: FloatArray
-    """(M,) shares of the classes among deferred prompts; all 0 if none is."""
-
-    def seconds(self, time: StepTime) -> float:
-        return time.per_step_s * self.longest + time.per_token_s * self.num_tokens
-
-
-def _mean_round(law: _Law, race: _Race, class_weights: FloatArray, num_prompts: int) -> _MeanRound:
-    """Prompts with classes drawn by `class_weights` (M,) race until P0 are done."""
-    done = class_weights @ race.done
-    over, winners, open_to_others = _binomial(num_prompts, law.prompts_needed, done)
-    going_on = 1.0 - over
-    longest = law.integral(going_on)
-    variance = law.integral(2 * law.points * going_on) - longest**2
-    running = law.integral((class_weights @ race.running) * open_to_others)
-    # Inside an interval the classes' shares of what gets done are taken as constant.
-    newly_done = np.diff(done)
-    wins = np.diff(winners) / num_prompts / np.where(newly_done > 0, newly_done, np.inf)
-    won_in = class_weights[:, np.newaxis] * np.diff(race.done, axis=1) * wins
-    deferred = np.maximum(class_weights - won_in.sum(axis=1), 0.0)
-    is_deferring = num_prompts > law.prompts_needed
-    return _MeanRound(
-        longest=longest + 0.5,
-        longest_sd=math.sqrt(max(variance, 0.0)),
-        num_tokens=num_prompts * (running + 0.5 * race.num_samples),
-        kept_mean=float((won_in * race.kept).sum() / won_in.sum()) / law.samples_needed + 0.5,
-        deferred=deferred / deferred.sum() if is_deferring else np.zeros_like(deferred),
-    )
-
-
-def _binomial(
-    num: int, needed: int, chance: FloatArray
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """For `num` independent trials, each a success with `chance` (...), elementwise:
-    the chance of at least `needed` successes, the mean of min(successes, `needed`), and the chance
-    of fewer than `needed` among `num` - 1 of the trials."""
-    chance = np.clip(chance, 0.0, 1.0)
-    mean = num * chance
-    doubt = NUM_SDS * (np.sqrt(mean * (1 - chance)) + 1)
-    enough = np.where(mean > needed, 1.0, 0.0)
-    counted = np.minimum(mean, needed)
-    exactly = np.zeros_like(chance)
-    unsure = (np.abs(mean - needed) <= doubt) & (chance > 0) & (chance < 1)
-    p = chance[unsure]
-    successes = np.arange(needed, num + 1)[:, np.newaxis]
-    log_factorial = np.append(0.0, np.cumsum(np.log(np.arange(1, num + 1))))
-    ways = log_factorial[num] - log_factorial[successes] - log_factorial[num - successes]
-    shares = np.exp(ways + successes * np.log(p) + (num - successes) * np.log1p(-p))
-    enough[unsure] = shares.sum(axis=0)
-    counted[unsure] = num * p - ((successes - needed) * shares).sum(axis=0)
-    exactly[unsure] = shares[0]
-    enough[chance >= 1] = 1.0
-    exactly[chance >= 1] = float(num == needed)
-    others_enough = enough - exactly * needed / num
-    return enough, counted, np.clip(1.0 - others_enough, 0.0, 1.0)
+def _seconds(round_: MeanRound, time: StepTime) -> float:
+    return time.per_step_s * round_.longest + time.per_token_s * round_.num_tokens

@@ -124,6 +124,8 @@ class Rollout:
         if found is None:
             machine = self._machine
             cost = machine.latency.step_cost(degree)
+            if machine.drafts is not None:
+                cost = replace(cost, drafts=machine.drafts)
             if speculate and machine.speculation is not None:
                 cost = replace(
                     cost,

@@ -1,0 +1,136 @@
+"""What a race comes to on average: computed, not drawn, by order statistics on a common token
+clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollpacker.core.lengths.bins import FloatArray
+from rollpacker.core.lengths.model import LengthModel
+
+POINTS_PER_BIN = 4
+"""At which the distribution of the end of a round is evaluated."""
+NUM_SDS = 8.0
+"""So far from its mean, a binomial count is on the one side for certain."""
+
+
+class Law:
+    """A length model on X + 1 points, from 0 to the cap. Lengths are uniform inside a bin; as if
+    they were no whole numbers, which makes them half a token shorter on average."""
+
+    def __init__(self, model: LengthModel, prompts_needed: int, samples_needed: int) -> None:
+        self.prompts_needed = prompts_needed
+        self.samples_needed = samples_needed
+        self.class_weights: FloatArray = model.class_weights / model.class_weights.sum()
+        densities = model.class_densities / model.class_densities.sum(axis=1, keepdims=True)
+        ends = np.append(model.starts - 1, model.cap)
+        at_ends = np.hstack([np.zeros((len(densities), 1)), np.cumsum(densities, axis=1)])
+        inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
+        points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
+        self.points: FloatArray = np.append(0.0, points)
+        """(X + 1,)"""
+        rows = [np.interp(self.points, ends, row) for row in at_ends]
+        self.below: FloatArray = np.minimum(np.array(rows), 1.0)
+        """(M, X + 1) share of a class's responses that end by a point."""
+
+    def integral(self, values: FloatArray) -> float:
+        """Of `values` (X + 1,) over the points."""
+        return float((values[1:] + values[:-1]) @ np.diff(self.points) / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRace:
+    """One prompt of each class with R samples, of which R0 are needed."""
+
+    num_samples: int
+    done: FloatArray
+    """(M, X + 1) chance that the prompt is done by a point."""
+    running: FloatArray
+    """(M, X + 1) samples that run at a point, 0 once the prompt is done, on average."""
+    kept: FloatArray
+    """(M, X) sum of the lengths kept, on average, of a prompt that gets done in an interval."""
+
+    @classmethod
+    def of(cls, law: Law, num_samples: int) -> PromptRace:
+        below, needed = law.below, law.samples_needed
+        done, _, at_most_others = binomial(num_samples, needed, below)
+        middles = (law.points[1:] + law.points[:-1]) / 2
+        ended = np.diff(below, axis=1)
+        moments = np.cumsum(ended * middles, axis=1) - ended * middles / 2
+        shares = below[:, :-1] + ended / 2
+        means = moments / np.maximum(shares, 1e-300)  # of the responses that ended before
+        return cls(
+            num_samples=num_samples,
+            done=done,
+            running=num_samples * (1 - below) * at_most_others,
+            kept=(needed - 1) * means + middles,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanRound:
+    """What a round comes to on average."""
+
+    longest: float
+    """Position at which the last response finishes."""
+    longest_sd: float
+    num_tokens: float
+    kept_mean: float
+    """Mean length of the responses trained on."""
+    deferred: FloatArray
+    """(M,) shares of the classes among deferred prompts; all 0 if none is."""
+
+
+def mean_round(
+    law: Law, race: PromptRace, class_weights: FloatArray, num_prompts: int
+) -> MeanRound:
+    """Prompts with classes drawn by `class_weights` (M,) race until P0 are done."""
+    done = class_weights @ race.done
+    over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
+    going_on = 1.0 - over
+    longest = law.integral(going_on)
+    variance = law.integral(2 * law.points * going_on) - longest**2
+    running = law.integral((class_weights @ race.running) * open_to_others)
+    # Inside an interval the classes' shares of what gets done are taken as constant.
+    newly_done = np.diff(done)
+    wins = np.diff(winners) / num_prompts / np.where(newly_done > 0, newly_done, np.inf)
+    won_in = class_weights[:, np.newaxis] * np.diff(race.done, axis=1) * wins
+    deferred = np.maximum(class_weights - won_in.sum(axis=1), 0.0)
+    is_deferring = num_prompts > law.prompts_needed
+    return MeanRound(
+        longest=longest + 0.5,
+        longest_sd=math.sqrt(max(variance, 0.0)),
+        num_tokens=num_prompts * (running + 0.5 * race.num_samples),
+        kept_mean=float((won_in * race.kept).sum() / won_in.sum()) / law.samples_needed + 0.5,
+        deferred=deferred / deferred.sum() if is_deferring else np.zeros_like(deferred),
+    )
+
+
+def binomial(
+    num: int, needed: int, chance: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """For `num` independent trials, each a success with `chance` (...), elementwise:
+    the chance of at least `needed` successes, the mean of min(successes, `needed`), and the chance
+    of fewer than `needed` among `num` - 1 of the trials."""
+    chance = np.clip(chance, 0.0, 1.0)
+    mean = num * chance
+    doubt = NUM_SDS * (np.sqrt(mean * (1 - chance)) + 1)
+    enough = np.where(mean > needed, 1.0, 0.0)
+    counted = np.minimum(mean, needed)
+    exactly = np.zeros_like(chance)
+    unsure = (np.abs(mean - needed) <= doubt) & (chance > 0) & (chance < 1)
+    p = chance[unsure]
+    successes = np.arange(needed, num + 1)[:, np.newaxis]
+    log_factorial = np.append(0.0, np.cumsum(np.log(np.arange(1, num + 1))))
+    ways = log_factorial[num] - log_factorial[successes] - log_factorial[num - successes]
+    shares = np.exp(ways + successes * np.log(p) + (num - successes) * np.log1p(-p))
+    enough[unsure] = shares.sum(axis=0)
+    counted[unsure] = num * p - ((successes - needed) * shares).sum(axis=0)
+    exactly[unsure] = shares[0]
+    enough[chance >= 1] = 1.0
+    exactly[chance >= 1] = float(num == needed)
+    others_enough = enough - exactly * needed / num
+    return enough, counted, np.clip(1.0 - others_enough, 0.0, 1.0)
