@@ -826,6 +826,11 @@ def debias_run_table() -> str:
     return table(("arm", "weighted trained length over off", "effective sample size"), rows)
 
 
+def _place(one: Mapping[str, Any]) -> str:
+    """The set-up; of results from before the fit, with the world."""
+    return f"{one['setup']}, {one['world']}" if "world" in one else str(one["setup"])
+
+
 def beyond_table() -> str:
     rows = []
     for one in result("beyond")["results"]:
@@ -833,7 +838,7 @@ def beyond_table() -> str:
         bound = next(o for o in one["oracles"] if o["name"] == "oracle, window of 20")
         rows.append(
             [
-                one["setup"],
+                _place(one),
                 f"{one['paper']['step_s']:.1f} s, {one['paper']['length_shift']:+.1%}",
                 f"{best['step_s']:.1f} s, {best['length_shift']:+.1%}",
                 f"{best['saved_share']:.1%} ± {best['saved_error_share']:.1%}",
@@ -846,7 +851,7 @@ def beyond_table() -> str:
 
 def ideas_table() -> str:
     results = result("beyond")["results"]
-    places = [one["setup"] for one in results]
+    places = [_place(one) for one in results]
     names = [idea["name"] for idea in results[0]["ideas"]]
     rows = []
     for name in names:
