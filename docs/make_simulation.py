@@ -540,12 +540,14 @@ def errors_table() -> str:
     """Error factors of every group, of the worlds before and the shipped one."""
     calibration, published = result("sim_calibration"), result("sim_published")
     factors = calibration["error_factors"]
-    rows = []
+    rows: list[list[object]] = []
     for group, weight in calibration["weights"].items():
         number = len([row for row in published["facts"] if row["group"] == group])
         values = [factors[world][group] for world in ("A", "B")]
         values.append(published["error_factors"][group])
         rows.append([group, number, f"{weight:g}", *(f"{value:.2f}" for value in values)])
+    losses = [f"{calibration['loss'][world]:.4f}" for world in ("A", "B", "shipped")]
+    rows.append(["loss that the fit minimises", len(published["facts"]), "-", *losses])
     head = ("group", "facts", "weight in the fit", "world A", "world B", "shipped")
     return table(head, rows)
 
