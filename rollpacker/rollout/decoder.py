@@ -157,6 +157,10 @@ class Decoder:
             self._prefill(batch, next_prompt)
         self._plan = None
 
+    def forget_plan(self) -> None:
+        """Rows went on, or back, by something else than a decode step."""
+        self._plan = None
+
     def forget_prompt(self) -> None:
         """Nothing waits any more, and the weights may change."""
         self._kept = None
@@ -354,11 +358,6 @@ class Decoder:
             **{STEP_KEYWORD: step},
         ).logits
         return logits.flatten(0, 1).index_select(0, step.real)
-
-    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Take rows back to their first `counts` tokens (`RowTable.cut`)."""
-        self.rows.cut(rows, counts)
-        self._plan = None
 
     @property
     def query_groups(self) -> int:

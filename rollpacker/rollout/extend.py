@@ -220,7 +220,8 @@ class Extender:
             for row in refused.tolist():
                 self._rows.turn_over(row)
             last = column("count")[refused] - 1
-            self._decoder.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            self._decoder.forget_plan()
         return again
 
     # -- one pass ----------------------------------------------------------------------------------
