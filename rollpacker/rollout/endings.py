@@ -34,13 +34,14 @@ class Endings:
     def stopped(self, rows: RowTable, first: int) -> np.ndarray:
         """Which rows, from `first` on, their newest token stopped: an end token, or the last one
         of a stop string."""
-        token, count, may_stop, has_strings = (
-            rows.host_column(name)[first:]
-            for name in ("token", "count", "may_stop", "has_stop_strings")
+        token, may_stop, has_strings = (
+            rows.host_column(name)[first:] for name in ("token", "may_stop", "has_stop_strings")
         )
-        stopped: np.ndarray = self._is_end[token] & may_stop & (count > 0)
-        for offset in np.flatnonzero(has_strings & (count > 0)):
-            stopped[offset] |= self._ends_string(rows, first + int(offset), int(count[offset]))
+        stopped: np.ndarray = self._is_end[token] & may_stop
+        if has_strings.any():
+            for row in first + np.flatnonzero(has_strings):
+                count = int(rows.host_column("count")[row])
+                stopped[row - first] |= self._ends_string(rows, int(row), count)
         return stopped
 
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
