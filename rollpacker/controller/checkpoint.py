@@ -29,7 +29,6 @@ CARRIED = "carried"
 FORMAT = 3
 """Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
 had no carried tokens."""
-READABLE = (2, 3)
 _PREFIX = "step_"
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that loading a folder takes up by themselves: one that the manifest does not

@@ -21,7 +21,6 @@ from typing import Any
 from rollpacker.controller.checkpoint import (
     CARRIED,
     FORMAT,
-    READABLE,
     Checkpoint,
     has_checkpoint,
     newest_checkpoint,
@@ -139,7 +138,7 @@ class RunFolder:
         """
         if has_checkpoint(self.checkpoints):
             newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
-            if newest.format not in READABLE:
+            if newest.format != FORMAT:
                 raise RunError(
                     f"{newest.folder} was written by another version of RollPacker (format "
                     f"{newest.format}, not {FORMAT}): resume the run with the version "

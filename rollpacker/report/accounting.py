@@ -47,5 +47,5 @@ class Accounting:
         if isinstance(entry, Session):
             self.time.begin_session(entry)
             cap = entry.job.get("max_response_tokens") or self._max_response_tokens
-            self._length_bias.begin(cap)
+            self._length_bias.begin(cap, entry.job)
         return None

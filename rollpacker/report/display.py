@@ -124,7 +124,7 @@ class LineDisplay:
         if step.lengths.trained is not None:
             lengths = step.lengths.trained
             parts.append(f"tokens median {lengths.median:.0f} max {lengths.max}")
-        parts.append(f"long queue {step.prompts.long_queue}")
+        parts.append(f"deferred {step.prompts.long_queue}")
         shares = _shares(step)
         parts.append(" ".join(f"{_short(c)} {s:.0%}" for c, s in shares.items() if s >= 0.005))
         left = self._state.left_s()
@@ -186,7 +186,7 @@ class LiveDisplay:
             return Text.assemble((f"step {done}", "bold"), f"  {clock(state.elapsed_s)}")
         left = state.left_s()
         if done > total:  # the steps that empty the long queue come on top
-            head, tail = f"step {done}", "  emptying the long queue"
+            head, tail = f"step {done}", "  finishing deferred prompts"
         else:
             head = f"step {done}/{total}"
             tail = f"  {clock(state.elapsed_s)}" + (f", {clock(left)} left" if left else "")
@@ -211,7 +211,7 @@ class LiveDisplay:
         text.append(words)
         if phase == "rollout":
             text.append(f", {len(history.live)} of {history.step.num_launched} samples live")
-        text.append("   long queue ", style="dim").append(str(len(history.queue)))
+        text.append("   deferred ", style="dim").append(str(len(history.queue)))
         text.truncate(width)
         return text
 

@@ -24,7 +24,7 @@ from rollpacker.report.fitted_run import (
     Workload,
 )
 from rollpacker.report.history import iterate_steps
-from rollpacker.report.step_history import End, RoundHistory, StepHistory
+from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepHistory
 from rollpacker.report.token_clock import (
     ClockError,
     Stretch,
@@ -104,8 +104,16 @@ class _Asked:
         for end in step.ends():
             pools = self.pools if end.is_finished else self.stopped
             pools.setdefault(end.sample.prompt.row, []).append(end.num_tokens)
+            if end.carried is not None:
+                self._forget(end.sample.prompt.row, end.carried)
             if end.end is End.AT_LIMIT:
                 self.capped.add(end.num_tokens)
+
+    def _forget(self, row: int, before: CarriedInto) -> None:
+        """What a launch before had told of a response that this one goes on with."""
+        told = (self.pools if before.whole else self.stopped).get(row, [])
+        if before.num_tokens in told:
+            told.remove(before.num_tokens)
 
     @property
     def num_lengths(self) -> int:
@@ -115,8 +123,8 @@ class _Asked:
         return Workload(
             source=min(self.sources, default=""),
             rows=tuple(prompt.row for prompt in self.fetched),
-            pools={row: tuple(pool) for row, pool in sorted(self.pools.items())},
-            stopped={row: tuple(pool) for row, pool in sorted(self.stopped.items())},
+            pools={row: tuple(pool) for row, pool in sorted(self.pools.items()) if pool},
+            stopped={row: tuple(pool) for row, pool in sorted(self.stopped.items()) if pool},
             max_response_tokens=max(self.capped, default=None),
         )
 

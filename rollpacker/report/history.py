@@ -36,6 +36,7 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.report.carrying import CarryBook
 from rollpacker.report.step_history import (
     End,
     Outcome,
@@ -78,6 +79,7 @@ class History:
         self._num_streaming = 0
         """Groups whose gradients are being accumulated while the round goes on."""
         self._is_committing = False
+        self._carrying = CarryBook()
         self._checks: dict[SampleId, tuple[float, float]] = {}
         """Under way: when they were asked for, and how long they were queued before."""
 
@@ -108,6 +110,7 @@ class History:
 
     def _begin_session(self, session: Session) -> None:
         self.num_sessions += 1
+        self._carrying.begin_session(session.job)
         self.marks.update(session.marks)
         self._checks.clear()
         if self._is_committing:
@@ -139,11 +142,10 @@ class History:
                 self._scored(event, now)
             case SampleGenerated():
                 end = End.AT_LIMIT if event.finish_reason == "length" else End.FINISHED
-                sample = self._end_sample(event.sample, end, now)
-                sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+                self._let_go(self._end_sample(event.sample, end, now), event)
             case SampleAborted():
                 sample = self._end_sample(event.sample, End.STOPPED, now)
-                sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+                self._let_go(sample, event)
                 sample.outcome = Outcome.SURPLUS
             case SampleFailed():
                 self._end_sample(event.sample, End.FAILED, now).outcome = Outcome.FAILED
@@ -164,6 +166,16 @@ class History:
             case _:
                 pass
         return None
+
+    def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
+        """The engine did, with so many tokens."""
+        sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+        sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
+        if self.step.rounds:
+            round_ = self.step.rounds[-1]
+            if event.num_redraws:  # steps of the engine that its tokens do not tell
+                round_.is_irregular = True
+            self._carrying.end(sample, round_.version)
 
     def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
         step = self.step
@@ -214,6 +226,7 @@ class History:
         self.last_step = event.step
         self.live.clear()
         self._num_streaming = 0
+        self._carrying.commit(self.queue)
         _settle(done)
         return done
 
@@ -284,6 +297,7 @@ class History:
         known = step.samples
         for sample in samples:
             known[sample] = SampleHistory(sample, now)
+        self._carrying.launch(command, known)
         self.queue.difference_update({sample.prompt for sample in samples})
         self.live.update(samples)
         self._emptied_s = None

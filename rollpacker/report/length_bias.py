@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +12,8 @@ from rollpacker.core.ids import PromptId
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.weights import effective_sample_size
 from rollpacker.core.lengths.window import LengthWindow
-from rollpacker.report.step_history import End, StepHistory
+from rollpacker.report.carrying import complements, keeps_noise
+from rollpacker.report.step_history import End, RoundHistory, StepHistory
 
 LENGTH_WINDOW = 50
 """Steps over which the lengths that were trained on are compared with the policy's own."""
@@ -22,11 +25,13 @@ class LengthBias:
 
     def __init__(self, cap: int | None) -> None:
         """`cap`: the longest response there can be, in tokens; None if that is not known."""
+        self._job: Mapping[str, Any] = {}
         self._begin_with(cap)
 
-    def begin(self, cap: int | None) -> None:
-        """A session begins. With another limit of responses the comparison begins as well: the
-        policy's own lengths are others."""
+    def begin(self, cap: int | None, job: Mapping[str, Any]) -> None:
+        """A session of this job begins. With another limit of responses the comparison begins as
+        well: the policy's own lengths are others."""
+        self._job = job
         if cap != self._cap:
             self._begin_with(cap)
 
@@ -38,13 +43,14 @@ class LengthBias:
 
     def add(self, step: StepHistory) -> dict[str, float]:
         """The metrics after this step: `length/...` and `debias/...`, what is known of them."""
-        launched = dict.fromkeys(s.prompt for round_ in step.rounds for s in round_.samples)
-        ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
-        for round_ in step.rounds:
-            for end in round_.ends:
-                ends[end.sample.prompt][end.end is End.STOPPED].append(end.num_tokens)
-        for prompt, (finished, stopped) in ends.items():
-            self._window.observe(prompt, finished, stopped)
+        if keeps_noise(self._job):
+            complement = complements(self._job)
+            for round_ in step.rounds:  # of a prompt that is there twice the last one counts
+                for prompt, (finished, stopped) in _ends([round_], complement).items():
+                    self._window.observe(prompt, finished, stopped, continued=True)
+        else:
+            for prompt, (finished, stopped) in _ends(step.rounds, False).items():
+                self._window.observe(prompt, finished, stopped)
         trained = _weighted_lengths(step)
         self._window.close_step([num_tokens for num_tokens, _ in trained])
         both = np.array(trained, dtype=np.float64).reshape(-1, 2)
@@ -65,6 +71,29 @@ class LengthBias:
         if newest.size:
             metrics["debias/mean_weight"] = float(newest.mean())
         return metrics
+
+
+def _ends(
+    rounds: Sequence[RoundHistory], complement: bool
+) -> dict[PromptId, tuple[list[int], list[int]]]:
+    """Lengths of complete responses, and where the others were stopped, by prompt.
+
+    What was carried and came out differently was drawn a second time because it was long: only its
+    first draw says how long responses are, unless `complement` made the second one longer.
+    """
+    launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
+    ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
+    for round_ in rounds:
+        for end in round_.ends:
+            tokens, whole = end.num_tokens, end.end is not End.STOPPED
+            had, kept = end.carried, end.num_kept
+            if had is not None:
+                if kept is not None and kept < had.num_tokens and (had.whole or not complement):
+                    tokens, whole = had.num_tokens, had.whole
+                elif kept is None and end.num_tokens == had.num_tokens and not whole:
+                    whole = had.whole  # not looked at
+            ends[end.sample.prompt][not whole].append(tokens)
+    return ends
 
 
 def _weighted_lengths(step: StepHistory) -> list[tuple[int, float]]:

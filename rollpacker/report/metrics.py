@@ -16,6 +16,7 @@ from typing import Any
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.imports import missing
+from rollpacker.report.carrying import carry_metrics
 from rollpacker.report.checks import check_metrics
 from rollpacker.report.step_summary import LengthStats, StepSummary
 from rollpacker.report.writing import replacing
@@ -61,6 +62,7 @@ def step_metrics(step: StepSummary) -> dict[str, Value]:
         "tokens/trained": step.tokens.trained,
         "tokens/generated_per_trained": _ratio(step.tokens.generated, step.tokens.trained),
         "long_queue/prompts": step.prompts.long_queue,
+        **carry_metrics(step.carry),
         **_round(step),
         **_timing(step),
         **check_metrics(step.checks),

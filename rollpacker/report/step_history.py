@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from rollpacker.core.commands import RoundKind, Score, TrainOn
 from rollpacker.core.events import SampleScored
@@ -44,12 +45,26 @@ class Verdict:
     """From the end of the response to the first asking."""
 
 
+class CarriedInto(NamedTuple):
+    """What an earlier launch had left for a sample."""
+
+    num_tokens: int
+    whole: bool
+    """A complete response."""
+    version: int
+    """Of the weights that they were last drawn from, or the oldest of these."""
+
+
 @dataclass(slots=True)
 class SampleHistory:
     """One launched sample. A sample that ends without a launch in the log starts where it ends."""
 
     sample: SampleId
     start_s: float
+    carried: CarriedInto | None = None
+    num_kept: int | None = None
+    """Of the carried tokens, so many came out the same; None: not looked at."""
+    num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
     """None while it is being generated."""
@@ -59,6 +74,18 @@ class SampleHistory:
     """The last one."""
     outcome: Outcome = Outcome.UNUSED
     """Final once the step is committed."""
+
+    @property
+    def num_taken_up(self) -> int:
+        """Tokens that an earlier launch generated."""
+        if self.num_kept is not None or self.carried is None:
+            return self.num_kept or 0
+        return min(self.carried.num_tokens, self.num_tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that this launch generated."""
+        return self.num_tokens - self.num_taken_up
 
     @property
     def reward(self) -> float | None:

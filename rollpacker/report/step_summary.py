@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.events import SampleScored
+from rollpacker.report.carrying import CarryCounts, step_carrying
 from rollpacker.report.checks import KindChecks, step_checks
 from rollpacker.report.step_history import End, SampleHistory, StepHistory
 from rollpacker.report.time_book import STEP_CAUSES
@@ -52,7 +53,7 @@ class TokenCounts:
     """Response tokens of a step."""
 
     generated: int
-    """Those of aborted samples included."""
+    """Those of aborted samples included; not those that an earlier launch generated."""
     trained: int
 
 
@@ -111,6 +112,7 @@ class StepSummary:
     tokens: TokenCounts
     rewards: Rewards
     lengths: Lengths
+    carry: CarryCounts
     checks: Mapping[str, KindChecks]
     """By kind: source of the prompts."""
     marks: tuple[str, ...]
@@ -162,7 +164,7 @@ def summarize_step(
             peak_live=step.peak_live,
         ),
         tokens=TokenCounts(
-            generated=sum(sample.num_tokens for sample in samples),
+            generated=sum(sample.num_generated for sample in samples),
             trained=sum(sample.num_tokens for sample in trained),
         ),
         rewards=_rewards(step),
@@ -172,6 +174,7 @@ def summarize_step(
             censored=tuple(sample.num_tokens for sample in stopped),
             bias=length_bias,
         ),
+        carry=step_carrying(step),
         checks=step_checks(step.checks),
         marks=() if step.session is None else step.session.marks,
         trainer=step.trainer,

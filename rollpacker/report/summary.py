@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.records import Entry
 from rollpacker.report.accounting import Accounting
+from rollpacker.report.carrying import add_up as add_up_carried
 from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
@@ -27,6 +28,12 @@ _LAST_STEPS = 5
 _NUM_REASONS = 5
 _REASON_WIDTH = 38
 _TELLING_S = 0.5
+_OFF_POLICY = {
+    "importance_ess": "sampling/ess",
+    "importance_outside": "sampling/mismatch_outside",
+    "log_prob_difference": "sampling/sampling_logp_difference/mean",
+}
+"""With weighted carrying: how far the tokens trained on are from the policy's own."""
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
@@ -85,6 +92,7 @@ def summarize_entries(
             "failed": sum(step.samples.failed for step in steps),
             "no_verdict": _add_up(step.samples.no_verdict for step in steps),
         },
+        "carrying": _carrying(steps),
         "streaming": {
             "samples": sum(step.samples.streamed for step in steps),
             "steps": sum(step.samples.streamed > 0 for step in steps),
@@ -124,6 +132,22 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
                 ),
             }
             for kind, of_kind in kinds.items()
+        },
+    }
+
+
+def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
+    """What became of carried tokens; None if nothing was carried."""
+    counts = add_up_carried(step.carry for step in steps)
+    if not counts.tokens:
+        return None
+    weighted = [s.trainer for s in steps if "weighted_carrying" in s.marks and s.trainer]
+    return {
+        **counts.plain(),
+        **{
+            name: _mean([trainer[metric] for trainer in weighted if metric in trainer])
+            for name, metric in _OFF_POLICY.items()
+            if weighted
         },
     }
 
@@ -203,6 +227,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(_checks_table(summary["checks"]))
     if summary.get("unsandboxed"):
         parts.append(Text("model-written code ran WITHOUT isolation in this run", "bold red"))
+    if summary.get("weighted_carrying"):
+        parts.append(Text("weighted carrying: not exact (tokens of older weights)", "bold red"))
     if summary.get("paths"):
         parts.append(_paths_table(summary["paths"]))
     return Group(*parts)
@@ -288,6 +314,8 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
         size = f"{100 * lengths['effective_sample_size']:.0f} %"
         table.add_row("effective sample size of the weights", size)
+    if summary["carrying"]:
+        _add_carrying(table, summary["carrying"])
     streaming = summary["streaming"]
     if streaming["samples"] or streaming["steps_without"]:
         begun = f"{streaming['samples']:,} in {streaming['steps']:,} steps"
@@ -295,14 +323,31 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
         if streaming["steps_without"]:
             table.add_row("steps without", _reasons(streaming["steps_without"]))
     table.add_row("prompts trained on", f"{prompts['trained']:,}")
-    table.add_row("prompts deferred to a long round", f"{prompts['deferred']:,}")
+    table.add_row("prompts deferred", f"{prompts['deferred']:,}")
     if prompts["long_queue"]:
-        table.add_row("prompts still in the long queue", f"{prompts['long_queue']:,}")
+        table.add_row("prompts that still wait", f"{prompts['long_queue']:,}")
     table.add_row("prompts dropped", _reasons(prompts["dropped"]))
     table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
     if summary["samples"]["failed"]:
         table.add_row("samples that the engine failed on", f"{summary['samples']['failed']:,}")
     return table
+
+
+def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
+    table.add_row("tokens carried into a later launch", f"{carrying['tokens']:,}")
+    if carrying["kept_ratio"] is not None:
+        table.add_row("kept, of those looked at", f"{100 * carrying['kept_ratio']:.1f} %")
+        by_age = carrying["mismatch_per_token_by_age"]
+        lines = [f"{rate:.1e} (age {age})" for age, rate in list(by_age.items())[:_NUM_REASONS]]
+        table.add_row("came out differently, per token", "\n".join(lines))
+    if carrying["redraws"]:
+        table.add_row("early ends drawn once more", f"{carrying['redraws']:,}")
+    table.add_row("greatest age of carried tokens, in updates", f"{carrying['largest_age']:,}")
+    if carrying.get("importance_ess") is not None:
+        size = f"{100 * carrying['importance_ess']:.1f} %"
+        table.add_row("effective sample size of importance ratios", size)
+        outside = f"{100 * carrying['importance_outside']:.2f} %"
+        table.add_row("tokens whose importance ratio was clipped", outside)
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:

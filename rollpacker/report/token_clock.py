@@ -1,7 +1,8 @@
 """The engine's token clock, read back from a log: how many decode steps lay between two ends.
 
 An engine admits requests first come, first served, into its slots. Being admitted (the prefill)
-gives a sample its first token, every decode step one more. So a sample of L tokens that was
+gives a sample its first token (with those that it takes up of an earlier launch), every decode step
+one more. So a sample of L tokens that was
 admitted at clock a ends at clock a + L - 1, and a log that holds lengths and times also holds the
 seconds of known numbers of decode steps with known numbers of running samples.
 """
@@ -9,13 +10,13 @@ seconds of known numbers of decode steps with known numbers of running samples.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import Entry
 from rollpacker.report.history import iterate_steps
-from rollpacker.report.step_history import RoundHistory, SampleHistory, StepHistory
+from rollpacker.report.step_history import End, RoundHistory, SampleHistory, StepHistory
 
 
 class ClockError(ValueError):
@@ -61,11 +62,13 @@ def stretches(round_: RoundHistory, *, slots: int | None) -> list[Stretch]:
     """
     if round_.is_irregular:
         raise ClockError("a sample failed or was launched again")
-    engine = _Engine(round_.samples, slots)
+    # One whose tokens were all there has, as others do, its newest when it is admitted.
+    taken_up = {end.sample: min(end.num_taken_up, end.num_tokens - 1) for end in round_.ends}
+    engine = _Engine(round_.samples, slots, taken_up)
     found = []
     last_s, ended = round_.start_s, 0
     for end in round_.ends:
-        if end.num_tokens == 0:
+        if end.num_generated == 0 and end.end is End.STOPPED:
             engine.forget(end.sample)
             continue
         clock = engine.clock_of(end)
@@ -81,20 +84,27 @@ def stretches(round_: RoundHistory, *, slots: int | None) -> list[Stretch]:
 class _Engine:
     """First come, first served, into slots."""
 
-    def __init__(self, samples: Iterable[SampleId], slots: int | None) -> None:
+    def __init__(
+        self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
+    ) -> None:
+        """`taken_up`: tokens that samples have when they are admitted, of an earlier launch."""
         self.clock = 0
         self.num_admitted = 0
         """Since the last advance."""
         self._slots = slots
         self._waiting = deque(samples)
+        self._taken_up = taken_up
         self._admitted_at: dict[SampleId, int] = {}
+        """What is taken up counts as steps before."""
         self._sum_admitted_at = 0
         self._admit()
 
     def _admit(self) -> None:
         while self._waiting and (self._slots is None or len(self._admitted_at) < self._slots):
-            self._admitted_at[self._waiting.popleft()] = self.clock
-            self._sum_admitted_at += self.clock
+            sample = self._waiting.popleft()
+            began = self.clock - self._taken_up.get(sample, 0)
+            self._admitted_at[sample] = began
+            self._sum_admitted_at += began
             self.num_admitted += 1
 
     def clock_of(self, end: SampleHistory) -> int:

@@ -27,7 +27,8 @@ def config(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_run_with_an_engine_of_one_row(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "echo", "tests.drills.echo_engine:EchoEngine")
-    run = rollpacker.train(config, ["name=echo", "rollout.engine.name=echo"])
+    overrides = ["name=echo", "rollout.engine.name=echo", "tail_batching.carry=none"]
+    run = rollpacker.train(config, overrides)
     log = list(EventLog(run.folder / "events.jsonl"))
     events = [entry.event for entry in log if isinstance(entry, Record)]
     assert any(isinstance(event, SampleGenerated) for event in events)

@@ -217,6 +217,9 @@ def test_short_rounds_show_their_length_shift():
     )
 
 
+QUEUE = {"stragglers": "queue"}
+
+
 @given(
     seed=st.integers(0, 10**6),
     failure_rate=st.sampled_from([0.0, 0.2]),
@@ -224,15 +227,16 @@ def test_short_rounds_show_their_length_shift():
     verdict_delay_s=st.sampled_from([0.0, 5.0]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
     race=st.sampled_from(["generated", "scored"]),
+    settings=st.sampled_from([{"selection": "published", "sample_factor": 1.5}, QUEUE, {}]),
 )
 @settings(max_examples=50, deadline=None)
-def test_logs_of_the_real_core_add_up(race, seed, **unkindness):
+def test_logs_of_the_real_core_add_up(race, settings, seed, **unkindness):
     """The core in an unkind world: what the log tells is what the job knows."""
     config = JobConfig(
         prompts_per_step=2,
         samples_per_prompt=2,
         max_steps=None,
-        tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, race=race),
+        tail_batching=TailBatchingConfig(prompt_factor=1.5, race=race, **settings),
     )
     world = World(config, num_rows=11, epochs=2, seed=seed, unkind=UnkindConfig(**unkindness)).run()
     accounting, summaries = feed(world.log)
@@ -350,16 +354,17 @@ def test_loss_weights_show_in_the_lengths():
 @given(
     seed=st.integers(0, 10**6),
     verdict_delay_s=st.sampled_from([0.0, 5.0, 30.0]),
-    tiers=st.sampled_from([(), (Tier(prompt_factor=1.5, sample_factor=1.5),)]),
+    tiers=st.sampled_from([(), (Tier(prompt_factor=1.5),)]),
+    selection=st.sampled_from(["published", "none"]),
     late_finish_rate=st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=15, deadline=None)
-def test_logs_with_streams_and_cascades_add_up(seed, tiers, **unkindness):
+def test_logs_with_streams_and_cascades_add_up(seed, tiers, selection, **unkindness):
     config = JobConfig(
         prompts_per_step=3,
         samples_per_prompt=2,
         max_steps=12,
-        tail_batching=TailBatchingConfig(prompt_factor=1.5, sample_factor=1.5, tiers=tiers),
+        tail_batching=TailBatchingConfig(prompt_factor=1.5, selection=selection, tiers=tiers),
         stream=StreamConfig(enabled=True, reward_wait=True),
     )
     world = World(config, num_rows=40, epochs=3, seed=seed, unkind=UnkindConfig(**unkindness)).run()

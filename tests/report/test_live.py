@@ -107,7 +107,7 @@ def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):
         "step 6/8",
     ]
     assert "\x1b" not in output.getvalue()
-    assert "long queue" in lines[1] and "reward" in lines[1] and "left" in lines[1]
+    assert "deferred" in lines[1] and "reward" in lines[1] and "left" in lines[1]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

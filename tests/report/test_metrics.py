@@ -51,7 +51,7 @@ def test_every_metric_is_in_the_documentation():
             documented.add(stem + more)
     prefixes = (
         *("actor/", "response_length_all/", "round/dropped/", "round/no_verdict/", "rewards/"),
-        "perf/checks/",
+        *("perf/checks/", "carry/mismatch_per_token/age_"),
     )
     for summary in summaries():
         for name in step_metrics(summary):

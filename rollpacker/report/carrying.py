@@ -1,0 +1,182 @@
+"""What became of carried tokens: how many the weights at hand drew once more.
+
+A carried token *agrees* if the weights at hand draw it again with the same noise. Looking at a
+sample's tokens ends at the first that does not, so the mismatch per token is the number of samples
+with such a one over the number of tokens looked at, that one included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.core.commands import Launch
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHistory
+
+
+def carrying(job: Mapping[str, Any]) -> str:
+    """What a session's job does with the tokens of deferred prompts: none, exact or weighted."""
+    tail = job.get("tail_batching") or {}
+    return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
+
+
+def keeps_noise(job: Mapping[str, Any]) -> bool:
+    """A prompt that is launched again goes on with the same responses."""
+    tail = job.get("tail_batching") or {}
+    return bool(tail.get("selection", "published") == "none")
+
+
+def complements(job: Mapping[str, Any]) -> bool:
+    """No response ends before the place where it had been cut off."""
+    tail = job.get("tail_batching") or {}
+    return carrying(job) == "exact" and bool(tail.get("complement", True))
+
+
+class CarryBook:
+    """What deferred prompts carry into their next launch, as far as the log says."""
+
+    def __init__(self) -> None:
+        self._carries = False
+        self._had: dict[SampleId, CarriedInto] = {}
+        """By the sample whose noise it is drawn with."""
+        self._replaced: dict[SampleId, SampleId] = {}
+        """In this step: samples launched for failed ones, by the first that failed."""
+
+    def begin_session(self, job: Mapping[str, Any]) -> None:
+        self._carries = carrying(job) != "none"
+
+    def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
+        """`known` has the launched samples."""
+        samples = command.samples
+        for sample, failed in zip(samples, command.replaces, strict=False):
+            self._replaced[sample] = self._replaced.get(failed, failed)
+        for sample, num_tokens in zip(samples, command.carried, strict=False):
+            if num_tokens:
+                lost = CarriedInto(num_tokens, whole=False, version=command.version)
+                known[sample].carried = self._had.get(self._place_of(sample), lost)
+
+    def end(self, sample: SampleHistory, version: int) -> None:
+        """The engine let go of a sample that it had under this version of the weights."""
+        if not self._carries:
+            return
+        before = sample.carried
+        if before is not None and sample.num_kept is None:
+            if not sample.is_finished and sample.num_tokens == before.num_tokens:
+                return  # it was not looked at
+            version = before.version
+        place = self._place_of(sample.sample)
+        self._had[place] = CarriedInto(sample.num_tokens, sample.is_finished, version)
+
+    def commit(self, waiting: Container[PromptId]) -> None:
+        """The step is over. Of all other prompts nothing is carried any more."""
+        self._had = {place: had for place, had in self._had.items() if place.prompt in waiting}
+        self._replaced.clear()
+
+    def _place_of(self, sample: SampleId) -> SampleId:
+        return self._replaced.get(sample, sample)._replace(attempt=0)
+
+
+@dataclass(slots=True)
+class CarryCounts:
+    """Of the launches of one step, or of many."""
+
+    prompts: int = 0
+    """Launched with tokens of an earlier launch."""
+    tokens: int = 0
+    """Carried into launches."""
+    looked_at: int = 0
+    """Of these, those of samples that were verified."""
+    kept: int = 0
+    """Of these, those that stayed."""
+    redraws: int = 0
+    """Ends that came before the place where the response had been cut off, drawn once more."""
+    largest_age: int = 0
+    """In updates, from the weights that drew the tokens to those of the launch."""
+    verified: Counter[int] = field(default_factory=Counter)
+    """Tokens that were drawn anew, by age."""
+    mismatches: Counter[int] = field(default_factory=Counter)
+    """Samples of which a token came out differently, by age."""
+
+    @property
+    def kept_ratio(self) -> float | None:
+        return self.kept / self.looked_at if self.looked_at else None
+
+    @property
+    def mismatch_per_token(self) -> float | None:
+        verified = self.verified.total()
+        return self.mismatches.total() / verified if verified else None
+
+    def by_age(self) -> dict[int, float]:
+        """Mismatch per token."""
+        return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
+
+    def plain(self) -> dict[str, Any]:
+        """For summary.json."""
+        return {
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "tokens_verified": self.verified.total(),
+            "tokens_kept": self.kept,
+            "kept_ratio": self.kept_ratio,
+            "mismatch_per_token": self.mismatch_per_token,
+            "mismatch_per_token_by_age": {str(a): rate for a, rate in self.by_age().items()},
+            "redraws": self.redraws,
+            "largest_age": self.largest_age,
+        }
+
+
+def step_carrying(step: StepHistory) -> CarryCounts:
+    """What the step's launches took up."""
+    counts = CarryCounts()
+    prompts = set()
+    for round_ in step.rounds:
+        for one in round_.samples:
+            sample = step.samples[one]
+            counts.redraws += sample.num_redraws
+            carried = sample.carried
+            if carried is None:
+                continue
+            prompts.add(one.prompt)
+            age = round_.version - carried.version
+            counts.tokens += carried.num_tokens
+            counts.largest_age = max(counts.largest_age, age)
+            if sample.num_kept is None:
+                continue
+            counts.looked_at += carried.num_tokens
+            counts.kept += sample.num_kept
+            counts.verified[age] += min(sample.num_kept + 1, carried.num_tokens)
+            counts.mismatches[age] += sample.num_kept < carried.num_tokens
+    counts.prompts = len(prompts)
+    return counts
+
+
+def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
+    """Over the steps of a run."""
+    total = CarryCounts()
+    for step in steps:
+        for name in ("prompts", "tokens", "looked_at", "kept", "redraws"):
+            setattr(total, name, getattr(total, name) + getattr(step, name))
+        total.largest_age = max(total.largest_age, step.largest_age)
+        total.verified.update(step.verified)
+        total.mismatches.update(step.mismatches)
+    return total
+
+
+def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
+    """One step's, if it took up anything."""
+    if not counts.tokens:
+        return {}
+    return {
+        "carry/prompts": counts.prompts,
+        "carry/tokens": counts.tokens,
+        "carry/tokens_verified": counts.verified.total(),
+        "carry/tokens_kept": counts.kept,
+        "carry/kept_ratio": counts.kept_ratio,
+        "carry/mismatch_per_token": counts.mismatch_per_token,
+        **{f"carry/mismatch_per_token/age_{age}": rate for age, rate in counts.by_age().items()},
+        "carry/redraws": counts.redraws,
+        "carry/largest_age": counts.largest_age,
+    }
