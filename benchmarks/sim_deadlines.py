@@ -21,7 +21,7 @@ STEPS, SEEDS = 40, (0, 1, 2)
 CODE = (
     "rewards=[{kind: code, share: 1.0, check_truncated: false, lengths: {preset: rollpacker-code}}]"
 )
-BASE = (CODE, "system=rollpacker", "stream_trainer.enabled=false")
+BASE = (CODE, "system=rollpacker-published", "stream_trainer.enabled=false")
 RACES = {
     "race on scored, as the published code": (),
     "race on generated, checks cancelled and longest first, as real runs here": (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -42,7 +43,6 @@ from rollpacker.sim.cache_limits import KV_WATERMARK
 from rollpacker.sim.ports.rollout import MIGRATION_S
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import load_scenario
-from rollpacker.sim.workload_spec import LengthLaw
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -50,13 +50,14 @@ PAGE = DOCS / "simulation.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import sim_calibration  # noqa: E402
+import sim_published  # noqa: E402
 
 SET_UPS = {
     "7b-8k": "7B, 8k, 16 GPUs",
     "14b-16k": "14B, 16k, 32 GPUs",
     "32b-32k": "32B, 32k, 64 GPUs",
 }
-SYSTEMS = ("verl", "rlhfuse", "rollpacker", "oracle")
+SYSTEMS = sim_published.SYSTEMS
 STAGES = {"rollout": "rollout_s", "reward": "reward_s", "training": "train_s", "sync": "sync_s"}
 COLOURS = {
     **{"rollout": "#0072B2", "reward": "#E69F00", "training": "#009E73"},
@@ -70,12 +71,6 @@ STAGE_NAMES = {
     "sync": "weight sync",
 }
 INK, FAINT = "#222222", "#666666"
-HARD = tuple(f"rewards.{index}.lengths.hard_prompts=0.08" for index in range(3))
-WORLDS = {
-    "A: length is nearly all luck": (),
-    "B: 8 % of the prompts are hard": HARD,
-}
-
 # -- simulating ---------------------------------------------------------------------
 
 
@@ -125,13 +120,13 @@ def save(made: Figure, name: str) -> None:
 
 
 def breakdown_jobs() -> list[Job]:
-    return [Job(set_up, (f"system={system}",)) for set_up in SET_UPS for system in SYSTEMS]
+    return [Job(set_up, overrides) for set_up in SET_UPS for overrides in SYSTEMS.values()]
 
 
 def draw_breakdown(runs: Mapping[Job, SystemResult]) -> None:
     made = figure(9, 5.6)
     for axes, (set_up, title) in zip(made.subplots(3, 1), SET_UPS.items(), strict=True):
-        means = {system: runs[Job(set_up, (f"system={system}",))].mean for system in SYSTEMS}
+        means = {system: runs[Job(set_up, own)].mean for system, own in SYSTEMS.items()}
         room = max(mean["total_s"] for mean in means.values())
         for row, (system, mean) in enumerate(means.items()):
             left = 0.0
@@ -142,7 +137,7 @@ def draw_breakdown(runs: Mapping[Job, SystemResult]) -> None:
                     axes.text(centre, row, f"{mean[key]:.0f}", **_inside(stage))
                 left += mean[key]
             speedup = means["verl"]["total_s"] / left
-            published = sim_calibration.PUBLISHED[set_up].get(system, 0.0)
+            published = sim_published.MEANS[set_up].get(system, 0.0)
             end = max(left, published) + 0.012 * room
             axes.text(end, row, f"{left:.0f} s   {speedup:.2f}x", **_beside())
             if published:
@@ -185,76 +180,60 @@ FACTOR_STEPS = 45
 """Whole periods at each of the factors."""
 
 
-def factor_job(factors: tuple[float, float], handling: str, world: str) -> Job:
+def factor_job(factors: tuple[float, float], handling: str) -> Job:
     own = (
         f"tail_batching.prompt_factor={factors[0]}",
         f"tail_batching.sample_factor={factors[1]}",
     )
-    return Job("14b-16k", (*own, *HANDLING[handling], *WORLDS[world]), FACTOR_STEPS)
+    published = SYSTEMS["rollpacker"]
+    return Job("14b-16k", (*published, *own, *HANDLING[handling]), FACTOR_STEPS)
 
 
-def cascade_job(tiers: tuple[tuple[float, float], tuple[float, float]], world: str) -> Job:
-    (first_p, first_s), (then_p, then_s) = tiers
-    own = (
-        f"tail_batching.prompt_factor={first_p}",
-        f"tail_batching.sample_factor={first_s}",
-        f"tail_batching.tiers=[{{prompt_factor: {then_p}, sample_factor: {then_s}}}]",
-    )
+def cascade_job(tiers: tuple[tuple[float, float], tuple[float, float]]) -> Job:
+    first, (then_p, then_s) = tiers
+    job = factor_job(first, "generated")
+    own = f"tail_batching.tiers=[{{prompt_factor: {then_p}, sample_factor: {then_s}}}]"
     # Long rounds are rare: more steps until their share is right.
-    return Job("14b-16k", (*own, *HANDLING["generated"], *WORLDS[world]), 3 * FACTOR_STEPS)
+    return Job(job.set_up, (*job.overrides, own), 3 * FACTOR_STEPS)
 
 
-def bound_job(system: str, world: str) -> Job:
+def bound_job(system: str) -> Job:
     # The oracle sorts 20 steps at a time: whole windows.
-    return Job("14b-16k", (f"system={system}", *WORLDS[world]), 40)
+    return Job("14b-16k", SYSTEMS[system], 40)
 
 
 def factor_jobs() -> list[Job]:
     pairs = [(p, s) for p in GRID for s in GRID]
-    jobs = [factor_job(pair, h, w) for pair in pairs for h in HANDLING for w in WORLDS]
-    jobs += [cascade_job(tiers, world) for tiers in CASCADES for world in WORLDS]
-    return jobs + [bound_job(s, world) for s in ("rlhfuse", "oracle") for world in WORLDS]
+    jobs = [factor_job(pair, handling) for pair in pairs for handling in HANDLING]
+    jobs += [cascade_job(tiers) for tiers in CASCADES]
+    return jobs + [bound_job(system) for system in ("rlhfuse", "oracle")]
 
 
 def draw_factors(runs: Mapping[Job, SystemResult]) -> None:
     """Step time and length shift over both factors."""
-    made = figure(9, 4.25)
-    panels = made.subplots(1, 2)
-    seconds = {
-        world: [
-            [runs[factor_job((p, s), "published", world)].mean["total_s"] for s in GRID]
-            for p in GRID
-        ]
-        for world in WORLDS
-    }
-    low = min(min(map(min, rows)) for rows in seconds.values())
-    high = max(max(map(max, rows)) for rows in seconds.values())
-    for axes, world in zip(panels, WORLDS, strict=True):
-        image = axes.imshow(seconds[world], cmap="cividis_r", vmin=low, vmax=high, origin="lower")
-        for y, p in enumerate(GRID):
-            for x, s in enumerate(GRID):
-                result = runs[factor_job((p, s), "published", world)]
-                value = seconds[world][y][x]
-                colour = "white" if value > (low + high) / 2 else INK
-                axes.text(
-                    *(x, y + 0.11, f"{value:.0f} s"),
-                    **{"ha": "center", "va": "center", "fontsize": 11, "color": colour},
-                )
-                axes.text(
-                    *(x, y - 0.22, f"{result.length_shift:+.0%}"),
-                    **{"ha": "center", "va": "center", "fontsize": 9, "color": colour},
-                )
-        at = GRID.index(PAPER[0]) - 0.47
-        axes.add_patch(
-            Rectangle((at, at), 0.94, 0.94, fill=False, edgecolor="#D55E00", linewidth=2.5)
-        )
-        axes.set_xticks(range(len(GRID)), [f"{value:g}" for value in GRID])
-        axes.set_yticks(range(len(GRID)), [f"{value:g}" for value in GRID])
-        plain(axes)
-        axes.set_xlabel("sample factor (samples launched / kept)", fontsize=10)
-        axes.set_title(f"World {world}", fontsize=11, loc="left", fontweight="bold")
-    panels[0].set_ylabel("prompt factor (prompts launched / kept)", fontsize=10)
-    bar = made.colorbar(image, ax=list(panels), shrink=0.85, pad=0.02)
+    made = figure(6, 4.6)
+    axes = made.subplots()
+    found = [[runs[factor_job((p, s), "published")] for s in GRID] for p in GRID]
+    seconds = [[result.mean["total_s"] for result in row] for row in found]
+    low, high = min(map(min, seconds)), max(map(max, seconds))
+    image = axes.imshow(seconds, cmap="cividis_r", vmin=low, vmax=high, origin="lower")
+    for y, row in enumerate(found):
+        for x, result in enumerate(row):
+            value = seconds[y][x]
+            colour = "white" if value > (low + high) / 2 else INK
+            for place, text, size in (
+                (y + 0.11, f"{value:.0f} s", 11),
+                (y - 0.22, f"{result.length_shift:+.0%}", 9),
+            ):
+                axes.text(x, place, text, ha="center", va="center", fontsize=size, color=colour)
+    at = GRID.index(PAPER[0]) - 0.47
+    axes.add_patch(Rectangle((at, at), 0.94, 0.94, fill=False, edgecolor="#D55E00", linewidth=2.5))
+    axes.set_xticks(range(len(GRID)), [f"{value:g}" for value in GRID])
+    axes.set_yticks(range(len(GRID)), [f"{value:g}" for value in GRID])
+    plain(axes)
+    axes.set_xlabel("sample factor (samples launched / kept)", fontsize=10)
+    axes.set_ylabel("prompt factor (prompts launched / kept)", fontsize=10)
+    bar = made.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
     bar.set_label("mean seconds of a step", fontsize=10)
     bar.ax.tick_params(labelsize=9)
     bar.outline.set_visible(False)
@@ -271,31 +250,29 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
 def draw_shift(runs: Mapping[Job, SystemResult]) -> None:
     """Step time against length shift."""
     made = figure(9, 5.0)
-    panels = made.subplots(1, 2, sharey=True)
+    axes = made.subplots()
     pairs = [(p, s) for p in GRID for s in GRID]
-    for axes, world in zip(panels, WORLDS, strict=True):
-        found = {name: [runs[factor_job(pair, name, world)] for pair in pairs] for name in HANDLING}
-        found["cascade"] = [runs[cascade_job(tiers, world)] for tiers in CASCADES]
-        for name, results in found.items():
-            marker, colour, label = MARKS[name]
-            shifts = [-100 * r.length_shift for r in results]
-            times = [r.mean["total_s"] for r in results]
-            axes.scatter(
-                *(shifts, times, 46),
-                marker=marker, color=colour, label=label, alpha=0.85, linewidths=0,
-            )  # fmt: skip
-        _special(axes, runs[factor_job(PAPER, "published", world)], "*", 240, "the paper's setting")
-        _special(axes, runs[bound_job("oracle", world)], "D", 70, "oracle: all lengths known")
-        _special(axes, runs[bound_job("rlhfuse", world)], "P", 80, "rlhfuse: waits for all")
-        axes.set_title(f"World {world}", fontsize=11, loc="left", fontweight="bold")
-        axes.set_xlabel("trained responses are shorter than the policy's by, %", fontsize=10)
-        axes.grid(color="#dddddd", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.set_ylim(0, 350)
-        axes.set_xlim(-3, 63)
-        plain(axes, "left", "bottom")
-    panels[0].set_ylabel("mean seconds of a step, 14B at 16k", fontsize=10)
-    handles, labels = panels[0].get_legend_handles_labels()
+    found = {name: [runs[factor_job(pair, name)] for pair in pairs] for name in HANDLING}
+    found["cascade"] = [runs[cascade_job(tiers)] for tiers in CASCADES]
+    for name, results in found.items():
+        marker, colour, label = MARKS[name]
+        shifts = [-100 * r.length_shift for r in results]
+        times = [r.mean["total_s"] for r in results]
+        axes.scatter(
+            *(shifts, times, 46),
+            marker=marker, color=colour, label=label, alpha=0.85, linewidths=0,
+        )  # fmt: skip
+    _special(axes, runs[factor_job(PAPER, "published")], "*", 240, "the paper's setting")
+    _special(axes, runs[bound_job("oracle")], "D", 70, "oracle: all lengths known")
+    _special(axes, runs[bound_job("rlhfuse")], "P", 80, "rlhfuse: waits for all")
+    axes.set_xlabel("trained responses are shorter than the policy's by, %", fontsize=10)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_ylim(0, 400)
+    axes.set_xlim(-3, 63)
+    plain(axes, "left", "bottom")
+    axes.set_ylabel("mean seconds of a step, 14B at 16k", fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=10)
     save(made, "shift")
 
@@ -390,7 +367,9 @@ class _Recorder:
 
 
 def record_rounds(steps: int) -> list[Round]:
-    scenario = load_scenario(ROOT / "configs/scenarios/14b-16k.yaml", (f"steps={steps}",))
+    scenario = load_scenario(
+        ROOT / "configs/scenarios/14b-16k.yaml", (*SYSTEMS["rollpacker"], f"steps={steps}")
+    )
     recorder = _Recorder(scenario.rollout.samples_per_prompt, scenario.cluster.gpus)
     simulating.simulate(scenario, observe=recorder)
     return [made for made in recorder.rounds if made.synced]
@@ -476,19 +455,12 @@ def result(name: str) -> dict[str, Any]:
 
 def fitted_table() -> str:
     """The constants that were fitted."""
-    values = sim_calibration.shipped()
+    values = sim_published.shipped()
     rows = [
-        [f"`{name}`", f"{values[name]:.4g}", unit, source]
+        [f"`{name}`", f"{sim_calibration.BEFORE[name]:.4g}", f"{values[name]:.4g}", unit, source]
         for name, (unit, source) in sim_calibration.SOURCES.items()
     ]
-    longer = presets.LONGER_SHARE
-    rows.append(
-        [
-            "share of the responses at the 16k cap that run past 32k",
-            *(f"{longer:g}", "share", "Fig. 10a and b, long rounds of 32B"),
-        ]
-    )
-    return text_table(("constant", "value", "unit", "fitted to"), rows)
+    return text_table(("constant", "before", "value", "unit", "held most by"), rows)
 
 
 def calibration_table() -> str:
@@ -504,8 +476,7 @@ def calibration_table() -> str:
 def assumed_table() -> str:
     """What is neither fitted nor on a datasheet."""
     machine = latency.DatasheetModel
-    law, deadline = LengthLaw(preset="rollpacker-math"), AdaptiveDeadlineConfig()
-    planner = ParallelismConfig()
+    deadline, planner = AdaptiveDeadlineConfig(), ParallelismConfig()
     code, math_kind = presets.REWARD_KINDS["code"], presets.REWARD_KINDS["math"]
     paper = "the paper"
     rows: list[list[object]] = [
@@ -522,10 +493,6 @@ def assumed_table() -> str:
          "share finished", f"{paper} tries from 0.2 on; 0.4 is what its configurations fix"],
         ["judge on GPUs of its own", simulating.DEDICATED_JUDGE_SHARE, "share of its rate",
          "assumed, middle of Fig. 13a"],
-        ["within-prompt correlation", law.within_prompt_correlation, "of normal scores",
-         "Fig. 4a, spread of a long round"],
-        ["hard prompts, world B", 0.08, "share of prompts", "assumed"],
-        ["their responses at the cap", law.hard_prompt_cap_probability, "share", "assumed"],
         ["math check", f"{_only(math_kind.seconds_quantiles):g} s, {math_kind.workers} workers", "",
          "assumed: never matters"],
         ["code check", "by quantile", "s", f"{paper}, Fig. 7a"],
@@ -551,37 +518,50 @@ def _only(law: Mapping[float, float] | None) -> float:
     return next(iter(law.values()))
 
 
-def means_table() -> str:
-    ratios = result("sim_calibration")["ratios"]
-    names = {"short": "rollpacker, short rounds", "long": "rollpacker, long rounds"}
+def _facts(group: str) -> list[dict[str, Any]]:
+    return [row for row in result("sim_published")["facts"] if row["group"] == group]
+
+
+def _error(row: Mapping[str, Any]) -> str:
+    return f"{row['simulated'] / row['published'] - 1:+.0%}"
+
+
+def _fact_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [
+        [r["fact"], r["source"], f"{r['published']:g}", f"{r['simulated']:g}", _error(r)]
+        for r in rows
+    ]
+
+
+_FACT_HEAD = ("fact", "source", "published", "simulated", "error")
+
+
+def errors_table() -> str:
+    """Error factors of every group, of the worlds before and the shipped one."""
+    calibration, published = result("sim_calibration"), result("sim_published")
+    factors = calibration["error_factors"]
     rows = []
-    for set_up, published in sim_calibration.PUBLISHED.items():
-        for what, seconds in published.items():
-            ratio = ratios[f"{set_up} {what}"]
-            rows.append(
-                [
-                    f"{set_up}, {names.get(what, what)}",
-                    *(f"{seconds:.1f}", f"{seconds * ratio:.1f}", f"{ratio - 1:+.1%}"),
-                ]
-            )
+    for group, weight in calibration["weights"].items():
+        number = len([row for row in published["facts"] if row["group"] == group])
+        values = [factors[world][group] for world in ("A", "B")]
+        values.append(published["error_factors"][group])
+        rows.append([group, number, f"{weight:g}", *(f"{value:.2f}" for value in values)])
+    head = ("group", "facts", "weight in the fit", "world A", "world B", "shipped")
+    return table(head, rows)
+
+
+def means_table() -> str:
+    rows = [
+        [r["fact"], f"{r['published']:.1f}", f"{r['simulated']:.1f}", _error(r)]
+        for r in _facts("step times")
+    ]
     return table(("mean step, s", "published", "simulated", "error"), rows)
 
 
-PUBLISHED_SPLITS = {
-    "7b-8k short": (4.9, 74.5, 2.8, 24.4),
-    "7b-8k long": (5.2, 87.4, 3.9, 32.5),
-    "14b-16k short": (14.9, 68.0, 1.5, 49.7),
-    "14b-16k long": (15.2, 225.1, 2.2, 59.4),
-    "32b-32k short": (26.8, 70.1, 1.9, 162.8),
-    "32b-32k long": (27.5, 567.5, 3.1, 172.9),
-}
-"""Seconds of sync, rollout, exposed reward and training: Fig. 10c."""
-
-
 def splits_table() -> str:
-    splits = result("sim_calibration")["splits"]
+    splits = result("sim_published")["splits"]
     rows = []
-    for name, published in PUBLISHED_SPLITS.items():
+    for name, published in sim_published.SPLITS.items():
         set_up, kind = name.split()
         found = splits[f"{set_up} rollpacker"][kind]
         keys = ("sync_s", "rollout_s", "reward_s", "train_s")
@@ -590,146 +570,184 @@ def splits_table() -> str:
     return table(("published / simulated, s", "sync", "rollout", "reward", "training"), rows)
 
 
-def ablation_table() -> str:
-    found = result("sim_predictions")["ablation"]
+BLIND_PARTS = {
+    "+ tail batching": "+ tail batching",
+    "+ reward scheduler": "+ reward scheduler",
+    "+ parallelism planner": "+ reward scheduler",
+    "+ stream trainer": "+ stream trainer = rollpacker",
+}
+"""Table 2's rows and those of the predictions, which added the planner before the scheduler."""
+
+
+def blind() -> list[tuple[str, str, float, float]]:
+    """Group, fact, published, and as predicted before anybody compared, in world A."""
+    predicted = result("sim_predictions")
     rows = []
-    for name in found["7b-8k A"]:
+    for part, values in sim_published.ABLATION.items():
+        for set_up, published in zip(SET_UPS, values, strict=True):
+            own = predicted["ablation"][f"{set_up} A"][BLIND_PARTS[part]]
+            rows.append(("ablation", f"{set_up}, {part}", published, own["speedup_over_verl"]))
+    grown = predicted["scaling"]["batch grows with the GPUs"]
+    for row in grown:
+        published_pair = sim_published.SCALING[row["gpus"]]
+        for system, published in zip(("verl", "rollpacker"), published_pair, strict=True):
+            times = row["prompts_per_step"] / grown[0]["prompts_per_step"]
+            own = times * grown[0]["verl"] / row[system]
+            if (row["gpus"], system) != (32, "verl"):
+                name = f"{system}, {row['gpus']} GPUs, over verl on 32"
+                rows.append(("scaling", name, published, own))
+    return rows
+
+
+def blind_table() -> str:
+    rows = [
+        [name, f"{published:.2f}x", f"{own:.2f}x", f"{own / published - 1:+.0%}"]
+        for _, name, published, own in blind()
+    ]
+    return table(("speed-up", "published", "predicted", "error"), rows)
+
+
+def blind_sensitivity() -> list[tuple[tuple[float, float], str, float, dict[str, float]]]:
+    """Factors, limit, published, predicted in each world: of 14B at all limits, as committed."""
+    found = []
+    for row in result("sim_predictions")["sensitivity"]:
+        factors = (row["prompt_factor"], row["sample_factor"])
+        columns = zip(("8k", "16k", "32k"), sim_published.SENSITIVITY[factors], strict=True)
+        for cap, published in columns:
+            found.append((factors, cap, published, {w: row[f"{cap} {w}"] for w in "AB"}))
+    return found
+
+
+def blind_sensitivity_table() -> str:
+    read = result("sim_calibration")["sensitivity"]
+    set_ups = dict(zip(("8k", "16k", "32k"), SET_UPS, strict=True))
+    lines: dict[str, list[str]] = {}
+    for factors, cap, published, own in blind_sensitivity():
+        pair = f"{factors[0]:g}, {factors[1]:g}"
+        fact = f"{set_ups[cap]}, factors ({pair}), s"
+        cells = [f"{own[w]:.0f} / {read[w][fact]:.0f}" for w in "AB"]
+        lines.setdefault(pair, [pair]).extend([f"{published:g}", *cells])
+    head = ["prompt, sample factor"]
+    for cap in set_ups:
+        head += [f"{cap} published", f"{cap} A", f"{cap} B"]
+    return table(head, list(lines.values()))
+
+
+def blind_errors_table() -> str:
+    """Error factors of the predictions."""
+
+    def factor(pairs: Sequence[tuple[float, float]]) -> str:
+        return f"{sim_published.error_factor(math.log(a / b) for a, b in pairs):.2f}"
+
+    rows = []
+    for group in ("ablation", "scaling"):
+        pairs = [(own, published) for g, _, published, own in blind() if g == group]
+        rows.append([f"{group}, {len(pairs)} speed-ups", factor(pairs), "-"])
+    ours = [(o, p) for g, n, p, o in blind() if g == "scaling" and n.startswith("rollpacker")]
+    rows.append([f"scaling, rollpacker alone, {len(ours)} speed-ups", factor(ours), "-"])
+    cells = blind_sensitivity()
+    for told, chosen in (
+        ("sensitivity, 14B at three limits, as committed", cells),
+        ("sensitivity, of it the 16k column", [c for c in cells if c[1] == "16k"]),
+    ):
+        values = [factor([(own[w], published) for _, _, published, own in chosen]) for w in "AB"]
+        rows.append([told, *values])
+    read = result("sim_calibration")["sensitivity_error_factors"]
+    told = "sensitivity, the same constants, columns read as the three set-ups"
+    rows.append([told, *(f"{read[w]:.2f}" for w in "AB")])
+    return table(("predictions off by a factor of", "world A", "world B"), rows)
+
+
+def ablation_table() -> str:
+    published = {row["fact"]: row["published"] for row in _facts("ablation")}
+    published |= {
+        f"{s}, verl + asynchronous rewards": v for s, v in sim_published.OVERLAP_ALONE.items()
+    }
+    found = result("sim_published")["systems"]
+    rows = []
+    for name in found["7b-8k"]:
         cells = [name]
         for set_up in SET_UPS:
-            row = found[f"{set_up} A"][name]
-            cells += [f"{row['step_s']:.1f} s, {row['speedup_over_verl']:.2f}x"]
+            row, known = found[set_up][name], published.get(f"{set_up}, {name}")
+            told = "" if known is None else f" ({known:.2f}x)"
+            cells += [f"{row['step_s']:.1f} s, {row['speedup_over_verl']:.2f}x{told}"]
         rows.append(cells)
-    return table(("mean step, speed-up over verl", *SET_UPS), rows)
-
-
-def overlap_table() -> str:
-    found = result("sim_predictions")["asynchronous_rewards_alone"]
-    rows = [[s, f"{r['published']:.2f}x", f"{r['simulated']:.2f}x"] for s, r in found.items()]
-    return table(("asynchronous rewards alone", "published", "simulated"), rows)
+    return table(("mean step, speed-up over verl (published)", *SET_UPS), rows)
 
 
 def cost_table() -> str:
     """What stands beside a speed-up."""
-    found = result("sim_predictions")["ablation"]
+    found = result("sim_published")["systems"]
     rows = []
-    for world in "AB":
-        for set_up in SET_UPS:
-            for system in SYSTEMS:
-                row = found[f"{set_up} {world}"][system]
-                rows.append(
-                    [
-                        f"{world}, {set_up}, {system}",
-                        *(f"{row['step_s']:.1f}", f"{row['speedup_over_verl']:.2f}x"),
-                        *(f"{row['length_shift']:+.1%}", f"{row['tail_trained_share']:.1%}"),
-                        f"{row['generated_per_trained']:.2f}",
-                    ]
-                )
-    head = ("world, set-up, system", "step, s", "over verl", "length shift")
+    for set_up in SET_UPS:
+        for system in SYSTEMS:
+            row = found[set_up][system]
+            rows.append(
+                [
+                    f"{set_up}, {system}",
+                    *(f"{row['step_s']:.1f}", f"{row['speedup_over_verl']:.2f}x"),
+                    *(f"{row['length_shift']:+.1%}", f"{row['tail_trained_share']:.1%}"),
+                    f"{row['generated_per_trained']:.2f}",
+                ]
+            )
+    head = ("set-up, system", "step, s", "over verl", "length shift")
     return table((*head, "trained beyond own P95", "generated / trained"), rows)
 
 
 def sensitivity_table() -> str:
-    found = result("sim_predictions")["sensitivity"]
-    columns = [name for name in found[0] if name not in ("prompt_factor", "sample_factor")]
-    columns = [*(c for c in columns if c[:3] != "16k"), *(c for c in columns if c[:3] == "16k")]
+    found = {row["fact"]: row for row in _facts("sensitivity")}
     rows = []
-    for row in found:
-        values = [f"{row[name]:.0f}" for name in columns]
-        own, a, b = (row[f"16k {w}"] / found[0][f"16k {w}"] for w in ("published", "A", "B"))
-        factors = f"{row['prompt_factor']:g}, {row['sample_factor']:g}"
-        rows.append([factors, *values, f"{own:.2f} / {a:.2f} / {b:.2f}"])
-    head = ("prompt, sample factor", *columns)
-    return table((*head, "16k over its (1, 1): published / A / B"), rows)
-
-
-def scaling_table() -> str:
-    rows = []
-    for name, found in result("sim_predictions")["scaling"].items():
-        for row in found:
-            seconds = [f"{row[system]:.0f}" for system in SYSTEMS]
-            ratios = [f"{row[key]:.2f}x" for key in ("over_verl", "over_rlhfuse")]
-            told = f"{name}: {row['gpus']} GPUs, {row['prompts_per_step']} prompts"
-            rows.append([told, *seconds, *ratios])
-    head = ("14B, mean step, s", *SYSTEMS, "rollpacker over verl", "over rlhfuse")
+    for factors in sim_published.SENSITIVITY:
+        pair = f"{factors[0]:g}, {factors[1]:g}"
+        cells = [pair]
+        for set_up in SET_UPS:
+            row = found[f"{set_up}, factors ({pair}), s"]
+            cells.append(f"{row['published']:g} / {row['simulated']:.0f}, {_error(row)}")
+        rows.append(cells)
+    head = ("prompt, sample factor", *(f"{name}, published / simulated" for name in SET_UPS))
     return table(head, rows)
 
 
-def checks_table() -> str:
+def scaling_table() -> str:
+    published = {row["fact"]: row["published"] for row in _facts("scaling")}
+    grown = "batch grows with the GPUs"
     rows = []
-    for row in result("sim_predictions")["checks"]:
-        published, simulated = row["published"], row["simulated"]
-        error = "exact" if published == simulated else f"{simulated / published - 1:+.0%}"
-        rows.append([row["fact"], row["source"], f"{published:g}", f"{simulated:g}", error])
-    return table(("fact", "source", "published", "simulated", "error"), rows)
+    for name, found in result("sim_published")["scaling"].items():
+        for row in found:
+            seconds = [f"{row[system]:.0f}" for system in SYSTEMS]
+            times = row["prompts_per_step"] / found[0]["prompts_per_step"]
+            for system in ("verl", "rollpacker"):
+                known = published.get(f"{system}, {row['gpus']} GPUs, over verl on 32")
+                told = f" ({known:.2f}x)" if known and name == grown else ""
+                seconds.append(f"{times * found[0]['verl'] / row[system]:.2f}x{told}")
+            told = f"{name}: {row['gpus']} GPUs, {row['prompts_per_step']} prompts"
+            rows.append([told, *seconds, f"{row['verl'] / row['rollpacker']:.2f}x"])
+    throughput = [f"throughput of {system} (published)" for system in ("verl", "rollpacker")]
+    return table(("14B, mean step, s", *SYSTEMS, *throughput, "rollpacker over verl"), rows)
+
+
+def checks_table() -> str:
+    groups = ("code alone", "lengths", "32B rollout", "adaptive timeout", "stream trainer")
+    return table(_FACT_HEAD, _fact_rows([row for group in groups for row in _facts(group)]))
+
+
+def unfitted_table() -> str:
+    return table(_FACT_HEAD, _fact_rows(result("sim_published")["unfitted"]))
+
+
+WRONG = 1.15
+"""Facts that are off by this factor or more are listed."""
 
 
 def wrong_table() -> str:
-    """Where the model misses most, from the results above."""
-    splits = result("sim_calibration")["splits"]
-    predictions = result("sim_predictions")
-    checks = {row["fact"]: row["simulated"] for row in predictions["checks"]}
-    rows_b = {name: row["step_s"] for name, row in predictions["ablation"]["14b-16k B"].items()}
-    more_samples = next(
-        row
-        for row in predictions["sensitivity"]
-        if (row["prompt_factor"], row["sample_factor"]) == (1.0, 1.25)
-    )
+    """Everything that the model misses by much, the worst first."""
+    published = result("sim_published")
 
-    def slower(set_up: str) -> str:
-        """Rollout of rlhfuse, which releases devices, over verl's."""
-        alone, released = (splits[f"{set_up} {system}"] for system in ("verl", "rlhfuse"))
-        return f"{released['plain']['rollout_s'] / alone['plain']['rollout_s'] - 1:+.0%}"
+    def size(row: Mapping[str, Any]) -> float:
+        return abs(math.log(row["simulated"] / row["published"]))
 
-    long_math = [
-        checks[f"7B math, long step {w}, s"] for w in ("without stream trainer", "with it")
-    ]
-    rows: list[list[str]] = [
-        [
-            "14B code, short rollout with tail batching alone (Fig. 4b)",
-            *("87.7 s", f"{checks['14B code, tail batching: short rollout, s']:.1f} s"),
-        ],
-        [
-            "14B rollout at factors (1, 1.25), rewards off (Fig. 11)",
-            *("232 s", f"A {more_samples['16k A']:.0f} s, B {more_samples['16k B']:.0f} s"),
-        ],
-        [
-            "decode time that a release costs (section 4.4)",
-            *(
-                "at most +1%",
-                f"7B {slower('7b-8k')}, 14B {slower('14b-16k')}, 32B {slower('32b-32k')}",
-            ),
-        ],
-        [
-            "7B math, long steps with the stream trainer (Table 3)",
-            *("1.08x", f"{long_math[0] / long_math[1]:.2f}x"),
-        ],
-        [
-            "14B, mean step in world B with the stream trainer against without",
-            *("-", f"{rows_b['rollpacker'] / rows_b['- stream trainer'] - 1:+.1%}"),
-        ],
-        ["7B math, long step without stream trainer (Table 3)", "124.2 s", f"{long_math[0]:.1f} s"],
-        [
-            "7B training in short rounds (Fig. 10c)",
-            *("24.4 s", f"{splits['7b-8k rollpacker']['short']['train_s']:.1f} s"),
-        ],
-        [
-            "7B code, long rounds without adaptive timeout (Fig. 13c)",
-            "79.7 s",
-            f"{checks['7B code, 128 prompts, adaptive timeout off, long, s']:.1f} s",
-        ],
-        [
-            "7B verl, fastest and slowest step (Fig. 9)",
-            "175, 348 s",
-            f"{checks['7B verl, fastest step, s']:.0f}, {checks['7B verl, slowest step, s']:.0f} s",
-        ],
-        ["14B verl, first step (Fig. 9)", "504 s", f"{checks['14B verl, first step, s']:.0f} s"],
-        [
-            "32B, longest response of a short round (Fig. 10a)",
-            "1439 tokens",
-            f"{checks['32B longest in a short round, scored, tokens']:.0f} tokens",
-        ],
-    ]
-    return table(("", "published", "simulated"), rows)
+    rows = [r for r in [*published["facts"], *published["unfitted"]] if size(r) >= math.log(WRONG)]
+    return table(_FACT_HEAD, _fact_rows(sorted(rows, key=size, reverse=True)))
 
 
 def speed_table() -> str:
@@ -815,20 +833,20 @@ def beyond_table() -> str:
         bound = next(o for o in one["oracles"] if o["name"] == "oracle, window of 20")
         rows.append(
             [
-                f"{one['setup']}, {one['world']}",
+                one["setup"],
                 f"{one['paper']['step_s']:.1f} s, {one['paper']['length_shift']:+.1%}",
                 f"{best['step_s']:.1f} s, {best['length_shift']:+.1%}",
                 f"{best['saved_share']:.1%} ± {best['saved_error_share']:.1%}",
                 f"{best['step_s'] / bound['step_s'] - 1:+.0%}",
             ]
         )
-    header = ("set-up, world", "the paper's setting", "planned", "saved", "against the oracle")
+    header = ("set-up", "the paper's setting", "planned", "saved", "against the oracle")
     return table(header, rows)
 
 
 def ideas_table() -> str:
     results = result("beyond")["results"]
-    places = [f"{one['setup']}, {one['world']}" for one in results]
+    places = [one["setup"] for one in results]
     names = [idea["name"] for idea in results[0]["ideas"]]
     rows = []
     for name in names:
@@ -844,14 +862,18 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fitted": fitted_table,
     "calibration": calibration_table,
     "assumed": assumed_table,
+    "errors": errors_table,
     "means": means_table,
     "splits": splits_table,
+    "blind": blind_table,
+    "blind_sensitivity": blind_sensitivity_table,
+    "blind_errors": blind_errors_table,
     "ablation": ablation_table,
-    "overlap": overlap_table,
     "cost": cost_table,
     "sensitivity": sensitivity_table,
     "scaling": scaling_table,
     "checks": checks_table,
+    "unfitted": unfitted_table,
     "wrong": wrong_table,
     "speed": speed_table,
     "sim_vs_real": sim_vs_real_table,

@@ -99,17 +99,17 @@ def _fitted(default: float, unit: str, fitted_to: str) -> Any:
 
 
 _PAPER = "the RollPacker paper (arXiv 2509.21009)"
-_STEPS = f"{_PAPER}, Fig. 9 and 10, mean step times of the 7B, 14B and 32B set-ups"
+_STEPS = f"{_PAPER}, Fig. 4, 9, 10, 11 and 13 and Table 2, all at once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Every constant of `DatasheetModel` that no datasheet gives, most of them fitted.
-    `constants()` lists them with unit and source."""
+    """Every constant of the machine that no datasheet gives, most of them fitted. `constants()`
+    lists them with unit and source."""
 
-    launch_layer_s: float = _fitted(0.246e-3, "s per layer", _STEPS)
+    launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
     """Host time to launch one layer of a decode step; the floor of small batches."""
-    per_sequence_s: float = _fitted(0.289e-3, "s per sequence", _STEPS)
+    per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Sampling and bookkeeping, per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
     """Of the memory bandwidth that decoding reaches."""
@@ -119,16 +119,16 @@ class Calibration:
         400 / 989, "share of the datasheet's FLOP/s", "assumed, not fitted: 0.4 PFLOP/s on an H800"
     )
     train_utilization: float = _fitted(
-        0.139, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
+        0.43, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
     )
     """Model FLOP utilisation of training and of the log-prob passes before it."""
     train_fixed_scale_s: float = _fitted(
-        0.32607, "s at 1e9 parameters", "11.0, 22.8 and 122.6 s at 7B, 14B and 32B"
+        1.1179, "s at 1e9 parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 12 % too low at 7B, 28 %
-    too high at 14B, 10 % too low at 32B."""
+    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 1 % too high at 7B,
+    1 % too low at 14B, 0 % too high at 32B."""
     train_fixed_exponent: float = _fitted(
-        1.66772, "power of the parameters", "11.0, 22.8 and 122.6 s at 7B, 14B and 32B"
+        1.3687, "power of the parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
     """Exponent b of the same."""
     sync_scale_s: float = _fitted(
@@ -140,12 +140,20 @@ class Calibration:
         1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
     )
 
+    synchronous_judge_share: float = _fitted(
+        0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
+    )
+    """What a judge reaches when a step's calls come as one batch after the rollout."""
+
     def __post_init__(self) -> None:
         for constant in fields(self):
             value = getattr(self, constant.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
-        for name in ("bandwidth_share", "prefill_utilization", "train_utilization"):
+        for name in (
+            *("bandwidth_share", "prefill_utilization", "train_utilization"),
+            "synchronous_judge_share",
+        ):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie above 0 and not above 1")
 

@@ -54,10 +54,10 @@ class _TableLengths:
 
     def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
         self.cap = cap
-        self.hard_prompts = law.hard_prompts
-        self.hard_prompt_cap_probability = law.hard_prompt_cap_probability
-        self._shared = math.sqrt(law.within_prompt_correlation)
-        self._own = math.sqrt(1 - law.within_prompt_correlation)
+        self.hard_prompts = law.of_prompts("hard_prompts")
+        self.hard_prompt_cap_probability = law.of_prompts("hard_prompt_cap_probability")
+        correlation = law.of_prompts("within_prompt_correlation")
+        self._shared, self._own = math.sqrt(correlation), math.sqrt(1 - correlation)
         self._table = np.clip(table, 1, cap)
 
     def draw(

@@ -46,22 +46,29 @@ RELEASE_WINDOW: list[float] = _STREAM["window"]
 STREAMED_SHARE: float = _STREAM["max_share"]
 """At most so much of a step's training is hidden under its rollout."""
 
-_CAP: int = _TABLES["lengths"]["cap"]
+_LENGTHS = _TABLES["lengths"]
+_CAP: int = _LENGTHS["cap"]
 """Longest response of the paper's length measurement, in tokens."""
-LONGER_SHARE: float = _TABLES["lengths"]["longer_share"]
+LONGER_SHARE: float = _LENGTHS["longer_share"]
 """Of the responses that ran into that cap, so many are taken to run past twice the cap."""
+LUCKY_SHARE: float = _LENGTHS["lucky_share"]
+"""Of the responses that ran into that cap, so many did so by luck, and not for a hard prompt."""
+PROMPTS: dict[str, float] = _LENGTHS["prompts"]
+"""What the prompt has to do with the length of its responses: three fields of `LengthLaw`."""
 
 
-def _law(quantiles: Mapping[float, int], capped_share: float) -> Mapping[float, int]:
-    """With the tail above the highest quantile that the figure shows."""
-    tail = {1 - capped_share: _CAP, 1 - LONGER_SHARE * capped_share: 2 * _CAP}
-    return {**quantiles, **tail}
+def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
+    """Tokens of a response by quantile, hard prompts left out: what the figure shows, and the tail
+    above its highest quantile."""
+    laws: dict[str, Mapping[float, int]] = {}
+    for name, law in _LENGTHS["laws"].items():
+        capped = lucky_share * law["capped_share"]
+        tail = {1 - capped: _CAP, 1 - longer_share * capped: 2 * _CAP}
+        laws[name] = {**law["quantiles"], **tail}
+    return laws
 
 
-LENGTH_LAWS: Mapping[str, Mapping[float, int]] = {
-    name: _law(**law) for name, law in _TABLES["lengths"]["laws"].items()
-}
-"""Tokens of a response by quantile."""
+LENGTH_LAWS = length_laws(LONGER_SHARE, LUCKY_SHARE)
 
 REWARD_KINDS: Mapping[str, RewardKind] = {
     name: RewardKind(**facts) for name, facts in _TABLES["rewards"].items()
@@ -112,8 +119,8 @@ def _length_lines() -> list[str]:
     texts = {}
     for name, law in LENGTH_LAWS.items():
         points = ", ".join(f"P{100 * q:.0f} {law[q]}" for q in (0.25, 0.5, 0.75, 0.9, 0.95))
-        capped = next(1 - q for q in sorted(law) if law[q] >= _CAP)
-        texts[name] = f"{points}; {capped:.2%} reach {_CAP} tokens (Fig. 2a of the paper)"
+        lucky = next(1 - q for q in sorted(law) if law[q] >= _CAP)
+        texts[name] = f"{points}; {lucky:.2%} reach {_CAP} tokens by luck (Fig. 2a of the paper)"
     return _table(texts)
 
 

@@ -18,10 +18,6 @@ from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
 from rollpacker.sim.workload_spec import RewardStage
 
-SYNCHRONOUS_JUDGE_SHARE = 0.61
-"""Of its rate, what a judge reaches when a step's calls come as one batch after the rollout. Fitted
-to the rewards' time of verl in Fig. 4b and its mean step times (Fig. 9) of the RollPacker paper."""
-
 DEDICATED_JUDGE_SHARE = 0.8
 """Of its rate, what a judge on devices of its own reaches, compared with one that shares all of
 them. Assumed so that the step times of Fig. 13a of the paper (without the sharing 0.82 to 0.98 of
@@ -57,7 +53,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     share = 1.0
     if not scheduler.overlap:
-        share *= SYNCHRONOUS_JUDGE_SHARE
+        share *= calibration.synchronous_judge_share
     if not scheduler.colocated_judge:
         share *= DEDICATED_JUDGE_SHARE
     return Machine(

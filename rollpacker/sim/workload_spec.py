@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
+from rollpacker.sim.presets import LENGTH_LAWS, PROMPTS, REWARD_KINDS
 from rollpacker.sim.scenario_checks import MAX_SECONDS, check_known, check_quantiles
+
+OWN_PROMPTS = {
+    "within_prompt_correlation": 0.05,
+    "hard_prompts": 0.0,
+    "hard_prompt_cap_probability": 0.15,
+}
+"""What the prompt has to do with lengths that are no preset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +31,12 @@ class LengthLaw:
     """A JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]} per
     prompt. Of the second kind the prompts come in the file's order, and what follows here has no
     effect. The path is relative to the folder that the command is run in."""
-    within_prompt_correlation: float = 0.05
-    """Of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the prompt."""
-    hard_prompts: float = 0.0
+    within_prompt_correlation: float | None = None
+    """Of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the prompt.
+    None, here and below: as fitted for a preset; without one 0.05, and no hard prompts."""
+    hard_prompts: float | None = None
     """This share of the prompts is hard: ..."""
-    hard_prompt_cap_probability: float = 0.15
+    hard_prompt_cap_probability: float | None = None
     """... each of their responses runs to the cap with this probability."""
 
     def __post_init__(self) -> None:
@@ -42,14 +50,21 @@ class LengthLaw:
             check_quantiles("quantiles", self.quantiles, smallest=1)
         if self.trace == "":
             raise ValueError("trace is empty: give the name of a JSONL file")
-        for name in ("within_prompt_correlation", "hard_prompts", "hard_prompt_cap_probability"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name in OWN_PROMPTS:
+            if not 0 <= self.of_prompts(name) <= 1:
                 raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
 
     @property
     def quantile_law(self) -> Mapping[float, int] | None:
         """The quantiles, whether written or by preset; None for a trace."""
         return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
+
+    def of_prompts(self, name: str) -> float:
+        """One of `OWN_PROMPTS`, whether written or not."""
+        written: float | None = getattr(self, name)
+        if written is not None:
+            return written
+        return (OWN_PROMPTS if self.preset is None else PROMPTS)[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

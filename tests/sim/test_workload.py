@@ -20,7 +20,7 @@ from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.length_laws import CHUNK
-from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS
+from rollpacker.sim.presets import LENGTH_LAWS, PROMPTS, REWARD_KINDS
 from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario
 from rollpacker.sim.workload import BLOCK_ROWS, MAX_BLOCKS, Workload
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
@@ -53,7 +53,8 @@ def scenario(
 
 
 def mixed(*, hard: float = 0.0, **others: Any) -> Scenario:
-    laws = {name: LengthLaw(preset=f"rollpacker-{name}", hard_prompts=hard) for name in SHARES}
+    prompts = {"hard_prompts": hard, "hard_prompt_cap_probability": 0.15}
+    laws = {name: LengthLaw(preset=f"rollpacker-{name}", **prompts) for name in SHARES}
     stages = [RewardStage(kind=k, share=s, lengths=laws[k]) for k, s in SHARES.items()]  # type: ignore[arg-type]
     return scenario(*stages, **others)
 
@@ -120,7 +121,8 @@ def test_the_oracle_sorts_window_by_window() -> None:
 @pytest.mark.parametrize("preset", LENGTH_LAWS)
 @pytest.mark.parametrize("correlation", [0.0, 0.05, 0.4])
 def test_quantiles_come_out(preset: str, correlation: float) -> None:
-    workload = Workload(scenario(preset=preset, within_prompt_correlation=correlation))
+    law = {"within_prompt_correlation": correlation, "hard_prompts": 0.0}
+    workload = Workload(scenario(preset=preset, **law))
     lengths = drawn(workload, 8000)
     tolerance = 0.005 if correlation < 0.1 else 0.01
     for quantile, tokens in LENGTH_LAWS[preset].items():
@@ -173,6 +175,17 @@ def test_hard_prompts() -> None:
     assert (hard[~capped] == easy[~capped]).all()
     always = Workload(scenario(**law, hard_prompts=1.0, hard_prompt_cap_probability=1.0))
     assert (drawn(always, 20) == 8192).all()
+
+
+def test_a_preset_brings_its_own_hard_prompts() -> None:
+    for name, fitted in PROMPTS.items():
+        assert LengthLaw(preset="rollpacker-math").of_prompts(name) == fitted
+        assert LengthLaw(preset="rollpacker-math", **{name: 0.5}).of_prompts(name) == 0.5
+    assert LengthLaw(quantiles={0.5: 600}).of_prompts("hard_prompts") == 0.0
+    lengths = drawn(Workload(scenario(preset="rollpacker-judge", cap=16384)), 8000)
+    hard = PROMPTS["hard_prompts"] * PROMPTS["hard_prompt_cap_probability"]
+    lucky = 1 - next(q for q, n in LENGTH_LAWS["rollpacker-judge"].items() if n == 16384)
+    assert np.mean(lengths == 16384) == pytest.approx(hard + lucky, abs=0.002)
 
 
 def test_the_policys_own_mean_and_p95() -> None:
