@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from rollpacker.sim.plan_result import Finding, Plan
 
+NO_TAIL_SHARE = 0.3
+"""With more responses than this at the cap, the cap is what ends a round."""
 _EXAMPLES = """\
 examples:
   rollpacker plan configs/scenarios/14b-16k.yaml
@@ -41,9 +43,10 @@ def add_parser(subparsers: Any) -> None:
         "--max-shift",
         metavar="SHARE",
         type=float,
-        help="trained responses may be shorter by this share on average, such as 0.2 (default: as "
-        "much as at the current settings; with tail_batching.debias the bound is on the shift "
-        "after the correction, which leaves none)",
+        help="trained responses may be shorter by this share on average, such as 0.2 (default: "
+        "tail_batching.max_length_shift, longer or shorter, with selection=none; else as much as "
+        "at the current settings; with tail_batching.debias the bound is on the shift after the "
+        "correction, which leaves none)",
     )
     parser.add_argument(
         "--budget",
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         model = load_run(args.target)
         config = model.with_overrides(args.overrides)
-        base = plan_ideas.plan_base_of_run(config)
+        base = plan_ideas.plan_base_of_run(config, model)
         evaluate = plan_ideas.RunEvaluate(model=model, config=config)
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
     errors = Console(stderr=True)
@@ -195,6 +198,24 @@ def explain(plan: Plan, *, corrected: bool) -> list[str]:
 
 
 def _verdict(plan: Plan) -> list[str]:
+    return [*_pays(plan), *_what_to_do(plan)]
+
+
+def _pays(plan: Plan) -> list[str]:
+    """One sentence, where tail batching does not pay."""
+    if plan.pays:
+        return []
+    gain, without = "", plan.untailed
+    if plan.has_tail_batching and without is not None:
+        best_s, without_s = _seconds(plan.best.step_s, plan), _seconds(without.step_s, plan)
+        gain = f" (a step of {best_s} s with it, of {without_s} s without)"
+    why, capped = "", plan.capped_share
+    if capped is not None and capped > NO_TAIL_SHARE:
+        why = f": {capped:.0%} of the responses run to the cap, so there is no tail to cut off"
+    return [f"Tail batching does not pay here{gain}{why}. Set tail_batching.enabled=false.", ""]
+
+
+def _what_to_do(plan: Plan) -> list[str]:
     best, now = plan.best, plan.current
     if plan.stays:
         if not plan.current_keeps:
@@ -258,8 +279,13 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
         )
     else:
         bound = (
-            f"Bound: trained responses on average at most {plan.max_shift or 0:.1%} shorter than "
-            "the policy's own."
+            f"Bound: trained responses on average at most {plan.max_shift or 0:.1%} shorter "
+            f"{'or longer ' if plan.order_only else ''}than the policy's own"
+            + (
+                f", at {plan.mismatch:.1e} mismatches per carried token and update."
+                if plan.order_only
+                else "."
+            )
         )
     return [
         bound,

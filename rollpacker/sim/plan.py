@@ -19,7 +19,6 @@ import math
 import multiprocessing
 import os
 import signal
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 
 from rollpacker.sim.plan_ideas import (
     FACTORS,
+    OFF,
     Base,
     Candidate,
     Evaluate,
@@ -40,6 +40,7 @@ from rollpacker.sim.plan_result import (
     Measure,
     Plan,
     Reason,
+    finding,
     measure,
     round_shares,
 )
@@ -87,6 +88,7 @@ BUDGETS = {
         fine=True, screen_steps=40, kept=24, second_steps=100, finalists=8, seeds=8, steps=100
     ),
 }
+WARM_STEPS = 8
 MAX_STRETCH = 4
 """To see one round of the rarest kind, a simulation may be so many times longer than asked for."""
 
@@ -162,6 +164,7 @@ class _Search:
             ]
         seeds = range(FINAL_SEED, FINAL_SEED + budget.seeds)
         now, found = self._finals(finalists, seeds)
+        without = self._without_tail(finalists, seeds)
         kept = [f for f in found if self._keeps(f)]
         best, reasons = now, tuple[Reason, ...]()
         if kept and (kept[0].is_clear or not self._keeps(now)):
@@ -184,7 +187,18 @@ class _Search:
             num_seeds=budget.seeds,
             num_steps=budget.steps,
             num_simulated=self._num_simulated,
+            untailed=without,
+            has_tail_batching=self._base.tail_of(best.candidate).enabled,
+            capped_share=self._base.capped_share,
+            order_only=self._base.order_only,
+            mismatch=self._base.mismatch,
         )
+
+    def _without_tail(self, finalists: Sequence[Candidate], seeds: Sequence[int]) -> Finding:
+        """The first finalist, or the current settings, without tail batching."""
+        best = finalists[0] if finalists else Candidate()
+        candidates = [Candidate(), best.with_idea(OFF)]
+        return self.compare(candidates, seeds, self._budget.steps, "no tail batching")[1]
 
     def _finals(
         self, finalists: Sequence[Candidate], seeds: Sequence[int]
@@ -211,15 +225,15 @@ class _Search:
 
     def _choose_factors(self, chosen: Candidate) -> list[Candidate]:
         """The few fastest factors with these switches, by successive halving."""
-        budget, num_samples = self._budget, self._base.samples_per_prompt
-        grid = factor_grid(num_samples, fine=budget.fine)
+        budget = self._budget
+        grid = factor_grid(self._base, fine=budget.fine)
         tried = [chosen, *(chosen.with_idea(idea) for idea in grid)]
         kept = self._fastest(tried, budget.screen_steps, budget.kept, "factors")
         for stage, slack in (("closer", SCREEN_SLACK / 4), ("closest", -FINAL_MARGIN)):
             around = [
                 chosen.with_idea(near)
                 for candidate in kept[: 2 if budget.fine else 1]
-                for near in neighbours(self._base.tail_of(candidate), num_samples)
+                for near in neighbours(self._base, candidate)
             ]
             tried = _distinct([*kept, *around])
             kept = self._fastest(tried, budget.second_steps, budget.kept, stage, slack) or kept
@@ -254,8 +268,8 @@ class _Search:
             most_s = (1 + MIN_GAIN) * found[1].step_s
             needless = [
                 idea
-                for idea, finding in zip(ideas, found[2:], strict=True)
-                if finding.step_s <= most_s and (self._keeps(finding) or not self._keeps(found[1]))
+                for idea, left in zip(ideas, found[2:], strict=True)
+                if left.step_s <= most_s and (self._keeps(left) or not self._keeps(found[1]))
             ]
             if not needless:
                 return candidate
@@ -285,14 +299,19 @@ class _Search:
         """The bound on the seeds at hand: the current settings' own shift is measured on them."""
         if self._base.tail_batching.debias != "none":
             self._bound = -math.inf
+        elif self._wanted_shift is None and self._base.order_only:
+            self._bound = -(self._base.tail_batching.max_length_shift or 0.0)
         elif self._wanted_shift is None:
             self._bound = min(current_shift, 0.0)
         else:
             self._bound = -self._wanted_shift
 
-    def _keeps(self, finding: Finding, slack: float = 0.0) -> bool:
+    def _keeps(self, found: Finding, slack: float = 0.0) -> bool:
         """Not by luck alone: the seeds' noise counts against it."""
-        return finding.shift - finding.shift_error >= self._bound - slack
+        shift, error = found.shift, found.shift_error
+        if self._base.order_only and shift - error > -self._bound + slack:
+            return False
+        return shift - error >= self._bound - slack
 
     # -- simulations -------------------------------------------------------------------
 
@@ -309,18 +328,27 @@ class _Search:
         missing = {key: c for key, c in wanted.items() if key not in self._known}
         self._progress(stage, 0, len(missing))
         for done, (key, result) in enumerate(self._simulate(missing), start=1):
-            self._known[key] = measure(result, self._shares(missing[key]))
+            self._known[key] = measure(
+                result,
+                self._shares(missing[key]),
+                num_warm=self._num_warm(missing[key]),
+                paired=self._base.order_only,
+            )
             self._num_simulated += key[2]
             self._progress(stage, done, len(missing))
         rows = [
             [self._known[c.key, seed, self._num_steps(c, steps)] for seed in seeds]
             for c in candidates
         ]
-        return [_finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
+        return [finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
         """So many, or as many as it takes to see a round of every kind."""
-        return max(steps, self._least_steps(candidate))
+        return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
+
+    def _num_warm(self, candidate: Candidate) -> int:
+        """A pool begins without stragglers: its first rounds do not count."""
+        return WARM_STEPS if self._base.tail_of(candidate).pooled else 0
 
     def _sees_all(self, candidate: Candidate, steps: int) -> bool:
         """No kind of round of this candidate is so rare that it would take too many steps."""
@@ -363,31 +391,6 @@ def _together(alone: Iterable[tuple[Idea, float]], order: Sequence[Idea]) -> Can
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list({candidate.key: candidate for candidate in candidates}.values())
-
-
-def _finding(
-    candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
-) -> Finding:
-    saved = [other.step_s - own.step_s for own, other in zip(measures, against, strict=True)]
-    shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
-    is_known = len(saved) > 1
-    kinds = {kind for m in measures for kind in m.kinds_s}
-    return Finding(
-        candidate=candidate,
-        step_s=statistics.fmean(m.step_s for m in measures),
-        saved_s=statistics.fmean(saved),
-        saved_error_s=_standard_error(saved) if is_known else math.nan,
-        shift=statistics.fmean(m.shift for m in measures),
-        shift_error=_standard_error(shifted) if is_known else 0.0,
-        kinds_s={
-            kind: statistics.fmean(m.kinds_s[kind] for m in measures if kind in m.kinds_s)
-            for kind in sorted(kinds)
-        },
-    )
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 # -- processes ---------------------------------------------------------------------

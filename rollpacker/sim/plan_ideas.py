@@ -23,6 +23,7 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.whatif import RunModel
+from rollpacker.sim.workload import Workload
 
 Config = TypeVar("Config")
 
@@ -98,6 +99,15 @@ class Base:
     """The oracle is simulated for whole multiples of so many steps."""
     seed: int = 0
     """Simulations use this seed and later ones."""
+    mismatch: float = 0.0
+    """Chance per token and update that a carried token comes out differently."""
+    capped_share: float | None = None
+    """Of the policy's own responses, so many run to the cap; None: not known."""
+
+    @property
+    def order_only(self) -> bool:
+        """Only the order of training may change."""
+        return self.tail_batching.selection == "none"
 
     def tail_of(self, candidate: Candidate) -> TailBatchingConfig:
         """`tail_batching` with the candidate's changes."""
@@ -208,11 +218,13 @@ def plan_base(scenario: Scenario) -> Base:
         oracle=Candidate(ideas=(oracle,)),
         oracle_period=SYSTEMS["oracle"]["oracle"]["reorder_window"],
         seed=scenario.seed,
+        mismatch=scenario.carry.mismatch,
+        capped_share=Workload(scenario).capped_share(),
     )
 
 
-def plan_base_of_run(config: RunConfig) -> Base:
-    """What can be tried on a recorded run."""
+def plan_base_of_run(config: RunConfig, model: RunModel | None = None) -> Base:
+    """What can be tried on a recorded run; `model` says how its responses fared."""
     ideas = [
         *_tail_ideas(config.tail_batching),
         *_stream_ideas(config, max_share=config.stream_trainer.max_share),
@@ -222,6 +234,8 @@ def plan_base_of_run(config: RunConfig) -> Base:
         samples_per_prompt=config.rollout.samples_per_prompt,
         tail_batching=config.tail_batching,
         ideas=tuple(idea for idea in ideas if _is_possible(config, idea)),
+        mismatch=0.0 if model is None else model.mismatch,
+        capped_share=None if model is None else model.capped_share,
     )
 
 
@@ -311,33 +325,116 @@ def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> I
     )
 
 
-def factor_grid(samples_per_prompt: int, *, fine: bool) -> list[Idea]:
-    """Factors of one and of two races. Sample factors are whole samples."""
-    samples = [(samples_per_prompt + more) / samples_per_prompt for more in (0, 1, 2, 4)]
+def order_idea(
+    factor: float,
+    *,
+    carry: str = "exact",
+    stragglers: str = "pool",
+    max_deferrals: int = 4,
+    complement: bool = True,
+) -> Idea:
+    """Tail batching that only changes the order, with deferred prompts treated in this way."""
+    treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
+    if stragglers == "pool":
+        treated.append(f"awaited after {max_deferrals}")
+    if carry == "exact" and not complement:
+        treated.append("no complement rule")
+    return Idea(
+        name=f"{stragglers} {factor:g} ({', '.join(treated)})",
+        slot=FACTORS,
+        changes={
+            "tail_batching.enabled": True,
+            "tail_batching.prompt_factor": factor,
+            "tail_batching.tiers": [],
+            "tail_batching.carry": carry,
+            "tail_batching.stragglers": stragglers,
+            "tail_batching.max_deferrals": max_deferrals,
+            "tail_batching.complement": complement,
+        },
+    )
+
+
+OFF = Idea(
+    name="no tail batching",
+    slot=FACTORS,
+    changes={"tail_batching.enabled": False, "tail_batching.tiers": []},
+)
+
+
+def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
+    """Factors of one and of two races, or where only the order may change of pools and queues."""
+    return [*(_order_grid if base.order_only else _published_grid)(base, fine), OFF]
+
+
+def _order_grid(base: Base, fine: bool) -> list[Idea]:
+    pools = (1.125, 1.25, 1.5, 1.75, 2.0, 2.5) if fine else (1.25, 1.5, 2.0)
+    waits = (1, 2, 4, 8, 16) if fine else (4, 16)
+    rules = (True, False) if base.mismatch else (True,)
+    return [
+        *(
+            order_idea(factor, max_deferrals=wait, complement=rule)
+            for factor in pools
+            for wait in waits
+            for rule in rules
+        ),
+        *(
+            order_idea(factor, stragglers="queue", complement=rule)
+            for factor in pools[:4]
+            for rule in rules
+        ),
+        *(order_idea(factor, stragglers="queue", carry="none") for factor in pools[:3]),
+    ]
+
+
+def _published_grid(base: Base, fine: bool) -> list[Idea]:
+    """Sample factors are whole samples."""
+    num_samples = base.samples_per_prompt
+    samples = [(num_samples + more) / num_samples for more in (0, 1, 2, 4)]
     few = samples[:3] if fine else samples[1:3]
     single = (1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5) if fine else (1.125, 1.25, 1.5)
     second = (1.125, 1.25, 1.5) if fine else (1.25,)
     ideas = [factors_idea((p, s)) for p in single for s in samples[: 4 if fine else 3]]
-    ideas += [
+    return ideas + [
         factors_idea((p, s), (q, t)) for p in (1.25, 1.5) for s in few for q in second for t in few
     ]
-    off = {"tail_batching.enabled": False, "tail_batching.tiers": []}
-    return [*ideas, Idea(name="no tail batching", slot=FACTORS, changes=off)]
 
 
-def neighbours(tail: TailBatchingConfig, samples_per_prompt: int) -> list[Idea]:
-    """Factors a little off these, in one number each."""
+def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
+    """Factors a little off the candidate's, in one number each."""
+    tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []
-    races = [tail.factors, *((tier.prompt_factor, tier.sample_factor) for tier in tail.tiers)]
+    if base.order_only:
+        return _order_neighbours(tail)
+    races = [tail.factors, *(tier.factors for tier in tail.tiers)]
     found = []
     for index, (prompts, samples) in enumerate(races):
         for moved in (
             (prompts - 0.03125, samples),
             (prompts + 0.0625, samples),
-            (prompts, samples - 1 / samples_per_prompt),
-            (prompts, samples + 1 / samples_per_prompt),
+            (prompts, samples - 1 / base.samples_per_prompt),
+            (prompts, samples + 1 / base.samples_per_prompt),
         ):
             if moved[0] > 1 and moved[1] >= 1:
                 found.append(factors_idea(*races[:index], moved, *races[index + 1 :]))
     return found
+
+
+def _order_neighbours(tail: TailBatchingConfig) -> list[Idea]:
+    factor, wait = tail.factors.prompts, tail.max_deferrals
+    assert tail.carry is not None and tail.stragglers is not None
+    return [
+        order_idea(
+            moved,
+            carry=tail.carry,
+            stragglers=tail.stragglers,
+            max_deferrals=deferrals,
+            complement=tail.complement,
+        )
+        for moved, deferrals in (
+            (factor - 0.125, wait),
+            (factor + 0.25, wait),
+            *(((factor, wait // 2), (factor, 2 * wait)) if tail.pooled else ()),
+        )
+        if moved > 1 and deferrals >= 1
+    ]

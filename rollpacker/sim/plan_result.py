@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, f
         return {"plain": 1.0}
     if tail.chooses:
         return None
+    if tail.pooled:
+        return {"short": 1.0}
     launched = tail.factors.num_prompts(prompts_per_step)
     counts = {"short": 1.0, "cascade": 0.0}
     deferred = float(launched - prompts_per_step)
@@ -52,9 +54,30 @@ class Measure:
     """Mean step time by kind of round."""
 
 
-def measure(result: SystemResult, shares: Mapping[str, float] | None) -> Measure:
+def measure(
+    result: SystemResult,
+    shares: Mapping[str, float] | None,
+    *,
+    num_warm: int = 0,
+    paired: bool = False,
+) -> Measure:
     """A simulation's long-run means, given how often each kind of round comes. Without that, or if
-    the simulation has not seen just these kinds, its plain means."""
+    the simulation has not seen just these kinds, its plain means. `num_warm` steps at its begin do
+    not count. `paired`: the shift is that against the same prompts."""
+    if paired:
+        steps = result.steps[num_warm:]
+        kinds = {step.kind for step in steps}
+        of_kind = {
+            kind: statistics.fmean(s.total_s for s in steps if s.kind == kind) for kind in kinds
+        }
+        known = shares if shares is not None and shares.keys() == kinds else None
+        return Measure(
+            step_s=statistics.fmean(s.total_s for s in steps)
+            if known is None
+            else sum(share * of_kind[kind] for kind, share in known.items()),
+            shift=result.paired_shift,
+            kinds_s=of_kind,
+        )
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, float] = {}
     samples: dict[str, float] = {}
@@ -96,6 +119,32 @@ class Finding:
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.step_s)
 
 
+def finding(
+    candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
+) -> Finding:
+    """A candidate's simulations against those of the current settings, seed by seed."""
+    saved = [other.step_s - own.step_s for own, other in zip(measures, against, strict=True)]
+    shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
+    is_known = len(saved) > 1
+    kinds = {kind for m in measures for kind in m.kinds_s}
+    return Finding(
+        candidate=candidate,
+        step_s=statistics.fmean(m.step_s for m in measures),
+        saved_s=statistics.fmean(saved),
+        saved_error_s=_standard_error(saved) if is_known else math.nan,
+        shift=statistics.fmean(m.shift for m in measures),
+        shift_error=_standard_error(shifted) if is_known else 0.0,
+        kinds_s={
+            kind: statistics.fmean(m.kinds_s[kind] for m in measures if kind in m.kinds_s)
+            for kind in sorted(kinds)
+        },
+    )
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """What one idea is worth inside the best setting."""
@@ -128,12 +177,31 @@ class Plan:
     """Switches that were left out, with the share of a step's time that each saved by itself."""
     oracle: Finding | None
     max_shift: float | None
-    """Trained responses may be shorter by this share; None: any (debias undoes it)."""
+    """Trained responses may be shorter by this share, and where only the order may change longer as
+    well; None: any (debias undoes it)."""
+    untailed: Finding | None = None
+    """The best setting without tail batching; None: not known."""
+    has_tail_batching: bool = True
+    """The best setting has it."""
+    capped_share: float | None = None
+    """Of the policy's own responses, so many run to the cap."""
+    order_only: bool = False
+    """Nothing may be selected."""
+    mismatch: float = 0.0
+    """Chance per token and update that a carried token comes out differently."""
     num_seeds: int
     num_steps: int
     """Of each of the last simulations."""
     num_simulated: int
     """Steps, in all."""
+
+    @property
+    def pays(self) -> bool:
+        """Tail batching is worth more than noise."""
+        best, without = self.best, self.untailed
+        if without is None or not self.has_tail_batching:
+            return self.has_tail_batching
+        return without.step_s - best.step_s > MIN_GAIN * without.step_s
 
     @property
     def stays(self) -> bool:
@@ -142,7 +210,10 @@ class Plan:
     @property
     def current_keeps(self) -> bool:
         """The current settings keep the bound themselves."""
-        return self.max_shift is None or self.current.shift >= -self.max_shift
+        if self.max_shift is None:
+            return True
+        shift = self.current.shift
+        return (abs(shift) if self.order_only else -shift) <= self.max_shift
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker plan --json` prints it."""
@@ -150,6 +221,8 @@ class Plan:
             "current": _finding_to_plain(self.current),
             "best": _finding_to_plain(self.best),
             "stays": self.stays,
+            "tail_batching_pays": self.pays,
+            "mismatch": self.mismatch,
             "ranked": [_finding_to_plain(finding) for finding in self.ranked],
             "beyond_bound": [_finding_to_plain(finding) for finding in self.too_short],
             "oracle": None if self.oracle is None else _finding_to_plain(self.oracle),

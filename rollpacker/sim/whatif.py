@@ -18,10 +18,13 @@ import numpy as np
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.commands import Launch
+from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
-from rollpacker.core.records import LogError
+from rollpacker.core.records import LogError, Record
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
@@ -130,6 +133,7 @@ class RunModel:
             gpus=1,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
+            mismatch=self.mismatch,
         )
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
@@ -165,6 +169,39 @@ class RunModel:
             device_seconds=sum(step.total_s for step in steps),
             num_releases=0,
         )
+
+    @cached_property
+    def mismatch(self) -> float:
+        """Chance per token and update that a carried token came out differently in this run; 0 if
+        nothing was carried."""
+        version, drawn = 0, dict[tuple[PromptId, int], int]()
+        carried: dict[SampleId, tuple[int, int]] = {}
+        num_mismatches = num_tokens = 0
+        for entry in EventLog(events_path(self.folder)):
+            if not isinstance(entry, Record):
+                continue
+            for command in entry.commands:
+                if isinstance(command, Launch):
+                    version = command.version
+                    for sample, tokens in zip(command.samples, command.carried, strict=False):
+                        age = version - drawn.get((sample.prompt, sample.index), version)
+                        carried[sample] = (tokens, age)
+            event = entry.event
+            if isinstance(event, SampleGenerated | SampleAborted):
+                tokens, age = carried.pop(event.sample, (0, 0))
+                drawn[event.sample.prompt, event.sample.index] = version
+                if event.num_kept is not None and tokens and age:
+                    num_mismatches += event.num_kept < tokens
+                    num_tokens += age * min(event.num_kept + 1, tokens)
+        return num_mismatches / num_tokens if num_tokens else 0.0
+
+    @cached_property
+    def capped_share(self) -> float:
+        """Of the recorded responses that were not stopped, so many ran to the cap."""
+        pools = self.fitted.workload.pools.values()
+        lengths = [tokens for pool in pools for tokens in pool]
+        cap = self.config.rollout.max_response_tokens
+        return sum(tokens >= cap for tokens in lengths) / len(lengths) if lengths else 0.0
 
     def _latency(self) -> MeasuredModel:
         fitted, step = self.fitted, self.fitted.step

@@ -167,6 +167,13 @@ class Workload:
         at = place % BLOCK_ROWS * CHUNK + index % CHUNK
         return seconds[at], correct[at]
 
+    def capped_share(self) -> float:
+        """Of the responses that the policy writes by itself, so many run to the cap."""
+        cap = max(part.lengths.cap for part in self._parts)
+        prompts = range(BLOCK_ROWS)
+        own = [self._lengths(0, 0, 0)[row * CHUNK : (row + 1) * CHUNK] for row in prompts]
+        return float(np.mean(np.array(own) >= cap))
+
     # -- under other weights -----------------------------------------------------------
 
     def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollpacker.cli.plan import explain
 from rollpacker.config.document import ConfigError
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.plan import Budget, compare, plan
@@ -20,11 +21,13 @@ from rollpacker.sim.plan_ideas import (
     ScenarioEvaluate,
     changed,
     factors_idea,
+    neighbours,
+    order_idea,
     plan_base,
 )
-from rollpacker.sim.plan_result import measure, round_shares
+from rollpacker.sim.plan_result import Plan, measure, round_shares
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
-from rollpacker.sim.scenario import Cluster, RolloutSpec, Scenario
+from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
@@ -97,7 +100,7 @@ def made_base(*ideas: Idea, **tail: Any) -> Base:
     return Base(
         prompts_per_step=64,
         samples_per_prompt=8,
-        tail_batching=TailBatchingConfig(**tail),
+        tail_batching=TailBatchingConfig(**{"selection": "published", **tail}),
         ideas=ideas,
     )
 
@@ -118,7 +121,8 @@ def switch(name: str) -> Idea:
     ],
 )
 def test_round_shares_are_what_the_core_does(tail: dict[str, Any]) -> None:
-    scenario = small(tail_batching=TailBatchingConfig(**tail), steps=240)
+    published = TailBatchingConfig(selection="published", **tail)
+    scenario = small(tail_batching=published, steps=240)
     counts = Counter(s.kind for s in simulate(scenario).steps)
     shares = round_shares(scenario.tail_batching, scenario.rollout.prompts_per_step)
     assert shares is not None and sum(shares.values()) == pytest.approx(1.0)
@@ -129,10 +133,12 @@ def test_round_shares_are_what_the_core_does(tail: dict[str, Any]) -> None:
 
 def test_round_shares_of_special_cases() -> None:
     assert round_shares(TailBatchingConfig(enabled=False), 64) == {"plain": 1.0}
-    assert round_shares(TailBatchingConfig(prompt_factor=1.0, sample_factor=1.25), 64) == {
-        "short": 1.0
-    }
-    assert round_shares(TailBatchingConfig(prompt_factor="auto", sample_factor="auto"), 64) is None
+    only_samples = TailBatchingConfig(selection="published", prompt_factor=1.0, sample_factor=1.25)
+    assert round_shares(only_samples, 64) == {"short": 1.0}
+    assert round_shares(TailBatchingConfig(prompt_factor="auto"), 64) is None
+    assert round_shares(TailBatchingConfig(prompt_factor=2.0), 64) == {"short": 1.0}
+    queue = TailBatchingConfig(prompt_factor=1.5, stragglers="queue")
+    assert round_shares(queue, 64) == {"short": 2 / 3, "long": 1 / 3}
 
 
 def test_measure_weighs_the_kinds_as_in_the_long_run() -> None:
@@ -153,7 +159,7 @@ def test_measure_without_shares_or_with_other_kinds_takes_the_plain_mean() -> No
 
 
 def test_changed_sets_dotted_keys_and_checks_them() -> None:
-    scenario = small()
+    scenario = small(tail_batching=TailBatchingConfig(selection="published"))
     candidate = Candidate(ideas=(factors_idea((1.5, 1.0), (1.25, 1.25)),))
     made = changed(scenario, candidate.changes)
     assert made.tail_batching.tiers == (Tier(prompt_factor=1.25, sample_factor=1.25),)
@@ -270,7 +276,7 @@ def small(**settings: Any) -> Scenario:
 
 
 def test_a_real_scenario_is_planned_on_its_own_terms() -> None:
-    scenario = small(tail_batching=TailBatchingConfig(race="scored"))
+    scenario = small(tail_batching=TailBatchingConfig(selection="published", race="scored"))
     evaluate = ScenarioEvaluate(scenario=scenario)
     base = plan_base(scenario)
     assert {"race", "order", "reward_wait"} <= {idea.slot for idea in base.ideas}
@@ -284,3 +290,52 @@ def test_a_real_scenario_is_planned_on_its_own_terms() -> None:
     )
     assert best.step_s < now.step_s
     assert found.oracle is not None and abs(found.oracle.shift) < 0.1
+
+
+# -- where only the order may change -----------------------------------------------
+
+
+HEAVY = LengthLaw(quantiles={0.1: 100, 0.5: 500, 0.95: 2000, 0.99: 4096})
+
+
+def order_plan(**settings: Any) -> Plan:
+    scenario = small(rewards=(), **settings)
+    return plan(plan_base(scenario), ScenarioEvaluate(scenario=scenario), budget=SMALL)
+
+
+def test_without_mismatches_a_large_pool_wins_at_no_shift() -> None:
+    found = order_plan(lengths=HEAVY, tail_batching=TailBatchingConfig(prompt_factor=1.125))
+    changes = found.best.candidate.changes
+    assert changes["tail_batching.stragglers"] == "pool" and found.best.shift == 0.0
+    assert changes["tail_batching.prompt_factor"] >= 1.5
+    assert found.max_shift == 0.02 and found.order_only and found.pays
+    assert found.untailed is not None and found.untailed.step_s > found.best.step_s
+    assert not any("sample_factor" in key for key in changes)
+
+
+def test_mismatches_make_it_careful() -> None:
+    found = order_plan(lengths=HEAVY, carry=CarrySpec(mismatch=1e-2))
+    assert abs(found.best.shift) <= 0.02 + found.best.shift_error
+    free = order_plan(lengths=HEAVY)
+    assert found.best.step_s > free.best.step_s
+
+
+def test_where_engines_are_full_and_every_response_runs_to_the_cap_it_does_not_pay() -> None:
+    capped = LengthLaw(quantiles={0.01: 4096})
+    rollout = RolloutSpec(
+        prompts_per_step=8, samples_per_prompt=4, max_response_tokens=4096, max_running=4
+    )
+    found = order_plan(lengths=capped, rollout=rollout)
+    assert not found.pays
+    assert found.capped_share is not None and found.capped_share > 0.9
+    assert "Tail batching does not pay here" in "\n".join(explain(found, corrected=False))
+
+
+def test_neighbours_of_a_pool_move_one_number() -> None:
+    base = dataclasses.replace(made_base(), tail_batching=TailBatchingConfig())
+    pool = Candidate(ideas=(order_idea(1.5, max_deferrals=4),))
+    tried = [base.tail_of(pool.with_idea(idea)) for idea in neighbours(base, pool)]
+    assert {(t.prompt_factor, t.max_deferrals) for t in tried} == {
+        *((1.375, 4), (1.75, 4), (1.5, 2), (1.5, 8)),
+    }
+    assert all(t.pooled and t.carry == "exact" for t in tried)

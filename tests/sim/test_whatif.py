@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,20 @@ import pytest
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.records import encode
+from rollpacker.core.records import Record, Session, encode
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
+from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.whatif import RunModel, load_run, what_if
+from rollpacker.sim.workload import Workload
 from tests.report.costed_run import CostedRun
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 STEPS = 20
+PUBLISHED = [
+    *("tail_batching.selection=published", "tail_batching.sample_factor=1.25"),
+    *("tail_batching.carry=none", "tail_batching.stragglers=queue"),
+]
 SIZE = ["rollout.prompts_per_step=8", "rollout.max_response_tokens=300", "train.warmup_steps=0"]
 
 
@@ -63,7 +71,7 @@ def test_a_run_that_fills_its_steps_up_can_be_simulated(tmp_path: Path) -> None:
 def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:
     """The other run has prompts of its own, so the lengths are those of the same law."""
     race = load_run(record(tmp_path / "race", race=True)).measured()
-    found = plain.simulate(["tail_batching.enabled=true"], steps=100)
+    found = plain.simulate(["tail_batching.enabled=true", *PUBLISHED], steps=100)
     for kind in ("short", "long"):
         assert mean_rollout(found, kind) == pytest.approx(mean_rollout(race, kind), rel=0.2)
 
@@ -89,9 +97,33 @@ def test_another_seed_takes_the_prompts_in_another_order(plain: RunModel) -> Non
 
 def test_what_if_holds_all_three(tmp_path: Path) -> None:
     run = record(tmp_path / "run", race=False)
-    found = what_if(run, ["tail_batching.enabled=true", "tail_batching.sample_factor=1.0"])
+    changes = ["tail_batching.enabled=true", "tail_batching.stragglers=queue"]
+    found = what_if(run, changes)
     assert {step.kind for step in found.measured.steps} == {"plain"}
     assert {step.kind for step in found.predicted_same.steps} == {"plain"}
     assert {step.kind for step in found.predicted.steps} == {"short", "long"}
     assert found.scenario["tail_batching"]["sample_factor"] == 1.0
     assert "weight sync" in found.fit_text
+
+
+def carried_log(folder: Path, model: RunModel, mismatch: float) -> RunModel:
+    """The run simulated with a pool, its log taken for a run's."""
+    records: list[Record] = []
+    config = model.with_overrides(["tail_batching.enabled=true", "tail_batching.prompt_factor=2"])
+    machine = Machine(latency=model._latency(), gpus=1, prompt_tokens=0, mismatch=mismatch)
+    workload = Workload.from_pools(model._pools, max_response_tokens=300, samples_per_prompt=8)
+    job = replace(config.job(), max_steps=None)
+    Simulation(job, machine, workload, observe=records.append).run(200)
+    folder.mkdir()
+    begin = Session(started_at="2026-01-01", time_s=0.0, step=0, job={})
+    lines = [encode(entry) for entry in (begin, *records)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    return replace(model, folder=folder)
+
+
+def test_the_mismatch_of_a_run_is_read_from_its_log(plain: RunModel, tmp_path: Path) -> None:
+    assert plain.mismatch == 0.0
+    found = carried_log(tmp_path / "carried", plain, 2e-3)
+    assert found.mismatch == pytest.approx(2e-3, rel=0.2)
+    assert carried_log(tmp_path / "same", plain, 0.0).mismatch == 0.0
+    assert 0 <= plain.capped_share <= 1
