@@ -134,6 +134,10 @@ class Group:
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 
+    def most_carried(self) -> int:
+        """Tokens of the longest response that was carried here."""
+        return max([carried.tokens for carried in self.carried], default=0)
+
     def carried_at(self, index: int) -> CarriedLength:
         """What this sample took up. One that replaces a failed one begins anew."""
         if index < len(self.carried) and self.places[index] == index:

@@ -75,7 +75,8 @@ class Round:
 
     def launch(self) -> list[Command]:
         samples: list[SampleId] = []
-        for group in self._groups.values():
+        # Where slots are few, those with the most behind them are expected to take longest.
+        for group in sorted(self._groups.values(), key=Group.most_carried, reverse=True):
             samples += self._add_samples(group, self.plan.num_samples)
         launch = self._launch(samples)
         ends = [

@@ -146,7 +146,8 @@ def test_a_pool_races_what_it_has_deferred_before_it_fetches_more() -> None:
                 prompts = list(dict.fromkeys(sample.prompt for sample in command.samples))
                 if num_short < 90:  # until the data ends
                     assert len(prompts) == 8
-                    assert prompts[: len(waiting)] == waiting
+                    assert set(prompts[: len(waiting)]) == set(waiting)
+                    assert _falling(command), "who has most behind it goes first"
                     assert any(command.carried) == bool(waiting)
                 num_short += 1
                 waiting = []
@@ -155,6 +156,13 @@ def test_a_pool_races_what_it_has_deferred_before_it_fetches_more() -> None:
     assert num_short > 50
     assert RoundKind.LONG not in {c.kind for c in commands_of(run, Launch)[:num_short]}
     assert all(len(c.groups) == 4 for c in commands_of(run, TrainOn)[:90])
+
+
+def _falling(command: Launch) -> bool:
+    most: dict[object, int] = {}
+    for sample, tokens in zip(command.samples, command.carried, strict=False):
+        most[sample.prompt] = max(most.get(sample.prompt, 0), tokens)
+    return list(most.values()) == sorted(most.values(), reverse=True)
 
 
 @pytest.mark.parametrize("max_deferrals", [1, 2, 3])
