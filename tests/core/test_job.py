@@ -231,7 +231,7 @@ def test_events_that_cannot_be_raise() -> None:
         job.handle(generated(launch.samples[0], version=5))
     with pytest.raises(StrayEventError, match="nobody aborted"):
         job.handle(SampleAborted(time_s=0, sample=launch.samples[1], num_tokens=1))
-    with pytest.raises(StrayEventError, match="not handed to the reward"):
+    with pytest.raises(StrayEventError, match="nobody asked for"):
         job.handle(SampleScored(time_s=0, sample=launch.samples[1], value=1.0))
 
 
