@@ -77,10 +77,11 @@ class TailBatchingConfig:
     """none: only the order of training changes. A sample keeps its noise when its prompt is
     deferred, and no response is thrown away. published: as in the RollPacker paper. Surplus samples
     race, and what is deferred is drawn afresh, so that short responses are selected."""
-    prompt_factor: Factor = 1.25
+    prompt_factor: Factor | None = None
     """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
     own lengths, and anew as they change; with selection=published sample_factor is "auto" too. The
-    choice goes by measured seconds, so such a run does not repeat bit by bit."""
+    choice goes by measured seconds, so such a run does not repeat bit by bit. None: 1.5 with a
+    pool, else 1.25."""
     sample_factor: Factor | None = None
     """eta_r: ... with ceil(sample_factor * R0) samples each. None: 1 with selection=none, which
     takes no other, and 1.25 with selection=published."""
@@ -94,7 +95,7 @@ class TailBatchingConfig:
     """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
     them all. pool: they race on in the next round, beside so many fewer fresh prompts. None: pool
     if tokens are carried, else queue."""
-    max_deferrals: int = field(default=4, metadata=absent(4))
+    max_deferrals: int = field(default=16, metadata=absent(16))
     """A prompt of the pool that was deferred so often is awaited by its next round."""
     complement: bool = field(default=True, metadata=absent(True))
     """With carry=exact: a response that had been cut off at some length does not end before it
@@ -129,6 +130,8 @@ class TailBatchingConfig:
             self._set("carry", "none" if selects else "exact")
         if self.stragglers is None:
             self._set("stragglers", "queue" if self.carry == "none" or self.tiers else "pool")
+        if self.prompt_factor is None:
+            self._set("prompt_factor", 1.5 if self.stragglers == "pool" else 1.25)
         if self.max_length_shift is None:
             self._set("max_length_shift", 0.35 if selects else 0.02)
         default = 1.25 if selects else 1.0
@@ -220,7 +223,7 @@ class TailBatchingConfig:
         if self.prompt_factor == "auto" or self.sample_factor == "auto":
             samples = AUTO_START.samples if self.selection == "published" else 1.0
             return Factors(AUTO_START.prompts, samples)
-        assert self.sample_factor is not None
+        assert self.prompt_factor is not None and self.sample_factor is not None
         return Factors(self.prompt_factor, self.sample_factor)
 
 
