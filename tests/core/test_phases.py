@@ -30,8 +30,13 @@ SCORED = published(race="scored")
 WORLDS = {
     "plain": World(config(tail_batching=TailBatchingConfig(enabled=False)), num_rows=20),
     "tiers": World(config(tail_batching=published(tiers=(Tier(),))), num_rows=60),
-    "refills": World(config(dynamic_sampling=REFILLED), num_rows=17, epochs=2, seed=4),
-    "refills at an end": World(config(dynamic_sampling=REFILLED), num_rows=5, epochs=40),
+    "refills": World(
+        config(dynamic_sampling=REFILLED, tail_batching=published()), num_rows=17, epochs=2, seed=4
+    ),
+    "refills at an end": World(
+        config(dynamic_sampling=REFILLED, tail_batching=published()), num_rows=5, epochs=40
+    ),
+    "refills of a pool": World(config(dynamic_sampling=REFILLED), num_rows=17, epochs=2, seed=4),
     "no data": World(config(), num_rows=0),
     "engine fails": World(config(), num_rows=60, unkind=FAILING),
     "slow verdicts": World(config(), num_rows=60, unkind=SLOW),
