@@ -62,6 +62,12 @@ class DriftingEngine(FakeEngine):
         super().submit(requests)
 
 
+class LongTailedEngine(FakeEngine):
+    def draw(self, noise: SampleId) -> tuple[int, ...]:
+        chance = hash((noise.prompt.row, noise.index, noise.prompt.epoch)) % 1000 / 1000
+        return (7,) * min(9, int(1 + 0.6 / (1.03 - chance)))
+
+
 def run(
     folder: Path, tail: TailBatchingConfig, engine: FakeEngine, steps: int = 30
 ) -> tuple[list[StepSummary], list[object]]:
@@ -100,8 +106,9 @@ def test_mismatches_are_counted_as_the_engine_saw_them(
 
 
 def test_without_updates_nothing_differs_and_lengths_are_the_policys_own(tmp_path: Path) -> None:
-    """A launch that goes on with the same responses tells nothing new of shorter ones."""
-    summaries, _ = run(tmp_path, POOL, FakeEngine(), steps=60)
+    """A launch that goes on with the same responses is no second draw of them: counted as one, they
+    would seem 7 % longer than they are."""
+    summaries, _ = run(tmp_path, POOL, LongTailedEngine(), steps=60)
     counts = add_up(summary.carry for summary in summaries)
     assert counts.mismatch_per_token == 0 and counts.kept_ratio == 1
     trained = sum(summary.tokens.trained for summary in summaries)
