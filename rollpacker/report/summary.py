@@ -342,7 +342,7 @@ def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
         table.add_row("came out differently, per token", "\n".join(lines))
     if carrying["redraws"]:
         table.add_row("early ends drawn once more", f"{carrying['redraws']:,}")
-    table.add_row("greatest age of carried tokens, in updates", f"{carrying['largest_age']:,}")
+    table.add_row("oldest carried tokens, in updates", f"{carrying['largest_age']:,}")
     if carrying.get("importance_ess") is not None:
         size = f"{100 * carrying['importance_ess']:.1f} %"
         table.add_row("effective sample size of importance ratios", size)

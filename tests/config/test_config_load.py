@@ -337,16 +337,21 @@ def test_differences(tmp_path: Path) -> None:
 def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> None:
     config = load(
         tmp_path,
+        "tail_batching.selection=published",
         "tail_batching.tiers=[{prompt_factor: 1.25, sample_factor: 1.125}, {}]",
         "tail_batching.balance_sources=true",
         "tail_batching.debias=moments",
     )
     tail = config.tail_batching
-    assert tail.tiers == (Tier(prompt_factor=1.25, sample_factor=1.125), Tier())
+    assert tail.tiers == (
+        Tier(prompt_factor=1.25, sample_factor=1.125),
+        Tier(sample_factor=1.25),
+    )
     assert tail.debias == "moments" and tail.balance_sources
     assert config.stream_trainer == StreamConfig()
     auto = load(
         tmp_path,
+        "tail_batching.selection=published",
         "tail_batching.prompt_factor=auto",
         "tail_batching.sample_factor=auto",
         "tail_batching.max_length_shift=0.2",
@@ -354,7 +359,9 @@ def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> 
     )
     assert auto.tail_batching.prompt_factor == "auto" and auto.tail_batching.chooses
     assert auto.stream_trainer.max_share == 0.75
-    for one in (config, auto):
+    ours = load(tmp_path, "tail_batching.prompt_factor=auto", "tail_batching.tiers=[]")
+    assert ours.tail_batching.sample_factor == 1 and ours.tail_batching.carry == "exact"
+    for one in (config, auto, ours):
         save_config(one, tmp_path / "saved.yaml")
         assert load_config(tmp_path / "saved.yaml", [], RunConfig) == one
 
@@ -362,7 +369,14 @@ def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["tail_batching.prompt_factor=auto"], "must both be auto, or neither"),
+        (
+            [
+                "tail_batching={selection: published, prompt_factor: auto, sample_factor: 1.25}",
+            ],
+            "must both be auto, or neither",
+        ),
+        (["tail_batching={selection: published, carry: exact}"], "goes with selection=none"),
+        (["tail_batching={stragglers: pool, tiers: [{}]}"], "stragglers=pool has no tiers"),
         (["tail_batching.tiers=[{prompt_factor: 0.5}]"], "tiers.0.prompt_factor"),
         (["tail_batching.tiers=[{prompt_fctor: 2}]"], 'Did you mean "prompt_factor"?'),
         (["tail_batching.debias=moment"], 'Did you mean "moments"?'),
