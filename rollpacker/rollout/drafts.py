@@ -1,0 +1,347 @@
+"""Drafts: tokens that a row may well get next, taken from text that is there already.
+
+With few rows live a decode step is mostly overhead, and a step that computes several tokens a row
+at once costs little more than one that computes a single one. So each row is given a draft, all its
+positions are drawn with the row's own noise, and the tokens count as far as the draft was right,
+and one further. Which tokens come out never depends on the drafts: only how many steps it takes.
+
+A draft goes on where the longest match of the row's newest tokens goes on: in the row's own text
+and its prompt, in its running siblings, in its finished ones, or, at the same place, in what an
+earlier launch had of it. How many tokens are drafted is decided by counts and by constants, never
+by a clock: an abort takes effect at a decode step, so what a run does must not hang on its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollpacker.core.ids import PromptId
+from rollpacker.rollout.rows import Pending, RowTable
+
+MAX_ROWS = 32
+"""With more rows live nothing is drafted, and nothing is looked up."""
+LONGEST_MATCH = 32
+SHORTEST_MATCH = 2
+"""A single equal token tells next to nothing (`benchmarks/drafts.py`: 0.35 right)."""
+LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
+"""Tokens that may be drafted per row."""
+MAX_KEPT_TOKENS = 1 << 20
+"""Of finished responses, the newest ones."""
+STEP_COST = {"cpu": (1.2, 24.0)}
+"""By device type (surcharge, overhead in tokens): a step that computes t tokens for each of r rows
+costs surcharge x (overhead + r x t) / (overhead + r) times one that computes a single token each.
+Measured by `benchmarks/drafts.py` on models of 0.08 to 30 million parameters, which differ little.
+"""
+MIN_GAIN = 1.1
+"""Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
+MIN_BALANCE = 0.98
+"""Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
+BALANCE_STEPS = 32
+"""Steps after which older ones count half in that balance."""
+LONG_PAUSE_STEPS = 64
+MAX_SHORT_PAUSE_STEPS = 16
+"""Looking for drafts in vain costs time too: after each such step it waits twice as long."""
+RECENT_TOKENS = 128
+"""Drafted tokens after which older ones count half in the acceptance."""
+
+OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
+KINDS = ("own", "running", "finished", "earlier", "resumed")
+"""What a draft is copied from: the row's prompt and response, its siblings', an earlier launch of
+itself; or from where the last draft went wrong, a token further."""
+_PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
+"""Chance that a drafted token is right, by the class of its match's length; `benchmarks/drafts.py`
+on the quickstart."""
+_PRIOR_TOKENS = 8.0
+_SEPARATOR = chr(0x10FFFF)
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """Tokens as characters: Python's string search is the fastest index there is up to 100,000
+    tokens, and needs no upkeep."""
+
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class RowText(Text):
+    """The prompt and the response of a live row, and the place whose continuation it follows."""
+
+    group: PromptId
+    num_seen: int
+    """Response tokens that are in `text`."""
+    turn: int
+    """Of the complement rule, which may take tokens back."""
+    earlier: Text | None = None
+    source: Text | None = None
+    place: int = 0
+    """Of the source: what follows from here on is the draft."""
+    kind: int = OWN
+    matched: int = 0
+    """Tokens before `place` that equal the row's newest."""
+
+    def go_on(self, new: str) -> None:
+        """Tokens have come, drafted or not: what the row follows goes on by as many."""
+        self.text += new
+        self.num_seen += len(new)
+        if self.source is None:
+            return
+        followed = self.source.text[self.place : self.place + len(new)]
+        self.place += len(new)
+        if followed == new:
+            self.matched += len(new)
+        else:
+            pairs = zip(reversed(followed), reversed(new), strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+            self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
+
+    def ahead(self, num_tokens: int) -> str:
+        """At most so many tokens of what the row follows."""
+        if self.source is None:
+            return ""
+        part = self.source.text[self.place : self.place + num_tokens]
+        if self.source is self and part:
+            return (part * num_tokens)[:num_tokens]
+        return part.partition(_SEPARATOR)[0]
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How many of the drafted tokens were right of late, by kind and class of match length."""
+
+    right: np.ndarray = field(
+        default_factory=lambda: np.tile(np.array(_PRIOR) * _PRIOR_TOKENS, (len(KINDS), 1))
+    )
+    tried: np.ndarray = field(
+        default_factory=lambda: np.full((len(KINDS), len(_PRIOR)), _PRIOR_TOKENS)
+    )
+
+    def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
+        """A draft of `num_drafted` tokens was right up to number `num_right`."""
+        self.right[kind, size] += num_right
+        self.tried[kind, size] += num_right + (num_right < num_drafted)
+        if self.tried[kind, size] > RECENT_TOKENS:
+            self.right[kind, size] /= 2
+            self.tried[kind, size] /= 2
+
+    def expected_tokens(self) -> np.ndarray:
+        """Tokens that a step gives with a draft of k, [kinds, classes, k up to the longest]."""
+        chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
+        return (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
+
+
+@dataclass(slots=True)
+class Pacing:
+    """When to look for drafts: not after steps that found none, nor while they do not pay."""
+
+    wait: int = 0
+    short_pause: int = 1
+    num_tokens: float = 0.0
+    plain_tokens: float = 0.0
+    """What plain steps would have given in the same time."""
+    num_steps: int = 0
+
+    def looks(self) -> bool:
+        """Whether the step at hand is one to look for drafts."""
+        self.wait = max(0, self.wait - 1)
+        return self.wait == 0
+
+    def found_nothing(self) -> None:
+        self.wait = self.short_pause + 1
+        self.short_pause = min(2 * self.short_pause, MAX_SHORT_PAUSE_STEPS)
+
+    def took_step(self, num_tokens: int, plain_tokens: float) -> None:
+        self.short_pause = 1
+        self.num_tokens += num_tokens
+        self.plain_tokens += plain_tokens
+        self.num_steps += 1
+        if self.num_steps < BALANCE_STEPS:
+            return
+        if self.num_tokens < MIN_BALANCE * self.plain_tokens:
+            self.wait = LONG_PAUSE_STEPS
+        self.num_tokens, self.plain_tokens = self.num_tokens / 2, self.plain_tokens / 2
+        self.num_steps //= 2
+
+
+class Drafter:
+    """Drafts for the live rows of one engine; a row is named by its launch number."""
+
+    def __init__(self, max_tokens: int, device_type: str) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        """Tokens that steps gave beyond one a row."""
+        self.acceptance = Acceptance()
+        self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
+        self._costs = _step_costs(self._lengths, *STEP_COST[device_type])
+        self._rows: dict[int, RowText] = {}
+        self._finished: dict[PromptId, Text] = {}
+        self._num_kept = 0
+        self._proposed: list[tuple[int, int, int]] = []
+        """Of the drafts at hand: kind, class of match length, tokens."""
+        self._pacing = Pacing()
+
+    # -- what it knows -----------------------------------------------------------------------------
+
+    def keep(self, rows: RowTable, gone: Sequence[int]) -> None:
+        """These rows go; what they have may help their siblings."""
+        for row in gone:
+            entry = rows.pending[row]
+            self._rows.pop(entry.sequence, None)
+            finished = self._finished.setdefault(entry.request.sample.prompt, Text())
+            tokens = rows.tokens(row)
+            finished.text += _text(tokens) + _SEPARATOR
+            self._num_kept += len(tokens)
+        while self._num_kept > MAX_KEPT_TOKENS:
+            oldest = next(iter(self._finished))
+            self._num_kept -= len(self._finished.pop(oldest).text)
+
+    def forget(self) -> None:
+        """The engine is idle: another round's prompts are others."""
+        self._rows.clear()
+        self._finished.clear()
+        self._num_kept = 0
+
+    def _read(self, rows: RowTable) -> list[RowText]:
+        """The live rows' texts, with all that is new."""
+        counts, turns = rows.host_column("count").tolist(), rows.host_column("turn").tolist()
+        texts = []
+        for row, (entry, count, turn) in enumerate(zip(rows.pending, counts, turns, strict=True)):
+            known = self._rows.get(entry.sequence)
+            if known is None or known.turn != turn or known.num_seen > count:
+                known = self._rows[entry.sequence] = _row_text(entry, rows.tokens(row), turn)
+            elif count > known.num_seen:
+                known.go_on(_text(rows.tokens(row, known.num_seen)))
+            texts.append(known)
+        return texts
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def propose(self, rows: RowTable) -> list[list[int]] | None:
+        """Tokens that may follow each live row's newest; None where a plain step is better."""
+        num_rows = rows.num_rows
+        if num_rows > MAX_ROWS or not self._pacing.looks():
+            return None
+        texts = self._read(rows)
+        expected = self.acceptance.expected_tokens()
+        groups: dict[PromptId, list[RowText]] = {}
+        for text in texts:
+            groups.setdefault(text.group, []).append(text)
+        for text in texts:
+            if text.source is None or text.kind == RESUMED:
+                self._point(text, groups[text.group], expected[:, :, 1])
+        longest = int(self._lengths[-1])
+        ahead = [text.ahead(longest) for text in texts]
+        room = rows.host_column("limit") - rows.host_column("count") - 1
+        sizes = np.minimum(np.array([len(part) for part in ahead]), room)
+        gains = expected[
+            np.array([text.kind for text in texts])[:, None],
+            np.array([_size_class(text.matched) for text in texts])[:, None],
+            np.minimum(sizes[:, None], self._lengths),
+        ].sum(axis=0) / (num_rows * self._costs[num_rows])
+        best = int(gains.argmax())
+        if gains[best] < MIN_GAIN:
+            self._pacing.found_nothing()
+            return None
+        length = int(self._lengths[best])
+        drafts = [
+            [ord(one) for one in part[: min(length, size)]]
+            for part, size in zip(ahead, sizes.tolist(), strict=True)
+        ]
+        self._proposed = [
+            (text.kind, _size_class(text.matched), len(draft))
+            for text, draft in zip(texts, drafts, strict=True)
+        ]
+        return drafts
+
+    def judge(self, num_new: np.ndarray) -> None:
+        """How many tokens the step with these drafts gave each row."""
+        for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
+            if num_drafted:
+                self.acceptance.note(kind, size, num_drafted, new - 1)
+            self.num_drafted += num_drafted
+        num_tokens, num_rows = int(num_new.sum()), len(num_new)
+        self.num_accepted += num_tokens - num_rows
+        longest = max(num_drafted for _, _, num_drafted in self._proposed)
+        place = int(np.searchsorted(self._lengths, longest))
+        self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
+
+    def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
+        """Let the row follow the longest match, unless where it was is as good."""
+        kept = text.source
+        found = self._longest_match(text, siblings)
+        if found is None:
+            return
+        kind, source, place, matched = found
+        is_better = chance[kind, _size_class(matched)] >= chance[RESUMED, _size_class(text.matched)]
+        if kept is None or is_better or not text.ahead(1):
+            text.kind, text.source, text.place, text.matched = kind, source, place, matched
+
+    def _longest_match(
+        self, text: RowText, siblings: Sequence[RowText]
+    ) -> tuple[int, Text, int, int] | None:
+        """(kind, source, place after the match, tokens matched). Of equals the row's own text."""
+        best, found = SHORTEST_MATCH - 1, None
+        most = min(LONGEST_MATCH, len(text.text))
+        for kind, source in self._sources(text, siblings):
+            within = source.text
+            end = len(within) - 1  # Something must follow.
+            low, high = best + 1, most
+            at = within.rfind(text.text[-low:], 0, end) if low <= high else -1
+            if at < 0:
+                continue
+            # What ends in a longer match ends in every shorter one.
+            while low < high:
+                middle = (low + high + 1) // 2
+                further = within.rfind(text.text[-middle:], 0, end)
+                if further < 0:
+                    high = middle - 1
+                else:
+                    low, at = middle, further
+            best, found = low, (kind, source, at + low, low)
+        return found
+
+    def _sources(self, text: RowText, siblings: Sequence[RowText]) -> Iterator[tuple[int, Text]]:
+        yield OWN, text
+        for sibling in siblings:
+            if sibling is not text:
+                yield RUNNING, sibling
+        finished = self._finished.get(text.group)
+        if finished is not None:
+            yield FINISHED, finished
+        if text.earlier is not None:
+            yield EARLIER, text.earlier
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def _row_text(entry: Pending, tokens: Sequence[int], turn: int) -> RowText:
+    """What it had in an earlier launch goes on where the row is now."""
+    request = entry.request
+    text = RowText(
+        text=_text(request.prompt_tokens) + _text(tokens),
+        group=request.sample.prompt,
+        num_seen=len(tokens),
+        turn=turn,
+    )
+    if request.carried is not None and len(request.carried.tokens) > len(tokens):
+        text.earlier = text.source = Text(_text(request.carried.tokens))
+        text.place, text.kind = len(tokens), RESUMED
+    return text
+
+
+def _size_class(matched: int) -> int:
+    """0, 1 | 2 | 3, 4 | up to 8 | up to 16 | more equal tokens."""
+    return min((max(matched, 1) - 1).bit_length(), len(_PRIOR) - 1)
+
+
+def _step_costs(lengths: np.ndarray, surcharge: float, overhead: float) -> np.ndarray:
+    """What a step costs in plain ones, by live rows and number of the length."""
+    rows = np.arange(MAX_ROWS + 1)[:, None]
+    costs = surcharge * (overhead + rows * (1 + lengths)) / (overhead + rows)
+    costs[:, 0] = 1.0
+    return costs
