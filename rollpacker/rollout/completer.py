@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollpacker.core.events import SampleFailed
+from rollpacker.core.events import SampleAborted, SampleFailed
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.engine import (
     EngineConfig,
@@ -77,7 +77,7 @@ class EngineCompleter:
             output = await self._run(tokens, timeout_s)
         if isinstance(output.event, SampleFailed):
             raise ValueError(output.event.reason)
-        if output.response is None:
+        if output.response is None or isinstance(output.event, SampleAborted):
             raise EngineError("the request was aborted")
         return str(self._tokenizer.decode(list(output.response.tokens), skip_special_tokens=True))
 

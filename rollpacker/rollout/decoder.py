@@ -27,6 +27,7 @@ from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,
+    ExtendStep,
     KVSlots,
     PrefillStep,
     PromptCache,
@@ -332,6 +333,29 @@ class Decoder:
             column("top_p")[:num_rows],
             self.rows.mode,
         )
+
+    def extend_logits(self, tokens: np.ndarray, step: ExtendStep) -> torch.Tensor:
+        """Logits [real tokens, vocabulary] after every real one of `tokens` [rows, tokens].
+
+        Never captured: its shapes are seldom the same twice.
+        """
+        self._plan = None
+        fed = torch.from_numpy(tokens).to(self._device)
+        if self._plain is not None:
+            return self._plain.extend(fed, step.positions, step.real, step)
+        logits: torch.Tensor = self.model(
+            input_ids=fed,
+            position_ids=step.positions,
+            use_cache=False,
+            **{STEP_KEYWORD: step},
+        ).logits
+        return logits.flatten(0, 1).index_select(0, step.real)
+
+    @property
+    def query_groups(self) -> int:
+        """The most query heads that share a key head."""
+        num_heads: int = self.model.config.get_text_config().num_attention_heads
+        return -(-num_heads // min(shape.num_kv_heads for shape in self.slots.layers))
 
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""

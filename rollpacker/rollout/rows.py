@@ -8,7 +8,9 @@ the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +33,9 @@ _HOST_COLUMNS = {
     "may_stop": np.bool_,
     "has_stop_strings": np.bool_,
     "key": np.uint64,
+    "turn": np.int64,
+    "floor": np.int64,
+    "num_kept": np.int64,
     "store": np.int64,
     "log_prob": np.float64,
 }
@@ -52,12 +57,18 @@ class Pending:
         """Cache positions it can need: the last token is never fed back."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
+    @property
+    def has_carried(self) -> bool:
+        return bool(self.request.carried and self.request.carried.tokens)
+
 
 class RowTable:
     """Columns over slots; the first `num_rows` are live.
 
     token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
-    which is where the next step writes its key and value. With `mirrored` the device has copies of
+    which is where the next step writes its key and value. Of tokens carried into the row, num_kept
+    [slots] came out the same, or -1 if nobody looked; floor and turn are those of the complement
+    rule (`Carried.floor`). With `mirrored` the device has copies of
     its columns, which the step itself keeps up to date and `upload` refreshes.
     """
 
@@ -141,7 +152,11 @@ class RowTable:
         self._noise_column += 1
         return column
 
-    def _fill_noise(self, rows: slice) -> None:
+    def noise_ahead(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """Noise of the next `count` tokens of each of these rows, float64 [rows, count]."""
+        return uniforms(self._columns["key"][rows], self._columns["count"][rows], count)
+
+    def _fill_noise(self, rows: slice | np.ndarray) -> None:
         """The rest of the block for these rows, whose next token is number `count`."""
         keys, counts = self._columns["key"][rows], self._columns["count"][rows]
         block = uniforms(keys, counts, NOISE_BLOCK - self._noise_column)
@@ -175,8 +190,15 @@ class RowTable:
             bool(request.sampling.stop) and request.forced_length is None for request in requests
         ]
         columns["key"][rows] = [
-            sample_key(request.sampling.seed, request.sample) for request in requests
+            sample_key(request.sampling.seed, request.noise or request.sample)
+            for request in requests
         ]
+        columns["turn"][rows] = 0
+        columns["floor"][rows] = [
+            request.carried.floor if request.carried and request.carried.verify else 0
+            for request in requests
+        ]
+        columns["num_kept"][rows] = -1
         columns["store"][rows] = [self._free_stores.pop() for _ in new]
         self.upload()
         noise = uniforms(columns["key"][rows], columns["count"][rows], 1)[:, 0]
@@ -201,19 +223,65 @@ class RowTable:
         self._fill_noise(slice(first, self.num_rows))
         self.upload()
 
+    def append(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Give each of these rows all of its tokens [rows, tokens], of which `cut` then takes back
+        what is too much."""
+        store, count = self._columns["store"][rows], self._columns["count"][rows]
+        num_new = tokens.shape[1]
+        while count.max() + num_new > self._tokens.shape[1]:
+            self._widen_outputs()
+        places = count[:, None] + np.arange(num_new)
+        self._tokens[store[:, None], places] = tokens
+        self._log_probs[store[:, None], places] = log_probs
+        self._columns["count"][rows] += num_new
+        self._columns["position"][rows] += num_new
+
+    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
+        """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
+
+        What the cache holds beyond is garbage like any other. A row without tokens feeds the
+        prompt's last one again.
+        """
+        for row, count in zip(rows.tolist(), counts, strict=True):
+            store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
+            assert count <= self._columns["count"][row]
+            token = self._tokens[store, count - 1] if count else prompt[-1]
+            log_prob = self._log_probs[store, count - 1] if count else 0.0
+            self._columns["count"][row] = count
+            self._columns["token"][row] = token
+            self._columns["log_prob"][row] = log_prob
+            self._columns["position"][row] = len(prompt) + count - 1
+        self._fill_noise(rows)
+        self.upload()
+
+    def turn_over(self, row: int) -> None:
+        """Later tokens of the row are drawn with noise of the next turn, once `cut` was called."""
+        request = self.pending[row].request
+        turn = self._columns["turn"][row] = self._columns["turn"][row] + 1
+        noise = request.noise or request.sample
+        self._columns["key"][row] = sample_key(request.sampling.seed, noise, int(turn))
+
     def _widen_outputs(self) -> None:
         added = max(64, self._tokens.shape[1])
         self._tokens = np.pad(self._tokens, ((0, 0), (0, added)))
         self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
 
-    def tail(self, row: int, num_tokens: int) -> list[int]:
-        """The newest tokens of a row, at most so many."""
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """What a row generated, from token number `start` to before `stop`, by default all."""
         count = int(self._columns["count"][row])
         store = self._columns["store"][row]
-        newest: list[int] = self._tokens[store, max(0, count - num_tokens) : count].tolist()
-        return newest
+        found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
+        return found
 
-    def response(self, row: int, *, stopped: bool, version: int) -> Response:
+    def first_broken(self, row: int, start: int) -> int | None:
+        """The first token from number `start` on whose log-probability is NaN."""
+        count, store = int(self._columns["count"][row]), self._columns["store"][row]
+        broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
+        return start + int(broken[0]) if len(broken) else None
+
+    def response(
+        self, row: int, reason: Literal["stop", "length", "aborted"], version: int
+    ) -> Response:
         request = self.pending[row].request
         store, count = self._columns["store"][row], self._columns["count"][row]
         return Response(
@@ -221,7 +289,7 @@ class RowTable:
             prompt_tokens=request.prompt_tokens,
             tokens=tuple(self._tokens[store, :count].tolist()),
             log_probs=tuple(self._log_probs[store, :count].tolist()),
-            finish_reason="stop" if stopped else "length",
+            finish_reason=reason,
             version=version,
         )
 

@@ -20,10 +20,10 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def sample_key(seed: int, sample: SampleId) -> int:
-    """64-bit key of a sample's noise."""
-    text = f"{seed}|{sample}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+def sample_key(seed: int, sample: SampleId, turn: int = 0) -> int:
+    """64-bit key of a sample's noise; every further turn has noise of its own."""
+    text = f"{seed}|{sample}" if turn == 0 else f"{seed}|{sample}|{turn}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:

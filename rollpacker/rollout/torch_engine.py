@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.decoder import Decoder
+from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
     EngineConfig,
@@ -32,16 +34,14 @@ from rollpacker.rollout.engine import (
     EngineStatus,
     GenerationRequest,
     Listener,
+    Response,
 )
+from rollpacker.rollout.extend import Extender
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
 from rollpacker.weight_probe import weight_probe
 
 logger = logging.getLogger(__name__)
-
-STOP_TAIL_TOKENS = 8
-"""A stop string is looked for in as many of the newest tokens as it has bytes, and so many more."""
-
 
 CLOSE_S = 5.0
 """How long `close` waits for the decode step at hand."""
@@ -69,14 +69,14 @@ class TorchEngine:
     ) -> None:
         """`tokenizer` is needed for stop strings only. `static_shapes` None: on CUDA."""
         self._model = model
-        self._tokenizer = tokenizer
         self._device = torch.device(device or next(model.parameters()).device)
         static = self._device.type != "cpu" if static_shapes is None else static_shapes
         was_training = model.training
         model.train(False)
         self._decoder = Decoder(model, config, self._device, static=static)
         model.train(was_training)
-        self._ends = self._end_tokens()
+        self._endings = Endings(model, tokenizer, self._decoder.rows.vocabulary_size)
+        self._extender = Extender(self._decoder, self._endings)
         self._max_positions = getattr(
             model.config.get_text_config(), "max_position_embeddings", None
         )
@@ -231,14 +231,36 @@ class TorchEngine:
         outputs = []
         for entry in [entry for entry in self._waiting if entry.request.sample in samples]:
             self._waiting.remove(entry)
-            outputs.append(_abortion(entry, 0))
+            outputs.append(_abortion(entry, self._untouched(entry)))
         rows = self._decoder.rows
         gone = [row for row, entry in enumerate(rows.pending) if entry.request.sample in samples]
-        counts = rows.host_column("count")
-        outputs.extend(_abortion(rows.pending[row], int(counts[row])) for row in gone)
+        for row in gone:
+            response = rows.response(row, "aborted", self._version)
+            outputs.append(_abortion(rows.pending[row], response, **self._carrying(row)))
         if gone:
             self._decoder.remove(np.array(gone))
         return outputs
+
+    def _untouched(self, entry: Pending) -> Response:
+        """What a sample that never got a row has: the tokens that were carried into the launch."""
+        request = entry.request
+        return Response(
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=request.carried.tokens if request.carried else (),
+            log_probs=request.carried.log_probs if request.carried else (),
+            finish_reason="aborted",
+            version=self._version,
+        )
+
+    def _carrying(self, row: int) -> dict[str, Any]:
+        """What the events say about the tokens that a row took up."""
+        column = self._decoder.rows.host_column
+        num_kept = int(column("num_kept")[row])
+        return {
+            "num_kept": num_kept if num_kept >= 0 else None,
+            "num_redraws": int(column("turn")[row]),
+        }
 
     def _why_impossible(self, entry: Pending) -> str | None:
         prompt, limit = entry.request.prompt_tokens, entry.limit
@@ -258,8 +280,23 @@ class TorchEngine:
                 f"{entry.width} tokens of keys and values need more memory than "
                 "rollout.engine.kv_cache_gib allows"
             )
-        if entry.request.sampling.stop and self._tokenizer is None:
+        if entry.request.sampling.stop and not self._endings.can_read:
             return "stop strings need a tokenizer"
+        return self._why_not_carried(entry)
+
+    def _why_not_carried(self, entry: Pending) -> str | None:
+        carried = entry.request.carried
+        if carried is None or not carried.tokens:
+            return None
+        if len(carried.tokens) > entry.limit:
+            return (
+                f"{len(carried.tokens)} carried tokens are more than the {entry.limit} that the "
+                "response may have"
+            )
+        if len(carried.log_probs) != len(carried.tokens):
+            return f"{len(carried.tokens)} carried tokens have {len(carried.log_probs)} log-probs"
+        if max(carried.tokens) >= self._decoder.rows.vocabulary_size or min(carried.tokens) < 0:
+            return "the carried response has a token that is not in the model's vocabulary"
         return None
 
     def _admit(self) -> list[tuple[int, EngineOutput]]:
@@ -274,7 +311,7 @@ class TorchEngine:
         entries = [self._waiting.popleft() for _ in range(num_new)]
         next_prompt = self._waiting[0].request.prompt_tokens if self._waiting else None
         self._decoder.admit(entries, next_prompt)
-        self._num_generated += num_new
+        self._num_generated += self._extender.take_up(first)
         return self._collect_ended(first)
 
     # -- responses go ------------------------------------------------------------------------------
@@ -282,24 +319,20 @@ class TorchEngine:
     def _collect_ended(self, first: int) -> list[tuple[int, EngineOutput]]:
         """Take out the rows, from `first` on, that their newest token ended."""
         rows = self._decoder.rows
-        token, count, limit, may_stop, log_prob = (
-            rows.host_column(name)[first:]
-            for name in ("token", "count", "limit", "may_stop", "log_prob")
-        )
-        stopped = self._ends[token] & may_stop
-        broken = np.isnan(log_prob)
-        ended = stopped | broken | (count >= limit)
-        stopped |= self._at_stop_string(first)
-        ended |= stopped
-        if not ended.any():
+        broken = np.isnan(rows.host_column("log_prob")[first:])
+        stopped = self._endings.stopped(rows, first) & ~broken
+        if stopped.any():
+            ended = np.flatnonzero(stopped)
+            stopped[ended] = ~self._extender.draw_again(first + ended)
+        count, limit = (rows.host_column(name)[first:] for name in ("count", "limit"))
+        gone = first + np.flatnonzero(stopped | broken | (count >= limit))
+        if not len(gone):
             return []
-        gone = first + np.flatnonzero(ended)
         outputs = []
         for row in gone.tolist():
-            entry = rows.pending[row]
             if broken[row - first]:
                 reason = f"{NOT_NUMBERS} at response token {count[row - first] - 1}"
-                outputs.append(_failure(entry, reason))
+                outputs.append(_failure(rows.pending[row], reason))
             else:
                 outputs.append(self._finish(row, stopped=bool(stopped[row - first])))
         self._decoder.remove(gone)
@@ -308,38 +341,17 @@ class TorchEngine:
     def _finish(self, row: int, *, stopped: bool) -> tuple[int, EngineOutput]:
         entry = self._decoder.rows.pending[row]
         stopped = stopped or entry.request.forced_length is not None
-        response = self._decoder.rows.response(row, stopped=stopped, version=self._version)
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        response = self._decoder.rows.response(row, reason, self._version)
         event = SampleGenerated(
             time_s=0.0,
             sample=response.sample,
             num_tokens=len(response.tokens),
-            finish_reason=response.finish_reason,
+            finish_reason=reason,
             version=response.version,
+            **self._carrying(row),
         )
         return entry.sequence, EngineOutput(event, response)
-
-    def _at_stop_string(self, first: int) -> np.ndarray:
-        """Which rows, from `first` on, have just completed one of their stop strings."""
-        rows = self._decoder.rows
-        asked = rows.host_column("has_stop_strings")[first:]
-        found = np.zeros(len(asked), np.bool_)
-        for offset in np.flatnonzero(asked):
-            assert self._tokenizer is not None
-            stops = rows.pending[first + offset].request.sampling.stop
-            num_tokens = max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS
-            text = self._tokenizer.decode(rows.tail(first + int(offset), num_tokens))
-            found[offset] = any(stop in text for stop in stops)
-        return found
-
-    def _end_tokens(self) -> np.ndarray:
-        """Which tokens end a response: those of the generation config and the tokenizer's own."""
-        ends = np.zeros(self._decoder.rows.vocabulary_size, np.bool_)
-        generation_config = getattr(self._model, "generation_config", None)
-        configured = getattr(generation_config, "eos_token_id", None)
-        ids = configured if isinstance(configured, list) else [configured]
-        ids.append(getattr(self._tokenizer, "eos_token_id", None))
-        ends[[token for token in ids if token is not None and token < len(ends)]] = True
-        return ends
 
 
 def _failure(entry: Pending, reason: str) -> tuple[int, EngineOutput]:
@@ -347,6 +359,9 @@ def _failure(entry: Pending, reason: str) -> tuple[int, EngineOutput]:
     return entry.sequence, EngineOutput(event)
 
 
-def _abortion(entry: Pending, num_tokens: int) -> tuple[int, EngineOutput]:
-    event = SampleAborted(time_s=0.0, sample=entry.request.sample, num_tokens=num_tokens)
-    return entry.sequence, EngineOutput(event)
+def _abortion(entry: Pending, response: Response, **carrying: Any) -> tuple[int, EngineOutput]:
+    """The tokens of an aborted sample go up with it, if it has any."""
+    event = SampleAborted(
+        time_s=0.0, sample=response.sample, num_tokens=len(response.tokens), **carrying
+    )
+    return entry.sequence, EngineOutput(event, response if response.tokens else None)

@@ -1,0 +1,240 @@
+"""Several new tokens of a row in one forward pass: guessed ones, drawn anew with the row's noise.
+
+A row's newest token is not in the cache yet. `Extender.extend` feeds it together with a guess of
+the tokens after it, draws at every one of these positions with the noise that decoding would use
+there, and keeps what came out up to the first token that is not the guessed one. The row is then
+where so many decode steps would have brought it, to the token. What an earlier launch left of a
+response is such a guess (`Extender.take_up`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollpacker.rollout.decoder import (
+    PREFILL_LOGITS,
+    PREFILL_TOKENS,
+    PREFILL_TOKENS_ACCELERATOR,
+    Decoder,
+)
+from rollpacker.rollout.endings import Endings
+from rollpacker.rollout.engine import Carried
+from rollpacker.rollout.kv_slots import ExtendStep
+from rollpacker.rollout.sampling import draw
+
+MAX_TURNS = 16
+"""An end that the complement rule refuses is drawn once more at most so often."""
+MAX_GUESS = 255
+"""Longer guesses are cut: a response that differs early then costs one short pass."""
+EXTEND_SCORES = {"cpu": 1 << 24}
+EXTEND_SCORES_ACCELERATOR = 1 << 27
+"""At most so many attention scores of one head in a pass, which is the size of its mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What may follow a row's newest token."""
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    """If there are any the tokens are not drawn: they are taken, with these."""
+
+
+class Extender:
+    """Takes rows of a decoder on by more than a token at a time."""
+
+    def __init__(self, decoder: Decoder, endings: Endings) -> None:
+        self.num_verified_tokens = 0
+        """Carried tokens that were looked at."""
+        self._decoder = decoder
+        self._rows = decoder.rows
+        self._endings = endings
+
+    # -- guesses -----------------------------------------------------------------------------------
+
+    def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
+        """Take each of these rows on by at least one token, and by more as far as its guess holds.
+
+        A row ends up with its newest token the first that was not guessed, the one after the whole
+        guess, or the one that ended it. Returns how many tokens each got.
+        """
+        before = self._rows.host_column("count")[rows]
+        room = self._rows.host_column("limit")[rows] - before - 1
+        assert (room >= 0).all(), "a row at its limit was to go on"
+        sizes = [min(len(guess.tokens), MAX_GUESS) for guess in guesses]
+        lengths = 1 + np.minimum(np.array(sizes), np.minimum(room, self._most(rows) - 1))
+        for part in self._passes(rows, lengths):
+            self._pass(rows[part], [guesses[place] for place in part], lengths[part])
+        num_new: np.ndarray = self._rows.host_column("count")[rows] - before
+        return num_new
+
+    def _most(self, rows: np.ndarray) -> int:
+        """Tokens of one row in a pass."""
+        tokens, logits, scores = self._budget()
+        width = self._decoder.slots.width * self._decoder.query_groups
+        return max(1, min(tokens, logits, scores // width))
+
+    def _budget(self) -> tuple[int, int, int]:
+        """Positions of a pass, by the model's work, by their logits, by the mask."""
+        kind = self._decoder.slots.device.type
+        return (
+            PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR),
+            max(1, PREFILL_LOGITS // self._rows.vocabulary_size),
+            EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR),
+        )
+
+    def _passes(self, rows: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+        """Places in `rows` by length, in parts that keep to the budget when padded."""
+        tokens, logits, scores = self._budget()
+        ends = self._rows.host_column("position")[rows] + lengths
+        order = np.argsort(lengths, kind="stable")
+        start = 0
+        for stop in range(1, len(order) + 1):
+            part = order[start : stop + 1]
+            padded = len(part) * int(lengths[part].max())
+            masked = padded * int(ends[part].max()) * self._decoder.query_groups
+            if stop == len(order) or padded > min(tokens, logits) or masked > scores:
+                yield np.sort(order[start:stop])
+                start = stop
+
+    def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
+        num_tokens = int(lengths.max())
+        fed = np.zeros((len(rows), num_tokens), np.int64)
+        fed[:, 0] = self._rows.host_column("token")[rows]
+        for place, guess in enumerate(guesses):
+            fed[place, 1 : lengths[place]] = guess.tokens[: lengths[place] - 1]
+        step = ExtendStep(
+            self._decoder.slots, rows, self._rows.host_column("position")[rows], lengths
+        )
+        real = np.arange(num_tokens) < lengths[:, None]
+        drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
+        drawn[real], log_probs[real] = self._draw(
+            self._decoder.extend_logits(fed, step),
+            np.repeat(rows, lengths),
+            self._rows.noise_ahead(rows, num_tokens)[real],
+        )
+        counts = self._rows.host_column("count")[rows].tolist()
+        for place, guess in enumerate(guesses):
+            if guess.log_probs is not None:
+                size = lengths[place] - 1
+                drawn[place, :size] = guess.tokens[:size]
+                log_probs[place, :size] = guess.log_probs[:size]
+        self._rows.append(rows, drawn, log_probs)
+        agrees = (drawn[:, :-1] == fed[:, 1:]) & real[:, 1:]
+        num_new = 1 + np.cumprod(agrees, axis=1).sum(axis=1)
+        self._rows.cut(rows, [count + new for count, new in zip(counts, num_new, strict=True)])
+        ends = [
+            self._endings.num_until_end(self._rows, row, count)
+            for row, count in zip(rows.tolist(), counts, strict=True)
+        ]
+        early = [place for place, end in enumerate(ends) if end is not None]
+        if early:
+            self._rows.cut(rows[early], [end for end in ends if end is not None])
+
+    # -- what was carried --------------------------------------------------------------------------
+
+    def take_up(self, first: int) -> int:
+        """Go on from what the rows from `first` on carry, which have drawn their first tokens.
+
+        Returns how many tokens of these rows are new: all but those that were carried and kept.
+        """
+        carrying = [
+            row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
+        ]
+        self._take_first([row for row in carrying if not self._carried(row).verify])
+        going = self._agreeing(carrying)
+        while going:
+            counts = self._rows.host_column("count")[going].tolist()
+            self.extend(
+                np.array(going),
+                [
+                    self._guess(row, count, MAX_GUESS)
+                    for row, count in zip(going, counts, strict=True)
+                ],
+            )
+            going = self._agreeing(going)
+        kept = 0
+        for row in carrying:
+            num_kept = self._num_agreed(row)
+            kept += num_kept
+            if self._carried(row).verify:
+                self._rows.host_column("num_kept")[row] = num_kept
+                self.num_verified_tokens += min(num_kept + 1, len(self._carried(row).tokens))
+        return int(self._rows.host_column("count")[first:].sum()) - kept
+
+    def _carried(self, row: int) -> Carried:
+        carried = self._rows.pending[row].request.carried
+        assert carried is not None
+        return carried
+
+    def _take_first(self, rows: list[int]) -> None:
+        """These rows' first tokens are the carried ones, whatever came out."""
+        if not rows:
+            return
+        carried = [self._carried(row) for row in rows]
+        self._rows.cut(np.array(rows), [0] * len(rows))
+        self._rows.append(
+            np.array(rows),
+            np.array([[one.tokens[0]] for one in carried]),
+            np.array([[one.log_probs[0]] for one in carried]),
+        )
+        self._rows.cut(np.array(rows), [1] * len(rows))
+
+    def _agreeing(self, rows: list[int]) -> list[int]:
+        """Those that may take up more: all their tokens are carried ones, and none ended them."""
+        counts = self._rows.host_column("count")[rows].tolist()
+        return [
+            row
+            for row, count in zip(rows, counts, strict=True)
+            if self._num_agreed(row) == count < len(self._carried(row).tokens)
+            and self._endings.num_until_end(self._rows, row, count - 1) is None
+        ]
+
+    def _num_agreed(self, row: int) -> int:
+        """Tokens of the row before the first that is not the carried one."""
+        tokens, carried = self._rows.tokens(row), self._carried(row).tokens
+        pairs = zip(tokens, carried, strict=False)
+        differs = (place for place, (one, other) in enumerate(pairs) if one != other)
+        return next(differs, min(len(tokens), len(carried)))
+
+    def _guess(self, row: int, count: int, size: int) -> Guess:
+        carried, part = self._carried(row), slice(count, count + size)
+        return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
+
+    def draw_again(self, rows: np.ndarray) -> np.ndarray:
+        """The complement rule, for rows that have just been stopped. Which of them are not.
+
+        A response that was cut off at a length does not end before it: where it would, the tokens
+        after the first that came out differently are drawn with noise of another turn, and that one
+        too if it is the end.
+        """
+        column = self._rows.host_column
+        is_short = column("count")[rows] <= column("floor")[rows]
+        again: np.ndarray = is_short & (column("turn")[rows] < MAX_TURNS)
+        refused = rows[again]
+        if len(refused):
+            for row in refused.tolist():
+                self._rows.turn_over(row)
+            last = column("count")[refused] - 1
+            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+        return again
+
+    # -- one pass ----------------------------------------------------------------------------------
+
+    def _draw(
+        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        device = logits.device
+        row = torch.from_numpy(row_of_position).to(device)
+        temperature, top_k, top_p = (
+            self._rows.device_column(name).index_select(0, row)
+            for name in ("temperature", "top_k", "top_p")
+        )
+        tokens, log_probs = draw(
+            logits, torch.from_numpy(noise).to(device), temperature, top_k, top_p, self._rows.mode
+        )
+        return tokens.cpu().numpy(), log_probs.cpu().numpy()
