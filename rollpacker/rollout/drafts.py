@@ -173,15 +173,11 @@ class Drafter:
         self.num_drafted = 0
         self.num_accepted = 0
         """Tokens that steps gave beyond one a row."""
-        self.acceptance = Acceptance()
         self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
         self._costs = _step_costs(self._lengths, *STEP_COST[device_type])
-        self._rows: dict[int, RowText] = {}
-        self._finished: dict[PromptId, Text] = {}
-        self._num_kept = 0
         self._proposed: list[tuple[int, int, int]] = []
         """Of the drafts at hand: kind, class of match length, tokens."""
-        self._pacing = Pacing()
+        self.forget()
 
     # -- what it knows -----------------------------------------------------------------------------
 
@@ -190,7 +186,7 @@ class Drafter:
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
-            finished = self._finished.setdefault(entry.request.sample.prompt, Text())
+            finished = self._finished.setdefault(entry.request.sample.prompt, Text(""))
             tokens = rows.tokens(row)
             finished.text += _text(tokens) + _SEPARATOR
             self._num_kept += len(tokens)
@@ -199,9 +195,12 @@ class Drafter:
             self._num_kept -= len(self._finished.pop(oldest).text)
 
     def forget(self) -> None:
-        """The engine is idle: another round's prompts are others."""
-        self._rows.clear()
-        self._finished.clear()
+        """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it, and
+        is to do what it would have done."""
+        self.acceptance = Acceptance()
+        self._pacing = Pacing()
+        self._rows: dict[int, RowText] = {}
+        self._finished: dict[PromptId, Text] = {}
         self._num_kept = 0
 
     def _read(self, rows: RowTable) -> list[RowText]:
