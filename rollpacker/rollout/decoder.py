@@ -98,6 +98,9 @@ class Decoder:
         shapes, dtype, vocabulary_size = probe(model, device)
         self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
         self.rows = RowTable(device, vocabulary_size, mirrored=static)
+        num_heads: int = model.config.get_text_config().num_attention_heads
+        self.query_groups = -(-num_heads // min(shape.num_kv_heads for shape in shapes))
+        """The most query heads that share a key head."""
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
         self._plan: WidthPlan | None = None
@@ -349,13 +352,8 @@ class Decoder:
             use_cache=False,
             **{STEP_KEYWORD: step},
         ).logits
-        return logits.flatten(0, 1).index_select(0, step.real)
-
-    @property
-    def query_groups(self) -> int:
-        """The most query heads that share a key head."""
-        num_heads: int = self.model.config.get_text_config().num_attention_heads
-        return -(-num_heads // min(shape.num_kv_heads for shape in self.slots.layers))
+        flat = logits.flatten(0, 1)
+        return flat if step.real is None else flat.index_select(0, step.real)
 
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""

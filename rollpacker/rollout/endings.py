@@ -43,6 +43,15 @@ class Endings:
             stopped[offset] |= self._ends_string(rows, first + int(offset), int(count[offset]))
         return stopped
 
+    def among(
+        self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
+    ) -> np.ndarray:
+        """Which of these tokens [rows, tokens], drawn for rows `drawn_for`, end their row by
+        themselves: end tokens, and those drawn from logits that are not numbers."""
+        may_stop = rows.host_column("may_stop")[drawn_for]
+        ends: np.ndarray = self._is_end[tokens] & may_stop[:, None]
+        return ends | np.isnan(log_probs)
+
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
         """Tokens of the row up to and with the first, from number `start` on, that ends it."""
         count, limit = (int(rows.host_column(name)[row]) for name in ("count", "limit"))

@@ -223,18 +223,25 @@ class RowTable:
         self._fill_noise(slice(first, self.num_rows))
         self.upload()
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Give each of these rows all of its tokens [rows, tokens], of which `cut` then takes back
-        what is too much."""
-        store, count = self._columns["store"][rows], self._columns["count"][rows]
-        num_new = tokens.shape[1]
-        while count.max() + num_new > self._tokens.shape[1]:
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, num_new: np.ndarray
+    ) -> None:
+        """Give row rows[i] the first num_new[i] >= 1 of its tokens [rows, tokens]."""
+        columns = self._columns
+        store, count = columns["store"][rows], columns["count"][rows]
+        while count.max() + tokens.shape[1] > self._tokens.shape[1]:
             self._widen_outputs()
-        places = count[:, None] + np.arange(num_new)
+        places = count[:, None] + np.arange(tokens.shape[1])
         self._tokens[store[:, None], places] = tokens
         self._log_probs[store[:, None], places] = log_probs
-        self._columns["count"][rows] += num_new
-        self._columns["position"][rows] += num_new
+        each, last = np.arange(len(rows)), num_new - 1
+        columns["count"][rows] += num_new
+        columns["position"][rows] += num_new
+        columns["token"][rows] = tokens[each, last]
+        columns["log_prob"][rows] = log_probs[each, last]
+        self._noise_column = NOISE_BLOCK  # The next plain step makes a new block for all rows.
+        if self.mirrored:
+            self.upload()
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
