@@ -30,12 +30,11 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
 """Of finished responses, the newest ones."""
-STEP_COST = {"cpu": (1.2, 24.0)}
-"""By device type (surcharge, overhead in tokens): a step that computes t tokens for each of r rows
-costs surcharge x (overhead + r x t) / (overhead + r) times one that computes a single token each.
-Measured by `benchmarks/drafts.py` on models of 0.08 to 30 million parameters, which differ little.
-"""
-MIN_GAIN = 1.1
+STEP_COST = {"cpu": (0.055, 2.0, 0.035)}
+"""By device type (a, b, c), in units of a plain step's overhead: a plain step over r rows costs
+1 + a r, one that computes t tokens for each of them b + c r t. Measured by `benchmarks/drafts.py
+--costs` on models of 0.08 to 30 million parameters, which differ little."""
+MIN_GAIN = 1.15
 """Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
 MIN_BALANCE = 0.98
 """Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
@@ -55,6 +54,10 @@ _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right, by the class of its match's length; `benchmarks/drafts.py`
 on the quickstart."""
 _PRIOR_TOKENS = 8.0
+NOTES_PER_LOOK = 8
+"""What is expected is worked out anew after so many drafts."""
+_SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
+"""By number of equal tokens; as many as the last, or more."""
 _SEPARATOR = chr(0x10FFFF)
 
 
@@ -83,6 +86,10 @@ class RowText(Text):
     matched: int = 0
     """Tokens before `place` that equal the row's newest."""
 
+    @property
+    def size_class(self) -> int:
+        return _SIZE_CLASS[min(self.matched, 17)]
+
     def go_on(self, new: str) -> None:
         """Tokens have come, drafted or not: what the row follows goes on by as many."""
         self.text += new
@@ -108,6 +115,25 @@ class RowText(Text):
         return part.partition(_SEPARATOR)[0]
 
 
+@dataclass(slots=True, eq=False)
+class EndedText(Text):
+    """The responses of a group that have ended, one behind the other."""
+
+    unread: list[Sequence[int]]
+    num_tokens: int = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Costs next to nothing: most groups have ended before anyone looks for drafts."""
+        self.unread.append(tokens)
+        self.num_tokens += len(tokens)
+
+    def read(self) -> None:
+        """Bring `text` up to date."""
+        for tokens in self.unread:
+            self.text += _text(tokens) + _SEPARATOR
+        self.unread.clear()
+
+
 @dataclass(slots=True)
 class Acceptance:
     """How many of the drafted tokens were right of late, by kind and class of match length."""
@@ -119,6 +145,9 @@ class Acceptance:
         default_factory=lambda: np.full((len(KINDS), len(_PRIOR)), _PRIOR_TOKENS)
     )
 
+    _expected: np.ndarray | None = None
+    _num_notes: int = 0
+
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
         """A draft of `num_drafted` tokens was right up to number `num_right`."""
         self.right[kind, size] += num_right
@@ -126,11 +155,16 @@ class Acceptance:
         if self.tried[kind, size] > RECENT_TOKENS:
             self.right[kind, size] /= 2
             self.tried[kind, size] /= 2
+        self._num_notes += 1
+        if self._num_notes % NOTES_PER_LOOK == 0:
+            self._expected = None
 
     def expected_tokens(self) -> np.ndarray:
         """Tokens that a step gives with a draft of k, [kinds, classes, k up to the longest]."""
-        chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
-        return (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
+        if self._expected is None:
+            chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
+            self._expected = (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
+        return self._expected
 
 
 @dataclass(slots=True)
@@ -174,7 +208,7 @@ class Drafter:
         self.num_accepted = 0
         """Tokens that steps gave beyond one a row."""
         self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
-        self._costs = _step_costs(self._lengths, *STEP_COST[device_type])
+        self._costs = _step_costs(self._lengths, device_type)
         self._proposed: list[tuple[int, int, int]] = []
         """Of the drafts at hand: kind, class of match length, tokens."""
         self.forget()
@@ -186,21 +220,20 @@ class Drafter:
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
-            finished = self._finished.setdefault(entry.request.sample.prompt, Text(""))
             tokens = rows.tokens(row)
-            finished.text += _text(tokens) + _SEPARATOR
+            self._ended.setdefault(entry.request.sample.prompt, EndedText("", [])).add(tokens)
             self._num_kept += len(tokens)
         while self._num_kept > MAX_KEPT_TOKENS:
-            oldest = next(iter(self._finished))
-            self._num_kept -= len(self._finished.pop(oldest).text)
+            oldest = next(iter(self._ended))
+            self._num_kept -= self._ended.pop(oldest).num_tokens
 
     def forget(self) -> None:
-        """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it, and
-        is to do what it would have done."""
+        """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it,
+        and is to do what it would have done."""
         self.acceptance = Acceptance()
         self._pacing = Pacing()
         self._rows: dict[int, RowText] = {}
-        self._finished: dict[PromptId, Text] = {}
+        self._ended: dict[PromptId, EndedText] = {}
         self._num_kept = 0
 
     def _read(self, rows: RowTable) -> list[RowText]:
@@ -237,7 +270,7 @@ class Drafter:
         sizes = np.minimum(np.array([len(part) for part in ahead]), room)
         gains = expected[
             np.array([text.kind for text in texts])[:, None],
-            np.array([_size_class(text.matched) for text in texts])[:, None],
+            np.array([text.size_class for text in texts])[:, None],
             np.minimum(sizes[:, None], self._lengths),
         ].sum(axis=0) / (num_rows * self._costs[num_rows])
         best = int(gains.argmax())
@@ -250,7 +283,7 @@ class Drafter:
             for part, size in zip(ahead, sizes.tolist(), strict=True)
         ]
         self._proposed = [
-            (text.kind, _size_class(text.matched), len(draft))
+            (text.kind, text.size_class, len(draft))
             for text, draft in zip(texts, drafts, strict=True)
         ]
         return drafts
@@ -274,7 +307,7 @@ class Drafter:
         if found is None:
             return
         kind, source, place, matched = found
-        is_better = chance[kind, _size_class(matched)] >= chance[RESUMED, _size_class(text.matched)]
+        is_better = chance[kind, _SIZE_CLASS[min(matched, 17)]] >= chance[RESUMED, text.size_class]
         if kept is None or is_better or not text.ahead(1):
             text.kind, text.source, text.place, text.matched = kind, source, place, matched
 
@@ -307,15 +340,18 @@ class Drafter:
         for sibling in siblings:
             if sibling is not text:
                 yield RUNNING, sibling
-        finished = self._finished.get(text.group)
-        if finished is not None:
-            yield FINISHED, finished
+        ended = self._ended.get(text.group)
+        if ended is not None:
+            ended.read()
+            yield FINISHED, ended
         if text.earlier is not None:
             yield EARLIER, text.earlier
 
 
 def _text(tokens: Sequence[int]) -> str:
-    return "".join(map(chr, tokens))
+    if len(tokens) < 64:
+        return "".join(map(chr, tokens))
+    return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], turn: int) -> RowText:
@@ -333,14 +369,10 @@ def _row_text(entry: Pending, tokens: Sequence[int], turn: int) -> RowText:
     return text
 
 
-def _size_class(matched: int) -> int:
-    """0, 1 | 2 | 3, 4 | up to 8 | up to 16 | more equal tokens."""
-    return min((max(matched, 1) - 1).bit_length(), len(_PRIOR) - 1)
-
-
-def _step_costs(lengths: np.ndarray, surcharge: float, overhead: float) -> np.ndarray:
-    """What a step costs in plain ones, by live rows and number of the length."""
+def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
+    """What a step with drafts costs in plain ones, by live rows and number of the length."""
+    per_row, overhead, per_token = STEP_COST[device_type]
     rows = np.arange(MAX_ROWS + 1)[:, None]
-    costs = surcharge * (overhead + rows * (1 + lengths)) / (overhead + rows)
+    costs = (overhead + per_token * rows * (1 + lengths)) / (1 + per_row * rows)
     costs[:, 0] = 1.0
     return costs
