@@ -21,7 +21,7 @@ import numpy as np
 from rollpacker.core.ids import PromptId
 from rollpacker.rollout.rows import Pending, RowTable
 
-MAX_ROWS = 32
+MAX_ROWS = 128
 """With more rows live nothing is drafted, and nothing is looked up."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
