@@ -35,7 +35,7 @@ from rollpacker.rollout.kv_slots import (
 from rollpacker.rollout.plain_forward import PlainForward, plain_forward
 from rollpacker.rollout.probe import plain_agrees, probe
 from rollpacker.rollout.rows import Pending, RowTable
-from rollpacker.rollout.sampling import draw
+from rollpacker.rollout.sampling import draw, noise_size
 
 MAX_SLOTS = 1024
 STATIC_WIDTH_CHUNK = 256
@@ -74,7 +74,7 @@ class WidthPlan:
 
 @dataclass(frozen=True, slots=True)
 class StaticBuffers:
-    """Fixed tensors [slots] of a captured step: what it draws with and what it gives."""
+    """Fixed tensors of a captured step, for all slots: what it draws with and what it gives."""
 
     noise: torch.Tensor
     tokens: torch.Tensor
@@ -186,7 +186,11 @@ class Decoder:
     def _make_static_buffers(self) -> None:
         num_slots = self.slots.num_slots
         self._buffers = StaticBuffers(
-            noise=torch.zeros(num_slots, dtype=torch.float64, device=self._device),
+            noise=torch.zeros(
+                (num_slots, noise_size(self.rows.vocabulary_size)),
+                dtype=torch.float64,
+                device=self._device,
+            ),
             tokens=torch.zeros(num_slots, dtype=torch.int64, device=self._device),
             log_probs=torch.zeros(num_slots, dtype=torch.float64, device=self._device),
         )

@@ -120,7 +120,7 @@ class Extender:
         drawn[real], log_probs[real] = self._draw(
             self._decoder.extend_logits(fed, step),
             np.repeat(rows, lengths),
-            self._rows.noise_ahead(rows, num_tokens)[real],
+            self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
         for place, guess in enumerate(guesses):
             if guess.log_probs is not None:
@@ -232,7 +232,7 @@ class Extender:
     # -- one pass ----------------------------------------------------------------------------------
 
     def _draw(
-        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: np.ndarray
+        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         device = logits.device
         row = torch.from_numpy(row_of_position).to(device)
@@ -240,7 +240,5 @@ class Extender:
             self._rows.device_column(name).index_select(0, row)
             for name in ("temperature", "top_k", "top_p")
         )
-        tokens, log_probs = draw(
-            logits, torch.from_numpy(noise).to(device), temperature, top_k, top_p, self._rows.mode
-        )
+        tokens, log_probs = draw(logits, noise, temperature, top_k, top_p, self._rows.mode)
         return tokens.cpu().numpy(), log_probs.cpu().numpy()

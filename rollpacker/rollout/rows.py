@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from rollpacker.rollout.engine import GenerationRequest, Response
-from rollpacker.rollout.sampling import DrawMode, sample_key, uniforms
+from rollpacker.rollout.sampling import DrawMode, exponentials, noise_size, sample_key
 
 NOISE_BLOCK = 64
+"""Steps whose noise is made at a time, ..."""
+NOISE_BLOCK_ENTRIES = 1 << 20
+"""... or fewer, so that it has at most so many entries."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -85,8 +88,7 @@ class RowTable:
             name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
         }
         self._device_columns: dict[str, torch.Tensor] = {}
-        self._noise = np.zeros((0, NOISE_BLOCK))
-        self._device_noise = torch.zeros(0)
+        self._noise = torch.zeros(0)
         self._noise_column = 0
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
@@ -101,7 +103,6 @@ class RowTable:
         added = num_slots - self._num_slots
         for name, old in self._columns.items():
             self._columns[name] = np.concatenate([old, np.zeros(added, old.dtype)])
-        self._noise = np.concatenate([self._noise, np.zeros((added, NOISE_BLOCK))])
         self._free_stores.extend(range(num_slots - 1, self._num_slots - 1, -1))
         width = self._tokens.shape[1]
         self._tokens = np.concatenate([self._tokens, np.zeros((added, width), np.int64)])
@@ -110,7 +111,11 @@ class RowTable:
         self._device_columns = {
             name: self._on_device(self._columns[name]) for name in _DEVICE_COLUMNS
         }
-        self._device_noise = self._on_device(self._noise)
+        size = noise_size(self.vocabulary_size)
+        steps = max(1, min(NOISE_BLOCK, NOISE_BLOCK_ENTRIES // (num_slots * size)))
+        shape = (num_slots, steps, size)
+        self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self._noise_column = steps
         return True
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
@@ -137,35 +142,39 @@ class RowTable:
         if self.mirrored:
             for name, column in self._device_columns.items():
                 column.copy_(torch.from_numpy(self._columns[name]))
-            self._device_noise.copy_(torch.from_numpy(self._noise))
 
     # -- noise -------------------------------------------------------------------------------------
 
     def next_noise(self) -> torch.Tensor:
-        """Noise of every slot for the step at hand, float64 [slots] on the device."""
-        if self._noise_column == NOISE_BLOCK:
+        """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
+        if self._noise_column >= self._noise.shape[1]:
             self._noise_column = 0
             self._fill_noise(slice(0, self.num_rows))
-            if self.mirrored:
-                self._device_noise.copy_(torch.from_numpy(self._noise))
-        column = self._device_noise[:, self._noise_column]
+        column = self._noise[:, self._noise_column]
         self._noise_column += 1
         return column
 
-    def noise_ahead(self, rows: np.ndarray, count: int) -> np.ndarray:
-        """Noise of the next `count` tokens of each of these rows, float64 [rows, count]."""
-        return uniforms(self._columns["key"][rows], self._columns["count"][rows], count)
+    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> torch.Tensor:
+        """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
+        the device."""
+        keys, counts = (
+            torch.from_numpy(column[rows]).to(self.device)
+            for column in (self._columns["key"].view(np.int64), self._columns["count"])
+        )
+        return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
         """The rest of the block for these rows, whose next token is number `count`."""
-        keys, counts = self._columns["key"][rows], self._columns["count"][rows]
-        block = uniforms(keys, counts, NOISE_BLOCK - self._noise_column)
-        self._noise[rows, self._noise_column :] = block
+        left = self._noise.shape[1] - self._noise_column
+        if left > 0:
+            where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
+            self._noise[where, self._noise_column :] = self.noise_ahead(rows, left)
 
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> torch.Tensor:
-        """Append rows with no token yet. Returns noise for their first tokens, float64 [new]."""
+        """Append rows with no token yet. Returns noise for their first tokens, float64
+        [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -201,8 +210,7 @@ class RowTable:
         columns["num_kept"][rows] = -1
         columns["store"][rows] = [self._free_stores.pop() for _ in new]
         self.upload()
-        noise = uniforms(columns["key"][rows], columns["count"][rows], 1)[:, 0]
-        return torch.from_numpy(noise).to(self.device)
+        return self.noise_ahead(rows, 1)[:, 0]
 
     def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
         """Append one token to each row from `first` on."""
@@ -320,7 +328,8 @@ class RowTable:
             return
         for column in self._columns.values():
             column[target] = column[source]
-        self._noise[target] = self._noise[source]
+        to, taken = (torch.from_numpy(part).to(self.device) for part in (target, source))
+        self._noise[to] = self._noise[taken]
         moved = [self.pending[row] for row in source]
         for row, entry in zip(target, moved, strict=True):
             self.pending[row] = entry

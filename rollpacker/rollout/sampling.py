@@ -1,23 +1,33 @@
 """Drawing tokens, with noise that depends on the sample and on nothing else.
 
-Each sample has a key; the noise for its token number t is a hash of (key, t), a uniform in [0, 1)
-that is inverted through the double-precision cumulative distribution. Who shares the batch, how
-many slots there are and which device computes has no part in it.
+Each sample has a key; the noise for its token number t is a hash of (key, t, place): exponentials,
+of which every token gets one, and the smallest over its token's probability wins (known as the
+Gumbel trick). When the weights change a little, the same noise gives the same token almost as often
+as is possible at all: benchmarks/noise.py compares it to one uniform that is inverted through the
+cumulative distribution, where a change of any earlier entry moves all borders behind it. Who shares
+the batch, how many slots there are and which device computes has no part in it.
+
+A wide vocabulary is drawn from in two rounds, which takes a few hundred exponentials in place of a
+hundred thousand: token j belongs to group j modulo the number of groups; a group wins by its
+probability, then a token of it. Neighbours, which are often alike, so are in different groups.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import numpy as np
 import torch
 
 from rollpacker.core.ids import SampleId
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+WIDE_VOCABULARY = 64
+"""A larger one is drawn from in two rounds."""
+# The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample_key(seed: int, sample: SampleId, turn: int = 0) -> int:
@@ -26,23 +36,44 @@ def sample_key(seed: int, sample: SampleId, turn: int = 0) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def uniforms(keys: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
-    """Noise for tokens first[i] ... first[i] + count - 1 of the samples with these keys (uint64).
+def num_groups(vocabulary_size: int) -> int:
+    """Groups of the first round, or the vocabulary's size if there is but one round."""
+    if vocabulary_size <= WIDE_VOCABULARY:
+        return vocabulary_size
+    return 1 << math.ceil(math.log2(vocabulary_size) / 2)
 
-    Returns float64 [samples, count] in [0, 1), multiples of 2^-53. The hash is two rounds of the
-    SplitMix64 finalizer (Steele, Lea and Flood 2014), the key entering before each.
+
+def noise_size(vocabulary_size: int) -> int:
+    """Exponentials per token: one per group, then one per token of a group."""
+    groups = num_groups(vocabulary_size)
+    return groups if groups == vocabulary_size else groups - (-vocabulary_size // groups)
+
+
+def exponentials(keys: torch.Tensor, first: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """Noise for tokens first[i] ... first[i] + count - 1 of the samples with these keys (int64).
+
+    Returns float64 [samples, count, size], standard exponentials. The hash of a token is two rounds
+    of the SplitMix64 finalizer, the key entering before each; it seeds one more, per place.
     """
-    counter = first.astype(np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64)
+    counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
-    bits = _mix(_mix(counter * _GAMMA + key) ^ key)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    token = _mix(_mix(counter * _GAMMA + key) ^ key)
+    places = torch.arange(1, size + 1, device=keys.device) * _GAMMA
+    bits = _mix(token[:, :, None] + places)
+    # 52 bits and a half: neither 0 nor 1, whose logarithms would be no noise.
+    uniform = _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_()
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
-    return mixed
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shifted(bits, 30)).mul_(_MIX_1)
+    bits = bits.bitwise_xor_(_shifted(bits, 27)).mul_(_MIX_2)
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, zeros coming in: torch's own shift repeats the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +95,10 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row, and its log-probability under the distribution that it was drawn from.
 
-    logits [rows, vocabulary]; noise, temperature, top_p float64 [rows]; top_k int64 [rows], the
-    vocabulary's size where it is off. A temperature of 0 is greedy: log-probability under the plain
-    softmax. Returns int64 and float64 [rows]; the log-probability is NaN if the row's logits hold a
-    NaN.
+    logits [rows, vocabulary]; noise float64 [rows, `noise_size`]; temperature, top_p float64
+    [rows]; top_k int64 [rows], the vocabulary's size where it is off. A temperature of 0 is greedy:
+    log-probability under the plain softmax. Returns int64 and float64 [rows]; the log-probability
+    is NaN if the row's logits hold a NaN.
     """
     scores = logits
     if mode.tempered:
@@ -76,16 +107,30 @@ def draw(
     probs = torch.softmax(scores, dim=-1, dtype=torch.float64)
     if mode.truncated:
         probs = _truncate(probs, top_k, top_p)
-    cdf = probs.cumsum(dim=-1)
-    # Below the last entry whatever the rounding, so a token of probability 0 is never drawn.
-    target = noise.unsqueeze(1) * cdf.narrow(1, cdf.shape[1] - 1, 1)
-    tokens = torch.searchsorted(cdf, target, right=True)
-    # Only a NaN leads past the end.
-    tokens.clamp_(max=logits.shape[-1] - 1)
+    tokens = _winners(probs, noise)
     if mode.greedy:
         best = logits.argmax(dim=-1, keepdim=True)
         tokens = torch.where(temperature[:, None] > 0, tokens, best)
     return tokens.squeeze(1), probs.gather(-1, tokens).log_().squeeze(1)
+
+
+def _winners(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Tokens [rows, 1]: the smallest exponential over probability wins, and 0 never does."""
+    size = probs.shape[-1]
+    groups = num_groups(size)
+    if groups == size:
+        return (noise / probs).argmin(dim=-1, keepdim=True)
+    whole, rest = divmod(size, groups)
+    sums = probs[:, : whole * groups].view(-1, whole, groups).sum(dim=1)
+    if rest:
+        sums[:, :rest] += probs[:, whole * groups :]
+    group = (noise[:, :groups] / sums).argmin(dim=-1, keepdim=True)
+    rounds = noise.shape[1] - groups
+    tokens = group + groups * torch.arange(rounds, device=probs.device)
+    inside = probs.gather(-1, tokens.clamp(max=size - 1)).masked_fill_(tokens >= size, 0.0)
+    place = (noise[:, groups:] / inside).argmin(dim=-1, keepdim=True)
+    winners: torch.Tensor = tokens.gather(-1, place)
+    return winners
 
 
 def _truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

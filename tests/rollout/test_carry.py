@@ -12,12 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.ids import SampleId
 from rollpacker.rollout import extend
 from rollpacker.rollout.engine import Carried, EngineOutput, GenerationRequest, Response
-from rollpacker.rollout.sampling import sample_key
-from rollpacker.rollout.torch_engine import TorchEngine
 from tests.rollout.tiny import (
     END,
     MODELS,
@@ -25,7 +22,6 @@ from tests.rollout.tiny import (
     generate,
     group,
     make_engine,
-    request,
     tiny_model,
 )
 
@@ -136,7 +132,8 @@ def _check_equal(
         assert output.event.num_redraws == 0
     if amount and sampling.get("temperature") != 0:
         assert any(
-            output.event.num_kept not in (None, size) for output, size in zip(outputs, sizes)
+            output.event.num_kept not in (None, size)
+            for output, size in zip(outputs, sizes, strict=True)
         )
 
 

@@ -9,7 +9,22 @@ import pytest
 import torch
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.sampling import DrawMode, draw, sample_key, uniforms
+from rollpacker.rollout.sampling import (
+    DrawMode,
+    draw,
+    exponentials,
+    noise_size,
+    num_groups,
+    sample_key,
+)
+
+PINNED_KEY = 3661546623890549043
+PINNED_NOISE = [0.4037332438685237, 0.1322234093990957, 1.7752831778329377, 0.04652605126063502]
+
+
+def _noise(rows: int, vocabulary_size: int) -> torch.Tensor:
+    keys = torch.arange(rows)
+    return exponentials(keys, torch.zeros_like(keys), 1, noise_size(vocabulary_size))[:, 0]
 
 
 def _reference_probs(
@@ -30,21 +45,29 @@ def _reference_probs(
     return [weights[t] / total if t in nucleus else 0.0 for t in range(len(logits))]
 
 
-def _reference_draw(probs: list[float], noise: float) -> int:
-    reached = 0.0
-    for token, prob in enumerate(probs):
-        reached += prob
-        if prob and noise < reached:
-            return token
-    return max(token for token, prob in enumerate(probs) if prob)
+def _smallest(scores: list[float]) -> int:
+    return min(range(len(scores)), key=scores.__getitem__)
 
 
+def _reference_draw(probs: list[float], noise: list[float]) -> int:
+    """The smallest exponential over probability, in two rounds where the vocabulary is wide."""
+    groups = num_groups(len(probs))
+    sums = [sum(probs[group::groups]) for group in range(groups)]
+    group = _smallest([e / p if p else math.inf for e, p in zip(noise, sums, strict=False)])
+    inside = probs[group::groups]
+    if len(inside) == 1:
+        return group
+    scores = [e / p if p else math.inf for e, p in zip(noise[groups:], inside, strict=False)]
+    return group + groups * _smallest(scores)
+
+
+@pytest.mark.parametrize("size", [23, 64, 65, 100, 257])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_draws_equal_a_reference(mixed: bool) -> None:
+def test_draws_equal_a_reference(mixed: bool, size: int) -> None:
     rng = np.random.default_rng(0)
-    num_rows, size = 400, 23
+    num_rows = 300
     logits = rng.normal(scale=2.0, size=(num_rows, size)).astype(np.float32)
-    noise = rng.random(num_rows)
+    noise = rng.exponential(size=(num_rows, noise_size(size)))
     temperature = rng.choice([0.5, 1.0, 1.7], num_rows) if mixed else np.full(num_rows, 0.8)
     top_k = rng.choice([1, 3, 10, size], num_rows) if mixed else np.full(num_rows, size)
     top_p = rng.choice([0.1, 0.5, 0.9, 1.0], num_rows) if mixed else np.full(num_rows, 0.7)
@@ -60,9 +83,23 @@ def test_draws_equal_a_reference(mixed: bool) -> None:
         probs = _reference_probs(
             logits[row].tolist(), temperature[row], int(top_k[row]), top_p[row]
         )
-        wanted = _reference_draw(probs, noise[row])
+        wanted = _reference_draw(probs, noise[row].tolist())
         assert tokens[row] == wanted
         assert log_probs[row].item() == pytest.approx(math.log(probs[wanted]), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [16, 200])
+def test_tokens_come_as_often_as_their_probability_says(size: int) -> None:
+    num_draws = 100_000
+    logits = 1.5 * torch.randn(size, generator=torch.Generator().manual_seed(0))
+    keys = torch.arange(num_draws // 100)
+    noise = exponentials(keys, torch.zeros_like(keys), 100, noise_size(size)).flatten(0, 1)
+    tokens, _ = draw(
+        logits.expand(num_draws, -1), noise, *_plain_columns(num_draws, size), DrawMode()
+    )
+    wanted = num_draws * logits.double().softmax(-1)
+    chi_square = ((torch.bincount(tokens, minlength=size) - wanted) ** 2 / wanted).sum()
+    assert abs(chi_square - size) < 5 * (2 * size) ** 0.5
 
 
 def _plain_columns(rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,7 +109,7 @@ def _plain_columns(rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 def test_a_part_that_a_row_does_not_need_leaves_it_bit_for_bit() -> None:
     logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(1))
-    noise = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    noise = _noise(64, 30)
     columns = _plain_columns(64, 30)
     plain = draw(logits, noise, *columns, DrawMode())
     every = draw(logits, noise, *columns, DrawMode(greedy=True, tempered=True, truncated=True))
@@ -85,7 +122,7 @@ def test_greedy_takes_the_likeliest_with_its_plain_log_probability() -> None:
     _, top_k, top_p = _plain_columns(16, 30)
     tokens, log_probs = draw(
         logits,
-        torch.full((16,), 0.999, dtype=torch.float64),
+        _noise(16, 30),
         torch.zeros(16, dtype=torch.float64),
         top_k,
         top_p,
@@ -95,46 +132,82 @@ def test_greedy_takes_the_likeliest_with_its_plain_log_probability() -> None:
     torch.testing.assert_close(log_probs, logits.double().log_softmax(-1).amax(-1))
 
 
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits = torch.tensor([[-float("inf"), 0.0, 0.0, 0.0, -float("inf")]]).repeat(2, 1)
-    noise = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    tokens, log_probs = draw(logits, noise, *_plain_columns(2, 5), DrawMode())
-    assert tokens.tolist() == [1, 3]
-    assert log_probs.tolist() == pytest.approx([-math.log(3)] * 2)
+@pytest.mark.parametrize("size", [5, 80])
+def test_a_token_of_probability_zero_is_never_drawn(size: int) -> None:
+    logits = torch.full((200, size), -float("inf"))
+    logits[:, 1:4] = 0
+    noise = _noise(200, size)
+    noise[:, 0], noise[:, 4:] = 1e-16, 1e-16
+    tokens, log_probs = draw(logits, noise, *_plain_columns(200, size), DrawMode())
+    assert set(tokens.tolist()) == {1, 2, 3}
+    assert log_probs.tolist() == pytest.approx([-math.log(3)] * 200)
 
 
-def test_nan_logits_give_a_nan_log_probability_in_that_row_only() -> None:
-    logits = torch.zeros(2, 4)
+@pytest.mark.parametrize("size", [4, 90])
+def test_nan_logits_give_a_nan_log_probability_in_that_row_only(size: int) -> None:
+    logits = torch.zeros(2, size)
     logits[0, 2] = float("nan")
-    noise = torch.full((2,), 0.3, dtype=torch.float64)
-    tokens, log_probs = draw(logits, noise, *_plain_columns(2, 4), DrawMode())
-    assert 0 <= tokens[0] < 4
+    tokens, log_probs = draw(logits, _noise(2, size), *_plain_columns(2, size), DrawMode())
+    assert 0 <= tokens[0] < size
     assert log_probs.isnan().tolist() == [True, False]
 
 
 def test_noise_depends_on_key_and_position_only() -> None:
-    keys = np.array([sample_key(7, SampleId(PromptId("train", 0, 3), 1, 0)), 5], np.uint64)
-    whole = uniforms(keys, np.array([0, 0]), 100)
-    parts = uniforms(keys[::-1], np.array([40, 10]), 50)
-    np.testing.assert_array_equal(parts[1], whole[0, 10:60])
-    np.testing.assert_array_equal(parts[0], whole[1, 40:90])
+    key = sample_key(7, SampleId(PromptId("train", 0, 3), 1, 0))
     # Known values: the noise of a seed is part of what a run's results mean.
-    assert whole[1, :2].tolist() == uniforms(np.array([5], np.uint64), np.array([0]), 2)[0].tolist()
+    assert key == PINNED_KEY
+    keys = torch.tensor([key, 5], dtype=torch.uint64).view(torch.int64)
+    whole = exponentials(keys, torch.tensor([0, 0]), 100, 48)
+    parts = exponentials(keys.flip(0), torch.tensor([40, 10]), 50, 20)
+    assert torch.equal(parts[1], whole[0, 10:60, :20])
+    assert torch.equal(parts[0], whole[1, 40:90, :20])
+    assert whole[0, :2, :2].flatten().tolist() == pytest.approx(PINNED_NOISE, rel=1e-12)
 
 
-def test_noise_is_uniform_and_uncorrelated() -> None:
-    keys = np.array(
-        [sample_key(0, SampleId(PromptId("train", 0, row), 0, 0)) for row in range(2000)], np.uint64
-    )
-    noise = uniforms(keys, np.zeros(2000, np.int64), 64)
-    assert noise.min() >= 0
+def _reference_exponential(key: int, number: int, place: int) -> float:
+    """In Python's own integers."""
+
+    def mix(bits: int) -> int:
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+        return bits ^ (bits >> 31)
+
+    token = mix(mix((0x9E3779B97F4A7C15 * (number + 1) + key) % 2**64) ^ key)
+    bits = mix((token + 0x9E3779B97F4A7C15 * (place + 1)) % 2**64)
+    return -math.log(((bits >> 12) + 0.5) * 2.0**-52)
+
+
+def test_the_hash_is_that_of_unsigned_integers() -> None:
+    for key in (5, 2**63 + 12345, 2**64 - 1):
+        keys = torch.tensor([key], dtype=torch.uint64).view(torch.int64)
+        found = exponentials(keys, torch.tensor([3]), 4, 6)[0]
+        wanted = [[_reference_exponential(key, 3 + t, j) for j in range(6)] for t in range(4)]
+        torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_noise_is_exponential_and_uncorrelated() -> None:
+    keys = torch.tensor(
+        [sample_key(0, SampleId(PromptId("train", 0, row), 0, 0)) for row in range(500)],
+        dtype=torch.uint64,
+    ).view(torch.int64)
+    noise = exponentials(keys, torch.zeros_like(keys), 16, 16).neg().exp().numpy()
+    assert noise.min() > 0
     assert noise.max() < 1
     counts = np.histogram(noise, bins=64, range=(0, 1))[0]
     expected = noise.size / 64
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert 25 < chi_square < 115
-    for one, other in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:])):
+    for axis in range(3):
+        one, other = (
+            np.take(noise, range(k, noise.shape[axis] - 1 + k), axis=axis) for k in (0, 1)
+        )
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.012
+
+
+def test_the_noise_of_another_turn_is_another() -> None:
+    sample = SampleId(PromptId("train", 0, 3), 1, 0)
+    assert sample_key(7, sample, 0) == sample_key(7, sample) == PINNED_KEY
+    assert len({sample_key(7, sample, turn) for turn in range(17)}) == 17
 
 
 def test_samples_seeds_and_attempts_have_keys_of_their_own() -> None:

@@ -1,0 +1,49 @@
+"""Policies a known number of updates apart: the quickstart's while it learns, a checkpoint a step.
+
+Trained when they are first asked for, without tail batching, and kept in `runs/`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from machine import ROOT
+
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
+
+NAME = "noise-policies"
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+STEPS = 60
+
+
+def quickstart() -> RunConfig:
+    """The quickstart's config. Exits if its warmed-up model is not there."""
+    config = load_config(CONFIG, [], RunConfig)
+    if not Path(config.model.path).is_dir():
+        raise SystemExit(
+            f"there is no model folder {config.model.path}: make it as the quickstart does (see the"
+            " README)"
+        )
+    return config
+
+
+def policy_folder(step: int) -> Path:
+    """Where the weights after so many updates are."""
+    folder = ROOT / "runs" / NAME / "checkpoints" / f"step_{step:06}" / "model"
+    if not folder.is_dir():
+        overrides = [
+            f"name={NAME}",
+            f"train.steps={STEPS}",
+            f"checkpoint.keep_last={STEPS}",
+            "checkpoint.every_steps=1",
+            "eval.every_steps=1000",
+            "tail_batching.enabled=false",
+        ]
+        command = ["-m", "rollpacker.cli.main", "train", str(CONFIG), *overrides, "--overwrite"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
+    return folder
