@@ -30,7 +30,7 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
 """Of finished responses, the newest ones."""
-STEP_COST = {"cpu": (0.055, 2.0, 0.035)}
+STEP_COST = {"cpu": (0.06, 2.3, 0.035)}
 """By device type (a, b, c), in units of a plain step's overhead: a plain step over r rows costs
 1 + a r, one that computes t tokens for each of them b + c r t. Measured by `benchmarks/drafts.py
 --costs` on models of 0.08 to 30 million parameters, which differ little."""

@@ -22,6 +22,8 @@ NOISE_BLOCK = 64
 """Steps whose noise is made at a time, ..."""
 NOISE_BLOCK_ENTRIES = 1 << 20
 """... or fewer, so that it has at most so many entries."""
+NOISE_BLOCK_UNEVEN = 4
+"""Steps of the first block after one that took rows on by several tokens."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -90,6 +92,9 @@ class RowTable:
         self._device_columns: dict[str, torch.Tensor] = {}
         self._noise = torch.zeros(0)
         self._noise_column = 0
+        self._is_uneven = False
+        """Rows went on by different numbers of tokens: the block is no good, and the next one may
+        not be for long."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -147,8 +152,10 @@ class RowTable:
 
     def next_noise(self) -> torch.Tensor:
         """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
-        if self._noise_column >= self._noise.shape[1]:
-            self._noise_column = 0
+        num_steps = self._noise.shape[1]
+        if self._noise_column >= num_steps:
+            self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
+            self._is_uneven = False
             self._fill_noise(slice(0, self.num_rows))
         column = self._noise[:, self._noise_column]
         self._noise_column += 1
@@ -247,7 +254,8 @@ class RowTable:
         columns["position"][rows] += num_new
         columns["token"][rows] = tokens[each, last]
         columns["log_prob"][rows] = log_probs[each, last]
-        self._noise_column = NOISE_BLOCK  # The next plain step makes a new block for all rows.
+        self._noise_column = self._noise.shape[1]
+        self._is_uneven = True
         if self.mirrored:
             self.upload()
 
