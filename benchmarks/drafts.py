@@ -23,18 +23,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from machine import ROOT, write_result
+from machine import write_result
 from workload import add_workload_arguments, describe_workload, load_workload
 
 from rollpacker.cli.parts import Policy, load_policy
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.rollout.engine import EngineOutput, GenerationRequest, SamplingParams
 
 SAMPLES = 8
 ROUNDS = {8: 60, 16: 45, 64: 15}

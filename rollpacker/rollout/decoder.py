@@ -359,6 +359,11 @@ class Decoder:
         flat = logits.flatten(0, 1)
         return flat if step.real is None else flat.index_select(0, step.real)
 
+    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
+        """Take rows back to their first `counts` tokens (`RowTable.cut`)."""
+        self.rows.cut(rows, counts)
+        self._plan = None
+
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""
         lengths = self.rows.host_column("position") + 1

@@ -373,6 +373,6 @@ def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
     """What a step with drafts costs in plain ones, by live rows and number of the length."""
     per_row, overhead, per_token = STEP_COST[device_type]
     rows = np.arange(MAX_ROWS + 1)[:, None]
-    costs = (overhead + per_token * rows * (1 + lengths)) / (1 + per_row * rows)
+    costs: np.ndarray = (overhead + per_token * rows * (1 + lengths)) / (1 + per_row * rows)
     costs[:, 0] = 1.0
     return costs

@@ -34,13 +34,14 @@ class Endings:
     def stopped(self, rows: RowTable, first: int) -> np.ndarray:
         """Which rows, from `first` on, their newest token stopped: an end token, or the last one
         of a stop string."""
-        token, count, may_stop, has_strings = (
-            rows.host_column(name)[first:]
-            for name in ("token", "count", "may_stop", "has_stop_strings")
+        token, may_stop, has_strings = (
+            rows.host_column(name)[first:] for name in ("token", "may_stop", "has_stop_strings")
         )
-        stopped: np.ndarray = self._is_end[token] & may_stop & (count > 0)
-        for offset in np.flatnonzero(has_strings & (count > 0)):
-            stopped[offset] |= self._ends_string(rows, first + int(offset), int(count[offset]))
+        stopped: np.ndarray = self._is_end[token] & may_stop
+        if has_strings.any():
+            for row in first + np.flatnonzero(has_strings):
+                count = int(rows.host_column("count")[row])
+                stopped[row - first] |= self._ends_string(rows, int(row), count)
         return stopped
 
     def among(
@@ -49,8 +50,8 @@ class Endings:
         """Which of these tokens [rows, tokens], drawn for rows `drawn_for`, end their row by
         themselves: end tokens, and those drawn from logits that are not numbers."""
         may_stop = rows.host_column("may_stop")[drawn_for]
-        ends: np.ndarray = self._is_end[tokens] & may_stop[:, None]
-        return ends | np.isnan(log_probs)
+        ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
+        return ends
 
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
         """Tokens of the row up to and with the first, from number `start` on, that ends it."""

@@ -122,6 +122,16 @@ class Extender:
             np.repeat(rows, lengths),
             self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
+        drawn_for = [guess.log_probs is None for guess in guesses]
+        doubtful = np.isnan(log_probs).any(axis=1) & (lengths > 1) & drawn_for
+        if doubtful.any():
+            self._pass_without(rows[doubtful])
+            sound = np.flatnonzero(~doubtful)
+            rows, lengths, fed, real = rows[sound], lengths[sound], fed[sound], real[sound]
+            drawn, log_probs = drawn[sound], log_probs[sound]
+            guesses = [guesses[place] for place in sound.tolist()]
+            if not len(rows):
+                return
         for place, guess in enumerate(guesses):
             if guess.log_probs is not None:
                 size = lengths[place] - 1
@@ -132,6 +142,14 @@ class Extender:
         num_new = 1 + np.logical_and.accumulate(goes_on, axis=1).sum(axis=1)
         self._rows.append(rows, drawn, log_probs, num_new)
         self._cut_at_strings(rows, num_new)
+
+    def _pass_without(self, rows: np.ndarray) -> None:
+        """One token for these rows, whose guesses made logits that are no numbers: a wrong guess
+        may have, and spoils the tokens before it too, since a key that is no number cannot be
+        masked."""
+        for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
+            self._decoder.slots.clear(int(row), int(position))
+        self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
 
     def _cut_at_strings(self, rows: np.ndarray, num_new: np.ndarray) -> None:
         """Take back what the newest tokens of these rows have beyond a stop string."""
@@ -226,7 +244,7 @@ class Extender:
             for row in refused.tolist():
                 self._rows.turn_over(row)
             last = column("count")[refused] - 1
-            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            self._decoder.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
         return again
 
     # -- one pass ----------------------------------------------------------------------------------

@@ -157,10 +157,10 @@ class KVSlots:
     def _stores(self) -> list[torch.Tensor]:
         return [*self.keys.values(), *self.values.values()]
 
-    def clear(self, row: int) -> None:
-        """Remove NaNs that a row may have left behind."""
+    def clear(self, row: int, first: int = 0) -> None:
+        """Remove NaNs that a row may have left behind, from position `first` on."""
         for store in self._stores():
-            store[row].zero_()
+            store[row, :, first:].zero_()
 
 
 class PrefillStep:

@@ -344,15 +344,19 @@ class TorchEngine:
     def _collect_ended(self, first: int) -> list[tuple[int, EngineOutput]]:
         """Take out the rows, from `first` on, that their newest token ended."""
         rows = self._decoder.rows
-        broken = np.isnan(rows.host_column("log_prob")[first:])
-        stopped = self._endings.stopped(rows, first) & ~broken
-        if stopped.any():
-            ended = np.flatnonzero(stopped)
-            stopped[ended] = ~self._extender.draw_again(first + ended)
-        count, limit = (rows.host_column(name)[first:] for name in ("count", "limit"))
-        gone = first + np.flatnonzero(stopped | broken | (count >= limit))
-        if not len(gone):
+        count, limit, log_prob = (
+            rows.host_column(name)[first:] for name in ("count", "limit", "log_prob")
+        )
+        broken = np.isnan(log_prob)
+        stopped = self._endings.stopped(rows, first)
+        ended = stopped | broken | (count >= limit)
+        if not ended.any():
             return []
+        at_end = np.flatnonzero(stopped & ~broken)
+        ended[at_end] = ~self._extender.draw_again(first + at_end)
+        if not ended.any():
+            return []
+        gone = first + np.flatnonzero(ended)
         outputs = []
         for row in gone.tolist():
             if broken[row - first]:
