@@ -98,9 +98,6 @@ class Decoder:
         shapes, dtype, vocabulary_size = probe(model, device)
         self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
         self.rows = RowTable(device, vocabulary_size, mirrored=static)
-        num_heads: int = model.config.get_text_config().num_attention_heads
-        self.query_groups = -(-num_heads // min(shape.num_kv_heads for shape in shapes))
-        """The most query heads that share a key head."""
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
         self._plan: WidthPlan | None = None

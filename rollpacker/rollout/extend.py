@@ -53,6 +53,9 @@ class Extender:
         self._decoder = decoder
         self._rows = decoder.rows
         self._endings = endings
+        num_heads: int = decoder.model.config.get_text_config().num_attention_heads
+        # The most query heads that share a key head.
+        self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
         kind = decoder.slots.device.type
         # Positions of a pass, by the model's work and by their logits; attention scores.
         self._max_tokens = max(
@@ -84,7 +87,7 @@ class Extender:
 
     def _most(self, rows: np.ndarray) -> int:
         """Tokens of one row in a pass."""
-        width = self._decoder.slots.width * self._decoder.query_groups
+        width = self._decoder.slots.width * self._query_groups
         return max(1, min(self._max_tokens, self._max_scores // width))
 
     def _passes(self, rows: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
@@ -103,7 +106,7 @@ class Extender:
 
     def _fits(self, lengths: np.ndarray, ends: np.ndarray) -> bool:
         padded = len(lengths) * int(lengths.max())
-        masked = padded * int(ends.max()) * self._decoder.query_groups
+        masked = padded * int(ends.max()) * self._query_groups
         return padded <= self._max_tokens and masked <= self._max_scores
 
     def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
