@@ -6,11 +6,7 @@ of them, and log-probabilities. *Long* rounds hold what tail batching defers: of
 plain rounds the fifth with the longest responses. The *last tenth* of a round is the time after
 nine tenths of its samples have ended.
 
-`--costs` measures instead what a step of several tokens a row costs in plain ones, the constants of
-`rollpacker/rollout/drafts.py`.
-
     python benchmarks/drafts.py [--sizes 8 16 64] [--rounds 30] [--quick]
-    python benchmarks/drafts.py --costs
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ MAX_KEPT_TOKENS = 1 << 20
 """Of finished responses, the newest ones."""
 STEP_COST = {"cpu": (0.06, 2.3, 0.035)}
 """By device type (a, b, c), in units of a plain step's overhead: a plain step over r rows costs
-1 + a r, one that computes t tokens for each of them b + c r t. Measured by `benchmarks/drafts.py
---costs` on models of 0.08 to 30 million parameters, which differ little."""
+1 + a r, one that computes t tokens for each of them b + c r t. Measured by
+`benchmarks/draft_costs.py` on models of 0.08 to 25 million parameters, which differ little."""
 MIN_GAIN = 1.15
 """Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
 MIN_BALANCE = 0.98
