@@ -29,6 +29,7 @@ from workload import add_workload_arguments, describe_workload, load_workload
 from rollpacker.cli.parts import Policy, load_policy
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.rollout.drafts import KINDS, Drafter
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, SamplingParams
 
 SAMPLES = 8
@@ -36,6 +37,8 @@ ROUNDS = {8: 60, 16: 45, 64: 15}
 """Per kind of round, by prompts."""
 ROUNDS_PER_LONG_ONE = 5
 WARMUP_ROUNDS = 2
+MATCHES = ("0-1", "2", "3-4", "5-8", "9-16", "17+")
+"""Equal tokens before the draft: the drafter's classes."""
 RESAMPLES = 10_000
 
 
@@ -59,6 +62,30 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
+class CountingDrafter(Drafter):
+    """Remembers over all rounds how many drafted tokens were right."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens, "cpu")
+        self.counts = np.zeros((len(KINDS), len(MATCHES), 2), np.int64)
+        """By source and class of match length: right, tried."""
+
+    def judge(self, num_new: np.ndarray) -> None:
+        for (kind, size, drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
+            self.counts[kind, size] += (new - 1, min(new, drafted))
+        super().judge(num_new)
+
+    def describe(self) -> dict[str, dict[str, dict[str, float]]]:
+        return {
+            kind: {
+                match: {"tried": int(tried), "right": round(int(right) / int(tried), 3)}
+                for match, (right, tried) in zip(MATCHES, counts, strict=True)
+                if tried
+            }
+            for kind, counts in zip(KINDS, self.counts, strict=True)
+        }
+
+
 class Arm:
     """An engine of its own."""
 
@@ -69,6 +96,9 @@ class Arm:
         rollout = dataclasses.replace(config.rollout, engine=engine)
         self.policy: Policy = load_policy(dataclasses.replace(config, rollout=rollout))
         self.draft_tokens = engine.draft_tokens
+        self.drafter = CountingDrafter(engine.draft_tokens)
+        if engine.draft_tokens:
+            self.policy.engine._drafter = self.drafter
         self.rounds: list[Round] = []
 
     def run(self, requests: Sequence[GenerationRequest]) -> Round:
@@ -164,6 +194,7 @@ def measure(config: RunConfig, size: int, count: int, draft_tokens: int | None) 
             for kind in ("plain", "long")
             if kind in kinds
         },
+        "accepted_by_source_and_match": arms["on"].drafter.describe(),
     }
 
 

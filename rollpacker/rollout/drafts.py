@@ -25,7 +25,7 @@ MAX_ROWS = 128
 """With more rows live nothing is drafted, and nothing is looked up."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
-"""A single equal token tells next to nothing (`benchmarks/drafts.py`: 0.35 right)."""
+"""What follows a single equal token is right in one case of three."""
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
@@ -51,9 +51,10 @@ KINDS = ("own", "running", "finished", "earlier", "resumed")
 """What a draft is copied from: the row's prompt and response, its siblings', an earlier launch of
 itself; or from where the last draft went wrong, a token further."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
-"""Chance that a drafted token is right, by the class of its match's length; `benchmarks/drafts.py`
-on the quickstart."""
+"""Chance that a drafted token is right, by the class of its match's length, before anything was
+drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
 _PRIOR_TOKENS = 8.0
+"""So many tokens' worth is that opinion."""
 NOTES_PER_LOOK = 8
 """What is expected is worked out anew after so many drafts."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
@@ -88,7 +89,7 @@ class RowText(Text):
 
     @property
     def size_class(self) -> int:
-        return _SIZE_CLASS[min(self.matched, 17)]
+        return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
         """Tokens have come, drafted or not: what the row follows goes on by as many."""
@@ -144,7 +145,6 @@ class Acceptance:
     tried: np.ndarray = field(
         default_factory=lambda: np.full((len(KINDS), len(_PRIOR)), _PRIOR_TOKENS)
     )
-
     _expected: np.ndarray | None = None
     _num_notes: int = 0
 
@@ -307,7 +307,7 @@ class Drafter:
         if found is None:
             return
         kind, source, place, matched = found
-        is_better = chance[kind, _SIZE_CLASS[min(matched, 17)]] >= chance[RESUMED, text.size_class]
+        is_better = chance[kind, _size_class(matched)] >= chance[RESUMED, text.size_class]
         if kept is None or is_better or not text.ahead(1):
             text.kind, text.source, text.place, text.matched = kind, source, place, matched
 
@@ -346,6 +346,10 @@ class Drafter:
             yield FINISHED, ended
         if text.earlier is not None:
             yield EARLIER, text.earlier
+
+
+def _size_class(matched: int) -> int:
+    return _SIZE_CLASS[min(matched, len(_SIZE_CLASS) - 1)]
 
 
 def _text(tokens: Sequence[int]) -> str:
