@@ -97,7 +97,7 @@ def _entry(row: int) -> Pending:
 
 
 def _summary(num_rows: int, depth: int, seconds: dict[int, list[float]]) -> dict[str, Any]:
-    per_row, overhead, per_token = STEP_COST["cpu"]
+    plain_row, overhead, per_row, per_token = STEP_COST["cpu"]
     plain = median(seconds[0])
     return {
         "rows": num_rows,
@@ -105,7 +105,9 @@ def _summary(num_rows: int, depth: int, seconds: dict[int, list[float]]) -> dict
         "plain_us": round(1e6 * plain),
         "cost": {str(t): round(median(s) / plain, 2) for t, s in seconds.items() if t and s},
         "predicted": {
-            str(t): round((overhead + per_token * num_rows * t) / (1 + per_row * num_rows), 2)
+            str(t): round(
+                (overhead + num_rows * (per_row + per_token * t)) / (1 + plain_row * num_rows), 2
+            )
             for t, s in seconds.items()
             if t
         },

@@ -30,19 +30,23 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
 """Of finished responses, the newest ones."""
-STEP_COST = {"cpu": (0.06, 2.3, 0.035)}
-"""By device type (a, b, c), in units of a plain step's overhead: a plain step over r rows costs
-1 + a r, one that computes t tokens for each of them b + c r t. Measured by
+STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
+"""By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
+1 + a r, one that computes t tokens for each of them b + c r + d r t. Measured by
 `benchmarks/draft_costs.py` on models of 0.08 to 25 million parameters, which differ little."""
+LOOK_COST = (0.15, 0.05)
+"""In the same units: looking for drafts, and per row that is looked at."""
+LOOK_SHARE = 0.01
+"""Of the time may go into looks that find nothing."""
+LOOK_ROWS = 8
+"""Where nothing was drafted just before, so many rows are looked at first."""
 MIN_GAIN = 1.15
 """Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
 MIN_BALANCE = 0.98
 """Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
 BALANCE_STEPS = 32
 """Steps after which older ones count half in that balance."""
-LONG_PAUSE_STEPS = 64
-MAX_SHORT_PAUSE_STEPS = 16
-"""Looking for drafts in vain costs time too: after each such step it waits twice as long."""
+PAUSE_STEPS = 64
 RECENT_TOKENS = 128
 """Drafted tokens after which older ones count half in the acceptance."""
 
@@ -120,10 +124,10 @@ class RowText(Text):
 class EndedText(Text):
     """The responses of a group that have ended, one behind the other."""
 
-    unread: list[Sequence[int]]
+    unread: list[np.ndarray]
     num_tokens: int = 0
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: np.ndarray) -> None:
         """Costs next to nothing: most groups have ended before anyone looks for drafts."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
@@ -169,33 +173,43 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Pacing:
-    """When to look for drafts: not after steps that found none, nor while they do not pay."""
+    """When to look for drafts: as often as looks in vain may cost, and not while drafts do not
+    pay."""
 
-    wait: int = 0
-    short_pause: int = 1
+    is_on: bool = False
+    """The last step was drafted."""
+    credit: float = 0.0
+    pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
     """What plain steps would have given in the same time."""
     num_steps: int = 0
 
-    def looks(self) -> bool:
+    def looks(self, num_rows: int) -> bool:
         """Whether the step at hand is one to look for drafts."""
-        self.wait = max(0, self.wait - 1)
-        return self.wait == 0
-
-    def found_nothing(self) -> None:
-        self.wait = self.short_pause + 1
-        self.short_pause = min(2 * self.short_pause, MAX_SHORT_PAUSE_STEPS)
+        if self.pause:
+            self.pause -= 1
+            return False
+        if self.is_on:
+            return True
+        fixed, per_row = LOOK_COST
+        cost = fixed + per_row * min(num_rows, LOOK_ROWS)
+        self.credit += LOOK_SHARE * (1 + STEP_COST["cpu"][0] * num_rows)
+        if self.credit < cost:
+            return False
+        self.credit = 0.0
+        return True
 
     def took_step(self, num_tokens: int, plain_tokens: float) -> None:
-        self.short_pause = 1
+        """Of so many tokens, with drafts."""
+        self.is_on = True
         self.num_tokens += num_tokens
         self.plain_tokens += plain_tokens
         self.num_steps += 1
         if self.num_steps < BALANCE_STEPS:
             return
         if self.num_tokens < MIN_BALANCE * self.plain_tokens:
-            self.wait = LONG_PAUSE_STEPS
+            self.pause, self.is_on = PAUSE_STEPS, False
         self.num_tokens, self.plain_tokens = self.num_tokens / 2, self.plain_tokens / 2
         self.num_steps //= 2
 
@@ -220,7 +234,7 @@ class Drafter:
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
-            tokens = rows.tokens(row)
+            tokens = rows.token_array(row)
             self._ended.setdefault(entry.request.sample.prompt, EndedText("", [])).add(tokens)
             self._num_kept += len(tokens)
         while self._num_kept > MAX_KEPT_TOKENS:
@@ -236,11 +250,12 @@ class Drafter:
         self._ended: dict[PromptId, EndedText] = {}
         self._num_kept = 0
 
-    def _read(self, rows: RowTable) -> list[RowText]:
-        """The live rows' texts, with all that is new."""
-        counts, turns = rows.host_column("count").tolist(), rows.host_column("turn").tolist()
+    def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
+        """These rows' texts, with all that is new."""
+        counts, turns = rows.host_column("count"), rows.host_column("turn")
         texts = []
-        for row, (entry, count, turn) in enumerate(zip(rows.pending, counts, turns, strict=True)):
+        for row in which:
+            entry, count, turn = rows.pending[row], int(counts[row]), int(turns[row])
             known = self._rows.get(entry.sequence)
             if known is None or known.turn != turn or known.num_seen > count:
                 known = self._rows[entry.sequence] = _row_text(entry, rows.tokens(row), turn)
@@ -254,9 +269,28 @@ class Drafter:
     def propose(self, rows: RowTable) -> list[list[int]] | None:
         """Tokens that may follow each live row's newest; None where a plain step is better."""
         num_rows = rows.num_rows
-        if num_rows > MAX_ROWS or not self._pacing.looks():
+        if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
             return None
-        texts = self._read(rows)
+        if not self._pacing.is_on and num_rows > LOOK_ROWS:
+            some = range(0, num_rows, -(-num_rows // LOOK_ROWS))
+            if self._best_length(rows, some, num_rows)[0] == 0:
+                return None
+        length, texts, ahead = self._best_length(rows, range(num_rows), num_rows)
+        if length == 0:
+            self._pacing.is_on = False
+            return None
+        drafts = [[ord(one) for one in part[:length]] for part in ahead]
+        self._proposed = [
+            (text.kind, text.size_class, len(draft))
+            for text, draft in zip(texts, drafts, strict=True)
+        ]
+        return drafts
+
+    def _best_length(
+        self, rows: RowTable, which: Sequence[int], num_rows: int
+    ) -> tuple[int, list[RowText], list[str]]:
+        """How many tokens to draft if all rows are like these; their texts; what may follow."""
+        texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
         for text in texts:
@@ -264,29 +298,19 @@ class Drafter:
         for text in texts:
             if text.source is None or text.kind == RESUMED:
                 self._point(text, groups[text.group], expected[:, :, 1])
+        room = (rows.host_column("limit") - rows.host_column("count") - 1)[list(which)].tolist()
         longest = int(self._lengths[-1])
-        ahead = [text.ahead(longest) for text in texts]
-        room = rows.host_column("limit") - rows.host_column("count") - 1
-        sizes = np.minimum(np.array([len(part) for part in ahead]), room)
-        gains = expected[
-            np.array([text.kind for text in texts])[:, None],
-            np.array([text.size_class for text in texts])[:, None],
-            np.minimum(sizes[:, None], self._lengths),
-        ].sum(axis=0) / (num_rows * self._costs[num_rows])
+        ahead = [text.ahead(min(longest, most)) for text, most in zip(texts, room, strict=True)]
+        gains = (
+            expected[
+                np.array([text.kind for text in texts])[:, None],
+                np.array([text.size_class for text in texts])[:, None],
+                np.minimum(np.array([len(part) for part in ahead])[:, None], self._lengths),
+            ].mean(axis=0)
+            / self._costs[num_rows]
+        )
         best = int(gains.argmax())
-        if gains[best] < MIN_GAIN:
-            self._pacing.found_nothing()
-            return None
-        length = int(self._lengths[best])
-        drafts = [
-            [ord(one) for one in part[: min(length, size)]]
-            for part, size in zip(ahead, sizes.tolist(), strict=True)
-        ]
-        self._proposed = [
-            (text.kind, text.size_class, len(draft))
-            for text, draft in zip(texts, drafts, strict=True)
-        ]
-        return drafts
+        return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
 
     def judge(self, num_new: np.ndarray) -> None:
         """How many tokens the step with these drafts gave each row."""
@@ -352,8 +376,8 @@ def _size_class(matched: int) -> int:
     return _SIZE_CLASS[min(matched, len(_SIZE_CLASS) - 1)]
 
 
-def _text(tokens: Sequence[int]) -> str:
-    if len(tokens) < 64:
+def _text(tokens: Sequence[int] | np.ndarray) -> str:
+    if len(tokens) < 64 and not isinstance(tokens, np.ndarray):
         return "".join(map(chr, tokens))
     return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
@@ -375,8 +399,9 @@ def _row_text(entry: Pending, tokens: Sequence[int], turn: int) -> RowText:
 
 def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
     """What a step with drafts costs in plain ones, by live rows and number of the length."""
-    per_row, overhead, per_token = STEP_COST[device_type]
+    plain, overhead, per_row, per_token = STEP_COST[device_type]
     rows = np.arange(MAX_ROWS + 1)[:, None]
-    costs: np.ndarray = (overhead + per_token * rows * (1 + lengths)) / (1 + per_row * rows)
+    costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)
+    costs /= 1 + plain * rows
     costs[:, 0] = 1.0
     return costs

@@ -297,6 +297,12 @@ class RowTable:
         found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
         return found
 
+    def token_array(self, row: int) -> np.ndarray:
+        """A copy of all that a row generated."""
+        count, store = self._columns["count"][row], self._columns["store"][row]
+        tokens: np.ndarray = self._tokens[store, :count].copy()
+        return tokens
+
     def first_broken(self, row: int, start: int) -> int | None:
         """The first token from number `start` on whose log-probability is NaN."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
