@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 
 import policies
 import torch
@@ -121,7 +124,7 @@ class Launcher:
         ticks = [self._ticker()] if abort_share else []
         self._engine.submit([*ticks, *requests])
         done.wait()
-        while self._engine.status().num_running:
+        while (status := self._engine.status()).num_running + status.num_waiting:
             time.sleep(0.001)
         assert not died, died
         return outputs
@@ -304,16 +307,16 @@ def quickstart_batches(dice: random.Random) -> Iterator[tuple[list[GenerationReq
     rows = sorted(policy.train_prompts.rows, key=lambda row: -len(row.tokens))
     # Long sums have long answers, of which much can be carried.
     prompts = [row.tokens for row in rows[: len(rows) // 5]]
-    for batch in range(10**6):
+    for batch in itertools.count(dice.randrange(1000)):
         requests = [
             GenerationRequest(
                 sample=SampleId(PromptId("train", batch, row), index, 0),
-                prompt_tokens=prompts[(batch * 48 + row) % len(prompts)],
+                prompt_tokens=prompts[(batch * 96 + row) % len(prompts)],
                 sampling=SamplingParams(
                     max_response_tokens=384, temperature=0.8 if row % 4 == 3 else 1.0, seed=batch
                 ),
             )
-            for row in range(48)
+            for row in range(96)
             for index in range(4)
         ]
         step = dice.randint(15, 45)
@@ -323,10 +326,9 @@ def quickstart_batches(dice: random.Random) -> Iterator[tuple[list[GenerationReq
         yield requests, steps
 
 
-def quickstart_arm(
-    counts: Counts, num_tokens: int, *, complement: bool, report: Callable[[Counts], None]
-) -> None:
-    dice = random.Random(1 if complement else 0)
+def quickstart_arm(num_tokens: int, seed: int, *, complement: bool) -> Counts:
+    torch.set_num_threads(1)
+    dice, counts = random.Random(seed), Counts()
     config = policies.quickstart()
     policy = parts.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
     asyncio.run(policy.engine.close())
@@ -334,13 +336,15 @@ def quickstart_arm(
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]
         model = policy.loaded.model
         campaign(model, requests, weights, counts, dice, complement=complement)
-        report(counts)
+        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
-            return
+            break
+    return counts
 
 
-def wide_arm(counts: Counts, num_tokens: int, report: Callable[[Counts], None]) -> None:
-    dice = random.Random(2)
+def wide_arm(num_tokens: int, seed: int) -> Counts:
+    torch.set_num_threads(1)
+    dice, counts = random.Random(seed), Counts()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=3001,
@@ -356,7 +360,7 @@ def wide_arm(counts: Counts, num_tokens: int, report: Callable[[Counts], None]) 
     )
     model = Qwen2ForCausalLM(config).eval()
     base = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for batch in range(10**6):
+    for batch in itertools.count():
         requests = [
             GenerationRequest(
                 sample=SampleId(PromptId("train", batch, row), index, 0),
@@ -375,9 +379,19 @@ def wide_arm(counts: Counts, num_tokens: int, report: Callable[[Counts], None]) 
                 }
             )
         campaign(model, requests, weights, counts, dice, complement=False)
-        report(counts)
+        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
-            return
+            break
+    return counts
+
+
+def together(counts: Sequence[Counts]) -> Counts:
+    total = Counts()
+    for one in counts:
+        for name, value in vars(one).items():
+            setattr(total, name, getattr(total, name) + value)
+    total.most_aborts_of_a_sample = max(one.most_aborts_of_a_sample for one in counts)
+    return total
 
 
 def described(counts: Counts) -> dict[str, object]:
@@ -393,17 +407,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=500_000, help="of the quickstart's policies")
     parser.add_argument("--wide-tokens", type=int, default=30_000)
-    parser.add_argument("--complement-tokens", type=int, default=100_000)
+    parser.add_argument("--complement-tokens", type=int, default=80_000)
+    parser.add_argument("--processes", type=int, default=4)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-
-    def report(counts: Counts) -> None:
-        print(described(counts), flush=True)
-
-    arms = {name: Counts() for name in ("quickstart", "complement", "wide vocabulary")}
-    quickstart_arm(arms["quickstart"], args.tokens, complement=False, report=report)
-    quickstart_arm(arms["complement"], args.complement_tokens, complement=True, report=report)
-    wide_arm(arms["wide vocabulary"], args.wide_tokens, report)
+    policies.policy_folder(1)
+    spread = range(args.processes)
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        share = args.tokens // args.processes
+        running = {
+            "quickstart": [
+                pool.submit(quickstart_arm, share, seed, complement=False) for seed in spread
+            ],
+            "complement": [
+                pool.submit(quickstart_arm, args.complement_tokens // 2, seed, complement=True)
+                for seed in (100, 101)
+            ],
+            "wide vocabulary": [pool.submit(wide_arm, args.wide_tokens, 0)],
+        }
+        arms = {
+            name: together([one.result() for one in started]) for name, started in running.items()
+        }
     write_result("carry_exact", {name: described(counts) for name, counts in arms.items()})
     assert not any(counts.different for counts in arms.values())
 

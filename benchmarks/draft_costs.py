@@ -69,7 +69,8 @@ def measure(model: PreTrainedModel, repeats: int) -> list[dict[str, Any]]:
                 for _ in range(repeats):
                     for tokens in sizes:
                         seconds[tokens].append(_step_s(engine, num_rows, tokens))
-                        engine._decoder.cut(np.arange(num_rows), [depth] * num_rows)
+                        engine._decoder.rows.cut(np.arange(num_rows), [depth] * num_rows)
+                        engine._decoder.forget_plan()
                 results.append(_summary(num_rows, depth, seconds))
                 print(results[-1], flush=True)
     return results

@@ -6,7 +6,7 @@ of them, and log-probabilities. *Long* rounds hold what tail batching defers: of
 plain rounds the fifth with the longest responses. The *last tenth* of a round is the time after
 nine tenths of its samples have ended.
 
-    python benchmarks/drafts.py [--sizes 8 16 64] [--rounds 30] [--quick]
+    python benchmarks/drafts.py [--sizes 8 16 64] [--rounds N] [--quick]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollpacker.rollout.drafts import KINDS, Drafter
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, SamplingParams
 
 SAMPLES = 8
-ROUNDS = {8: 60, 16: 45, 64: 15}
+ROUNDS = {8: 40, 16: 30, 64: 10}
 """Per kind of round, by prompts."""
 ROUNDS_PER_LONG_ONE = 5
 WARMUP_ROUNDS = 2

@@ -157,6 +157,10 @@ class Decoder:
             self._prefill(batch, next_prompt)
         self._plan = None
 
+    def forget_plan(self) -> None:
+        """Rows went on, or back, by something else than a decode step."""
+        self._plan = None
+
     def forget_prompt(self) -> None:
         """Nothing waits any more, and the weights may change."""
         self._kept = None
@@ -355,11 +359,6 @@ class Decoder:
         ).logits
         flat = logits.flatten(0, 1)
         return flat if step.real is None else flat.index_select(0, step.real)
-
-    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Take rows back to their first `counts` tokens (`RowTable.cut`)."""
-        self.rows.cut(rows, counts)
-        self._plan = None
 
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""

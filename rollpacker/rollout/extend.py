@@ -34,6 +34,10 @@ EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
 """At most so many attention scores of one head in a pass, which is the size of its mask."""
 
+DRAW_LOGITS = 1 << 24
+"""At most so many are drawn from at once: their probabilities have twice the digits, several times
+over."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guess:
@@ -247,7 +251,8 @@ class Extender:
             for row in refused.tolist():
                 self._rows.turn_over(row)
             last = column("count")[refused] - 1
-            self._decoder.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            self._decoder.forget_plan()
         return again
 
     # -- one pass ----------------------------------------------------------------------------------
@@ -255,11 +260,17 @@ class Extender:
     def _draw(
         self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
-        device = logits.device
-        row = torch.from_numpy(row_of_position).to(device)
-        temperature, top_k, top_p = (
+        row = torch.from_numpy(row_of_position).to(logits.device)
+        settings = [
             self._rows.device_column(name).index_select(0, row)
             for name in ("temperature", "top_k", "top_p")
-        )
-        tokens, log_probs = draw(logits, noise, temperature, top_k, top_p, self._rows.mode)
-        return tokens.cpu().numpy(), log_probs.cpu().numpy()
+        ]
+        size = max(1, DRAW_LOGITS // self._rows.vocabulary_size)
+        tokens, log_probs = [], []
+        for start in range(0, len(row), size):
+            part = slice(start, start + size)
+            temperature, top_k, top_p = (column[part] for column in settings)
+            drawn = draw(logits[part], noise[part], temperature, top_k, top_p, self._rows.mode)
+            tokens.append(drawn[0].cpu().numpy())
+            log_probs.append(drawn[1].cpu().numpy())
+        return np.concatenate(tokens), np.concatenate(log_probs)

@@ -161,6 +161,7 @@ def test_passes_that_keep_to_small_budgets_change_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(extend, "MAX_GUESS", 7)
     monkeypatch.setattr(extend, "PREFILL_LOGITS", 20 * VOCABULARY)
     monkeypatch.setattr(extend, "EXTEND_SCORES", {"cpu": 3000})
+    monkeypatch.setattr(extend, "DRAW_LOGITS", 3 * VOCABULARY)
     _check_equal("mistral", SAMPLINGS["long"], {}, 0.02)
 
 
