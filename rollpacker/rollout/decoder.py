@@ -357,13 +357,8 @@ class Decoder:
             use_cache=False,
             **{STEP_KEYWORD: step},
         ).logits
-        return logits.flatten(0, 1).index_select(0, step.real)
-
-    @property
-    def query_groups(self) -> int:
-        """The most query heads that share a key head."""
-        num_heads: int = self.model.config.get_text_config().num_attention_heads
-        return -(-num_heads // min(shape.num_kv_heads for shape in self.slots.layers))
+        flat = logits.flatten(0, 1)
+        return flat if step.real is None else flat.index_select(0, step.real)
 
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""

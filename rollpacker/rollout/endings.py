@@ -44,6 +44,15 @@ class Endings:
                 stopped[row - first] |= self._ends_string(rows, int(row), count)
         return stopped
 
+    def among(
+        self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
+    ) -> np.ndarray:
+        """Which of these tokens [rows, tokens], drawn for rows `drawn_for`, end their row by
+        themselves: end tokens, and those drawn from logits that are not numbers."""
+        may_stop = rows.host_column("may_stop")[drawn_for]
+        ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
+        return ends
+
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
         """Tokens of the row up to and with the first, from number `start` on, that ends it."""
         count, limit = (int(rows.host_column(name)[row]) for name in ("count", "limit"))

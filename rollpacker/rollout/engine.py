@@ -150,6 +150,10 @@ class EngineStatus:
     generated_tokens: int
     """Since the engine was made."""
     decode_steps: int
+    drafted_tokens: int = 0
+    """Tokens that decode steps tried ahead of their turn (`rollout.engine.draft_tokens`)."""
+    accepted_tokens: int = 0
+    """Tokens that came out of these steps beyond one a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,12 @@ class EngineConfig:
     times faster where the model is small and rows are few. False: always through the model's
     own modules."""
 
+    draft_tokens: int = 15
+    """With few samples left, try up to so many tokens a sample ahead of their turn in one decode
+    step: copies of what followed the same words before, in the sample itself, its prompt or its
+    siblings. What comes out is the same, token for token; only which sample ends first may change.
+    0: never. CPU only: ignored elsewhere."""
+
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
             raise ValueError(f"name must be one of {', '.join(ENGINES)}, not {self.name}")
@@ -181,6 +191,8 @@ class EngineConfig:
             raise ValueError("max_slots must be at least 1")
         if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
             raise ValueError("kv_cache_gib must be more than 0")
+        if self.draft_tokens < 0:
+            raise ValueError("draft_tokens must be at least 0")
 
     @property
     def takes_up_carried(self) -> bool:

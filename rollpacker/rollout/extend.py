@@ -57,6 +57,19 @@ class Extender:
         self._decoder = decoder
         self._rows = decoder.rows
         self._endings = endings
+        num_heads: int = decoder.model.config.get_text_config().num_attention_heads
+        # The most query heads that share a key head.
+        self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
+        kind = decoder.slots.device.type
+        # Positions of a pass, by the model's work and by their logits; attention scores.
+        self._max_tokens = max(
+            1,
+            min(
+                PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR),
+                PREFILL_LOGITS // decoder.rows.vocabulary_size,
+            ),
+        )
+        self._max_scores = EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR)
 
     # -- guesses -----------------------------------------------------------------------------------
 
@@ -78,32 +91,27 @@ class Extender:
 
     def _most(self, rows: np.ndarray) -> int:
         """Tokens of one row in a pass."""
-        tokens, logits, scores = self._budget()
-        width = self._decoder.slots.width * self._decoder.query_groups
-        return max(1, min(tokens, logits, scores // width))
-
-    def _budget(self) -> tuple[int, int, int]:
-        """Positions of a pass, by the model's work, by their logits, by the mask."""
-        kind = self._decoder.slots.device.type
-        return (
-            PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR),
-            max(1, PREFILL_LOGITS // self._rows.vocabulary_size),
-            EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR),
-        )
+        width = self._decoder.slots.width * self._query_groups
+        return max(1, min(self._max_tokens, self._max_scores // width))
 
     def _passes(self, rows: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
         """Places in `rows` by length, in parts that keep to the budget when padded."""
-        tokens, logits, scores = self._budget()
         ends = self._rows.host_column("position")[rows] + lengths
         order = np.argsort(lengths, kind="stable")
+        if self._fits(lengths, ends):
+            yield np.arange(len(rows))
+            return
         start = 0
         for stop in range(1, len(order) + 1):
             part = order[start : stop + 1]
-            padded = len(part) * int(lengths[part].max())
-            masked = padded * int(ends[part].max()) * self._decoder.query_groups
-            if stop == len(order) or padded > min(tokens, logits) or masked > scores:
+            if stop == len(order) or not self._fits(lengths[part], ends[part]):
                 yield np.sort(order[start:stop])
                 start = stop
+
+    def _fits(self, lengths: np.ndarray, ends: np.ndarray) -> bool:
+        padded = len(lengths) * int(lengths.max())
+        masked = padded * int(ends.max()) * self._query_groups
+        return padded <= self._max_tokens and masked <= self._max_scores
 
     def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
         num_tokens = int(lengths.max())
@@ -121,23 +129,42 @@ class Extender:
             np.repeat(rows, lengths),
             self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
-        counts = self._rows.host_column("count")[rows].tolist()
+        drawn_for = [guess.log_probs is None for guess in guesses]
+        doubtful = np.isnan(log_probs).any(axis=1) & (lengths > 1) & drawn_for
+        if doubtful.any():
+            self._pass_without(rows[doubtful])
+            sound = np.flatnonzero(~doubtful)
+            rows, lengths, fed, real = rows[sound], lengths[sound], fed[sound], real[sound]
+            drawn, log_probs = drawn[sound], log_probs[sound]
+            guesses = [guesses[place] for place in sound.tolist()]
+            if not len(rows):
+                return
         for place, guess in enumerate(guesses):
             if guess.log_probs is not None:
                 size = lengths[place] - 1
                 drawn[place, :size] = guess.tokens[:size]
                 log_probs[place, :size] = guess.log_probs[:size]
-        self._rows.append(rows, drawn, log_probs)
-        agrees = (drawn[:, :-1] == fed[:, 1:]) & real[:, 1:]
-        num_new = 1 + np.cumprod(agrees, axis=1).sum(axis=1)
-        self._rows.cut(rows, [count + new for count, new in zip(counts, num_new, strict=True)])
-        ends = [
-            self._endings.num_until_end(self._rows, row, count)
-            for row, count in zip(rows.tolist(), counts, strict=True)
-        ]
-        early = [place for place, end in enumerate(ends) if end is not None]
-        if early:
-            self._rows.cut(rows[early], [end for end in ends if end is not None])
+        goes_on = (drawn[:, :-1] == fed[:, 1:]) & real[:, 1:]
+        goes_on &= ~self._endings.among(self._rows, rows, drawn, log_probs)[:, :-1]
+        num_new = 1 + np.logical_and.accumulate(goes_on, axis=1).sum(axis=1)
+        self._rows.append(rows, drawn, log_probs, num_new)
+        self._cut_at_strings(rows, num_new)
+
+    def _pass_without(self, rows: np.ndarray) -> None:
+        """One token for these rows, whose guesses made logits that are no numbers: a wrong guess
+        may have, and spoils the tokens before it too, since a key that is no number cannot be
+        masked."""
+        for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
+            self._decoder.slots.clear(int(row), int(position))
+        self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
+
+    def _cut_at_strings(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """Take back what the newest tokens of these rows have beyond a stop string."""
+        for place in np.flatnonzero(self._rows.host_column("has_stop_strings")[rows]):
+            row, count = rows[place], int(self._rows.host_column("count")[rows[place]])
+            end = self._endings.num_until_end(self._rows, row, count - num_new[place])
+            if end is not None and end < count:
+                self._rows.cut(rows[place : place + 1], [end])
 
     # -- what was carried --------------------------------------------------------------------------
 
@@ -185,8 +212,8 @@ class Extender:
             np.array(rows),
             np.array([[one.tokens[0]] for one in carried]),
             np.array([[one.log_probs[0]] for one in carried]),
+            np.ones(len(rows), np.int64),
         )
-        self._rows.cut(np.array(rows), [1] * len(rows))
 
     def _agreeing(self, rows: list[int]) -> list[int]:
         """Those that may take up more: all their tokens are carried ones, and none ended them."""

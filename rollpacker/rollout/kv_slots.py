@@ -157,10 +157,10 @@ class KVSlots:
     def _stores(self) -> list[torch.Tensor]:
         return [*self.keys.values(), *self.values.values()]
 
-    def clear(self, row: int) -> None:
-        """Remove NaNs that a row may have left behind."""
+    def clear(self, row: int, first: int = 0) -> None:
+        """Remove NaNs that a row may have left behind, from position `first` on."""
         for store in self._stores():
-            store[row].zero_()
+            store[row, :, first:].zero_()
 
 
 class PrefillStep:
@@ -276,17 +276,17 @@ class ExtendStep:
         self._width = int((starts + lengths).max())
         is_run = len(rows) == 1 or bool((np.diff(rows) == 1).all())
         self._first = int(rows[0]) if is_run else None
-        self._rows = torch.from_numpy(rows).to(device)
+        self._rows = rows
         place = np.arange(num_tokens)
         # Inside the cache, so that padding looks at something and finds a rotation.
-        positions = np.minimum(starts[:, None] + place, self._width - 1)
-        real = np.flatnonzero((place < lengths[:, None]).ravel())
-        self.positions = torch.from_numpy(positions).to(device)
+        self._positions = np.minimum(starts[:, None] + place, self._width - 1)
+        self.positions = torch.from_numpy(self._positions).to(device)
         """[rows, tokens]"""
-        self.real = torch.from_numpy(real).to(device)
-        """Where the real tokens are in a flat [rows x tokens]."""
-        self._real_rows = np.repeat(rows, lengths)
-        self._real_positions = positions.ravel()[real]
+        self.real: torch.Tensor | None = None
+        """Where the real tokens are in a flat [rows x tokens]; None: they all are."""
+        self._real = place < lengths[:, None]
+        if not self._real.all():
+            self.real = torch.from_numpy(np.flatnonzero(self._real.ravel())).to(device)
         self._flat: dict[int, torch.Tensor] = {}
         self._biases: dict[int | None, torch.Tensor] = {}
 
@@ -308,7 +308,7 @@ class ExtendStep:
         # keys and values are never repeated.
         groups = num_heads // num_kv_heads
         grouped = query.reshape(num_rows, num_kv_heads, groups * num_tokens, -1)
-        bias = self._bias(sliding_window, groups, query.dtype)
+        bias = self._bias(sliding_window, groups)
         if softcap is None:
             output = F.scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=bias, scale=scaling
@@ -320,31 +320,33 @@ class ExtendStep:
     def _write(self, store: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Put the real tokens' heads into the slots; what the rows have then, up to the width."""
         num_kv_heads, dim = new.shape[1], new.shape[3]
-        real = new.transpose(1, 2).reshape(-1, num_kv_heads * dim).index_select(0, self.real)
-        store.view(-1, dim).index_copy_(0, self._flat_places(num_kv_heads), real.view(-1, dim))
+        real = new.transpose(1, 2).reshape(-1, num_kv_heads * dim)
+        if self.real is not None:
+            real = real.index_select(0, self.real)
+        store.view(-1, dim).index_copy_(0, self._flat_places(num_kv_heads), real.reshape(-1, dim))
         if self._first is None:
-            return store.narrow(2, 0, self._width).index_select(0, self._rows)
+            rows = torch.from_numpy(self._rows).to(store.device)
+            return store.narrow(2, 0, self._width).index_select(0, rows)
         return store.narrow(0, self._first, new.shape[0]).narrow(2, 0, self._width)
 
     def _flat_places(self, num_kv_heads: int) -> torch.Tensor:
         """Where each head of each real token lies in the flat storage."""
-        if num_kv_heads not in self._flat:
-            lines = self._real_rows[:, None] * num_kv_heads + np.arange(num_kv_heads)
-            flat = (lines * self._slots.width + self._real_positions[:, None]).ravel()
-            self._flat[num_kv_heads] = torch.from_numpy(flat).to(self._slots.device)
-        return self._flat[num_kv_heads]
+        flat = self._flat.get(num_kv_heads)
+        if flat is None:
+            lines = self._rows[:, None] * num_kv_heads + np.arange(num_kv_heads)
+            places = lines[:, None] * self._slots.width + self._positions[:, :, None]
+            flat = torch.from_numpy(places[self._real].ravel()).to(self._slots.device)
+            self._flat[num_kv_heads] = flat
+        return flat
 
-    def _bias(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    def _bias(self, sliding_window: int | None, groups: int) -> torch.Tensor:
         """[rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity elsewhere."""
         bias = self._biases.get(sliding_window)
         if bias is None:
-            places = torch.arange(self._width, device=self._slots.device)
-            distance = self.positions[:, :, None] - places
-            hidden = distance < 0
-            if sliding_window is not None:
-                hidden |= distance >= sliding_window
-            bias = torch.zeros(distance.shape, dtype=dtype, device=self._slots.device)
-            bias = bias.masked_fill_(hidden, float("-inf")).repeat(1, groups, 1).unsqueeze(1)
+            lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)
+            places = (self._slots.width - 1 - self.positions)[:, None].expand(-1, groups, -1)
+            bias = lines.index_select(0, places.reshape(-1))
+            bias = bias.view(len(self._rows), 1, -1, self._width)
             self._biases[sliding_window] = bias
         return bias
 

@@ -186,12 +186,16 @@ class PlainForward:
         return self._logits(hidden.index_select(0, starts + ends))
 
     def extend(
-        self, tokens: torch.Tensor, positions: torch.Tensor, real: torch.Tensor, step: RolloutStep
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        real: torch.Tensor | None,
+        step: RolloutStep,
     ) -> torch.Tensor:
         """Logits [real tokens, vocabulary] after those of `tokens` [rows, tokens], at `positions`
-        of the same shape, that `real` points to in the flat batch."""
+        of the same shape, that `real` points to in the flat batch (None: all)."""
         hidden = self._hidden(tokens.view(-1), positions.view(-1), tokens.shape[0], step)
-        return self._logits(hidden.index_select(0, real))
+        return self._logits(hidden if real is None else hidden.index_select(0, real))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return _project(_normalize(hidden, self._norm), self._head)

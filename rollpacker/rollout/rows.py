@@ -23,6 +23,8 @@ NOISE_BLOCK = 64
 NOISE_BLOCK_ENTRIES = 1 << 15
 """... or fewer, so that it has at most so many entries: larger blocks leave a CPU's caches and take
 twice as long."""
+NOISE_BLOCK_UNEVEN = 4
+"""Steps of the first block after one that took rows on by several tokens."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -91,6 +93,9 @@ class RowTable:
         self._device_columns: dict[str, torch.Tensor] = {}
         self._noise = torch.zeros(0)
         self._noise_column = 0
+        self._is_uneven = False
+        """Rows went on by different numbers of tokens: the block is no good, and the next one may
+        not be for long."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -148,8 +153,10 @@ class RowTable:
 
     def next_noise(self) -> torch.Tensor:
         """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
-        if self._noise_column >= self._noise.shape[1]:
-            self._noise_column = 0
+        num_steps = self._noise.shape[1]
+        if self._noise_column >= num_steps:
+            self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
+            self._is_uneven = False
             self._fill_noise(slice(0, self.num_rows))
         column = self._noise[:, self._noise_column]
         self._noise_column += 1
@@ -232,18 +239,26 @@ class RowTable:
         self._fill_noise(slice(first, self.num_rows))
         self.upload()
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Give each of these rows all of its tokens [rows, tokens], of which `cut` then takes back
-        what is too much."""
-        store, count = self._columns["store"][rows], self._columns["count"][rows]
-        num_new = tokens.shape[1]
-        while count.max() + num_new > self._tokens.shape[1]:
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, num_new: np.ndarray
+    ) -> None:
+        """Give row rows[i] the first num_new[i] >= 1 of its tokens [rows, tokens]."""
+        columns = self._columns
+        store, count = columns["store"][rows], columns["count"][rows]
+        while count.max() + tokens.shape[1] > self._tokens.shape[1]:
             self._widen_outputs()
-        places = count[:, None] + np.arange(num_new)
+        places = count[:, None] + np.arange(tokens.shape[1])
         self._tokens[store[:, None], places] = tokens
         self._log_probs[store[:, None], places] = log_probs
-        self._columns["count"][rows] += num_new
-        self._columns["position"][rows] += num_new
+        each, last = np.arange(len(rows)), num_new - 1
+        columns["count"][rows] += num_new
+        columns["position"][rows] += num_new
+        columns["token"][rows] = tokens[each, last]
+        columns["log_prob"][rows] = log_probs[each, last]
+        self._noise_column = self._noise.shape[1]
+        self._is_uneven = True
+        if self.mirrored:
+            self.upload()
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
@@ -281,6 +296,12 @@ class RowTable:
         store = self._columns["store"][row]
         found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
         return found
+
+    def token_array(self, row: int) -> np.ndarray:
+        """A copy of all that a row generated."""
+        count, store = self._columns["count"][row], self._columns["store"][row]
+        tokens: np.ndarray = self._tokens[store, :count].copy()
+        return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
         """The first token from number `start` on whose log-probability is NaN."""

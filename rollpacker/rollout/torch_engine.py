@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.decoder import Decoder
+from rollpacker.rollout.drafts import STEP_COST, Drafter
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
@@ -36,7 +37,7 @@ from rollpacker.rollout.engine import (
     Listener,
     Response,
 )
-from rollpacker.rollout.extend import Extender
+from rollpacker.rollout.extend import Extender, Guess
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
 from rollpacker.weight_probe import weight_probe
@@ -77,6 +78,9 @@ class TorchEngine:
         model.train(was_training)
         self._endings = Endings(model, tokenizer, self._decoder.rows.vocabulary_size)
         self._extender = Extender(self._decoder, self._endings)
+        kind = self._device.type
+        can_draft = config.draft_tokens > 0 and kind in STEP_COST
+        self._drafter = Drafter(config.draft_tokens, kind) if can_draft else None
         self._max_positions = getattr(
             model.config.get_text_config(), "max_position_embeddings", None
         )
@@ -155,6 +159,8 @@ class TorchEngine:
             version=self._version,
             generated_tokens=self._num_generated,
             decode_steps=self._decoder.num_steps,
+            drafted_tokens=self._drafter.num_drafted if self._drafter is not None else 0,
+            accepted_tokens=self._drafter.num_accepted if self._drafter is not None else 0,
         )
 
     @property
@@ -191,11 +197,28 @@ class TorchEngine:
         if not outputs and self._waiting:
             outputs = self._admit()
         if not outputs and self._decoder.rows.num_rows:
-            self._decoder.step()
-            self._num_generated += self._decoder.rows.num_rows
+            self._num_generated += self._step()
             outputs = self._collect_ended(0)
         if outputs:
             self._deliver(outputs)
+
+    def _step(self) -> int:
+        """One decode step, of drafted tokens if there are some. Returns how many tokens it gave."""
+        rows = self._decoder.rows
+        drafts = self._drafter.propose(rows) if self._drafter is not None else None
+        if self._drafter is None or drafts is None:
+            self._decoder.step()
+            return rows.num_rows
+        num_new = self._extender.extend(np.arange(rows.num_rows), [Guess(one) for one in drafts])
+        self._decoder.num_steps += 1
+        self._drafter.judge(num_new)
+        return int(num_new.sum())
+
+    def _remove(self, gone: np.ndarray) -> None:
+        """Take these rows out; what they have stays as a draft for their siblings."""
+        if self._drafter is not None:
+            self._drafter.keep(self._decoder.rows, gone.tolist())
+        self._decoder.remove(gone)
 
     def _deliver(self, outputs: list[tuple[int, EngineOutput]]) -> None:
         outputs.sort(key=lambda numbered: numbered[0])
@@ -209,6 +232,8 @@ class TorchEngine:
         if self._busy:
             self._busy = False
             self._decoder.forget_prompt()
+            if self._drafter is not None:
+                self._drafter.forget()
             self._model.train(self._was_training)
 
     # -- requests come -----------------------------------------------------------------------------
@@ -238,7 +263,7 @@ class TorchEngine:
             response = rows.response(row, "aborted", self._version)
             outputs.append(_abortion(rows.pending[row], response, **self._carrying(row)))
         if gone:
-            self._decoder.remove(np.array(gone))
+            self._remove(np.array(gone))
         return outputs
 
     def _untouched(self, entry: Pending) -> Response:
@@ -339,7 +364,7 @@ class TorchEngine:
                 outputs.append(_failure(rows.pending[row], reason))
             else:
                 outputs.append(self._finish(row, stopped=bool(stopped[row - first])))
-        self._decoder.remove(gone)
+        self._remove(gone)
         return outputs
 
     def _finish(self, row: int, *, stopped: bool) -> tuple[int, EngineOutput]:
