@@ -42,6 +42,8 @@ ARMS = {
     "published": ("tail_batching.selection=published", "tail_batching.prompt_factor=1.25"),
 }
 EVALUATE_EVERY = 20
+SHADOW_STEPS = 100
+"""Steps of the runs with a shadow: those in which most is learned."""
 GOAL = 0.95
 """Of the lower final pass@1 of a seed."""
 
@@ -146,6 +148,7 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
             str(ROOT / "benchmarks" / "shadow.py"),
             *settings(seed, model, folder / "shadows", arm),
             "eval.every_steps=null",
+            f"train.steps={SHADOW_STEPS}",
         )
         result[f"shadow {arm}"] = json.loads(shadow.splitlines()[-1])
         print(f"seed {seed}, shift {arm}: {result[f'shadow {arm}']['shift']:+.1%}", flush=True)
