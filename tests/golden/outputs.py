@@ -150,10 +150,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "signal": ("rollout.dynamic_sampling.enabled=true",),
     "resumed": ("train.steps=4",),
 }
+_AS_PUBLISHED = "tail_batching.selection=published"
 CURVES: dict[str, tuple[str, ...]] = {
-    "one process": (),
-    "two processes": ("train.processes=2",),
-    "adapter": ("model.lora.rank=4",),
+    "one process": (_AS_PUBLISHED,),
+    "two processes": (_AS_PUBLISHED, "train.processes=2"),
+    "adapter": (_AS_PUBLISHED, "model.lora.rank=4"),
+    "only the order": (),
 }
 STEPS = 8
 
