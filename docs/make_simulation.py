@@ -540,12 +540,14 @@ def errors_table() -> str:
     """Error factors of every group, of the worlds before and the shipped one."""
     calibration, published = result("sim_calibration"), result("sim_published")
     factors = calibration["error_factors"]
-    rows = []
+    rows: list[list[object]] = []
     for group, weight in calibration["weights"].items():
         number = len([row for row in published["facts"] if row["group"] == group])
         values = [factors[world][group] for world in ("A", "B")]
         values.append(published["error_factors"][group])
         rows.append([group, number, f"{weight:g}", *(f"{value:.2f}" for value in values)])
+    losses = [f"{calibration['loss'][world]:.4f}" for world in ("A", "B", "shipped")]
+    rows.append(["loss that the fit minimises", len(published["facts"]), "-", *losses])
     head = ("group", "facts", "weight in the fit", "world A", "world B", "shipped")
     return table(head, rows)
 
@@ -826,6 +828,11 @@ def debias_run_table() -> str:
     return table(("arm", "weighted trained length over off", "effective sample size"), rows)
 
 
+def _place(one: Mapping[str, Any]) -> str:
+    """The set-up; of results from before the fit, with the world."""
+    return f"{one['setup']}, {one['world']}" if "world" in one else str(one["setup"])
+
+
 def beyond_table() -> str:
     rows = []
     for one in result("beyond")["results"]:
@@ -833,7 +840,7 @@ def beyond_table() -> str:
         bound = next(o for o in one["oracles"] if o["name"] == "oracle, window of 20")
         rows.append(
             [
-                one["setup"],
+                _place(one),
                 f"{one['paper']['step_s']:.1f} s, {one['paper']['length_shift']:+.1%}",
                 f"{best['step_s']:.1f} s, {best['length_shift']:+.1%}",
                 f"{best['saved_share']:.1%} ± {best['saved_error_share']:.1%}",
@@ -846,7 +853,7 @@ def beyond_table() -> str:
 
 def ideas_table() -> str:
     results = result("beyond")["results"]
-    places = [one["setup"] for one in results]
+    places = [_place(one) for one in results]
     names = [idea["name"] for idea in results[0]["ideas"]]
     rows = []
     for name in names:
