@@ -82,7 +82,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	for name in engine_speed batch_invariance train_throughput tail_batching vs_trl overhead \
 	  resume learning sim_calibration sim_published sim_speed sim_vs_real debias debias_run \
-	  beyond sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
+	  beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume streaming \
 	  algorithms; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
@@ -90,6 +90,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_simulation.py
+	$(BIN)/python docs/make_tail_batching.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

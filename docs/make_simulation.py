@@ -865,7 +865,25 @@ def ideas_table() -> str:
     return table(("saved by each idea alone", *places), rows)
 
 
+def order_only_table() -> str:
+    """Speed-ups over verl by step and rollout, and shifts, at growing chances of a mismatch."""
+    results = result("order_only_sim")["arms"]
+    names = [name for name in next(iter(results.values())) if name != "verl"]
+    rows = []
+    for name in names:
+        cells = [name]
+        for one in results.values():
+            found = one[name]
+            cells.append(
+                f"{found['step_speedup']:.2f}x ({found['rollout_speedup']:.2f}x), "
+                f"{found['shift']:+.1%}"
+            )
+        rows.append(cells)
+    return table(("over verl: step (rollout), length shift", *results), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "order_only": order_only_table,
     "fitted": fitted_table,
     "calibration": calibration_table,
     "assumed": assumed_table,

@@ -198,7 +198,7 @@ def explain(plan: Plan, *, corrected: bool) -> list[str]:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    return [*_pays(plan), *_what_to_do(plan)]
+    return [*_what_to_do(plan), *_pays(plan)]
 
 
 def _pays(plan: Plan) -> list[str]:
@@ -211,8 +211,8 @@ def _pays(plan: Plan) -> list[str]:
         gain = f" (a step of {best_s} s with it, of {without_s} s without)"
     why, capped = "", plan.capped_share
     if capped is not None and capped > NO_TAIL_SHARE:
-        why = f": {capped:.0%} of the responses run to the cap, so there is no tail to cut off"
-    return [f"Tail batching does not pay here{gain}{why}. Set tail_batching.enabled=false.", ""]
+        why = f", as {capped:.0%} of the responses run to the cap and there is no tail to cut off"
+    return ["", f"Tail batching does not pay here{gain}{why}: tail_batching.enabled=false will do."]
 
 
 def _what_to_do(plan: Plan) -> list[str]:

@@ -165,7 +165,7 @@ class _Search:
         seeds = range(FINAL_SEED, FINAL_SEED + budget.seeds)
         now, found = self._finals(finalists, seeds)
         without = self._without_tail(finalists, seeds)
-        kept = [f for f in found if self._keeps(f)]
+        kept = [f for f in found if self._keeps(f) and self._keeps_at_ends(f, seeds)]
         best, reasons = now, tuple[Reason, ...]()
         if kept and (kept[0].is_clear or not self._keeps(now)):
             best = kept[0]
@@ -179,7 +179,7 @@ class _Search:
             current=now,
             best=best,
             ranked=tuple(kept),
-            too_short=tuple(f for f in found if not self._keeps(f)),
+            too_short=tuple(f for f in found if f not in kept),
             reasons=reasons,
             rejected=tuple((i, s) for i, s in alone if i.name != taken.get(i.slot)),
             oracle=oracle,
@@ -193,6 +193,16 @@ class _Search:
             order_only=self._base.order_only,
             mismatch=self._base.mismatch,
         )
+
+    def _keeps_at_ends(self, found: Finding, seeds: Sequence[int]) -> bool:
+        """Whatever the mismatch is inside its band."""
+        ends = [
+            Idea(name=f"mismatch {rate:g}", slot="mismatch", changes={"carry.mismatch": rate})
+            for rate in self._base.mismatch_band
+        ]
+        candidates = [Candidate(), *(found.candidate.with_idea(end) for end in ends)]
+        at_ends = self.compare(candidates, seeds, self._budget.steps, "mismatch band")[1:]
+        return all(map(self._keeps, at_ends))
 
     def _without_tail(self, finalists: Sequence[Candidate], seeds: Sequence[int]) -> Finding:
         """The first finalist, or the current settings, without tail batching."""

@@ -101,6 +101,8 @@ class Base:
     """Simulations use this seed and later ones."""
     mismatch: float = 0.0
     """Chance per token and update that a carried token comes out differently."""
+    mismatch_band: tuple[float, ...] = ()
+    """Its ends, where it is not known better."""
     capped_share: float | None = None
     """Of the policy's own responses, so many run to the cap; None: not known."""
 
@@ -219,6 +221,7 @@ def plan_base(scenario: Scenario) -> Base:
         oracle_period=SYSTEMS["oracle"]["oracle"]["reorder_window"],
         seed=scenario.seed,
         mismatch=scenario.carry.mismatch,
+        mismatch_band=scenario.carry.mismatch_band or (),
         capped_share=Workload(scenario).capped_share(),
     )
 

@@ -14,6 +14,8 @@ from rollpacker.sim.result import SystemResult
 
 MIN_GAIN = 0.005
 """An idea must shorten the step by more than this share, or the setting does without it."""
+PAYS_GAIN = 0.02
+"""Tail batching must shorten the step by more than this share to be worth having."""
 NOISE_ERRORS = 3.0
 """A gain counts as one if it is more than so many standard errors."""
 
@@ -197,11 +199,11 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Tail batching is worth more than noise."""
+        """Tail batching is worth having."""
         best, without = self.best, self.untailed
         if without is None or not self.has_tail_batching:
             return self.has_tail_batching
-        return without.step_s - best.step_s > MIN_GAIN * without.step_s
+        return without.step_s - best.step_s > PAYS_GAIN * without.step_s
 
     @property
     def stays(self) -> bool:

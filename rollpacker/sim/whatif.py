@@ -214,6 +214,7 @@ class RunModel:
             ),
             prefill_launch_s=step.admission_s,
             prefill_sample_s=step.per_admitted_s,
+            prefill_token_s=step.per_sequence_s,  # at most what a token of a decode step costs
             train_constant_s=fitted.train.fixed_s,
             train_token_s=fitted.train.per_token_s,
             weight_sync_s=fitted.sync_s,

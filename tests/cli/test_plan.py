@@ -24,7 +24,7 @@ rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_response_tokens: 4096}
 lengths: {quantiles: {0.1: 100, 0.5: 500, 0.95: 2000, 0.99: 4096}}
 rewards:
   - {kind: judge, share: 1.0, calls_per_s: 1.0}
-system: rollpacker
+system: rollpacker-published
 steps: 12
 """
 SMALL = planning.Budget(

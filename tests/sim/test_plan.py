@@ -320,6 +320,16 @@ def test_mismatches_make_it_careful() -> None:
     assert found.best.step_s > free.best.step_s
 
 
+def test_a_band_of_mismatches_is_kept_at_both_ends() -> None:
+    carry = CarrySpec(mismatch=0.0, mismatch_band=(0.0, 0.01))
+    found = order_plan(lengths=HEAVY, carry=carry)
+    for finding in found.ranked:
+        made = small(rewards=(), lengths=HEAVY, carry=CarrySpec(mismatch=0.01), steps=60)
+        assert abs(simulate(changed(made, finding.candidate.changes)).paired_shift) < 0.06
+    free = order_plan(lengths=HEAVY)
+    assert free.best.step_s < found.best.step_s
+
+
 def test_where_engines_are_full_and_every_response_runs_to_the_cap_it_does_not_pay() -> None:
     capped = LengthLaw(quantiles={0.01: 4096})
     rollout = RolloutSpec(

@@ -1,0 +1,209 @@
+"""Draws docs/tail-batching-lengths.png and docs/tail-batching-pool.png, both simulated here.
+
+python docs/make_tail_batching.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from rollpacker.core.commands import Launch, TrainOn
+from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import Record
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SCENARIO = ROOT / "configs/scenarios/14b-16k.yaml"
+STEPS = 60
+SYNCHRONOUS, OURS, PUBLISHED = "#0072B2", "#E69F00", "#999999"
+NEW, CARRIED, STEP = "#0072B2", "#E69F00", "#EEEEEE"
+"""Told apart by people who do not see red and green alike."""
+INK, FAINT = "#222222", "#666666"
+
+POOL = (
+    *("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "cluster.gpus=8"),
+    *("rewards=[]", "lengths={preset: rollpacker-math}", "train.context_parallel=1"),
+    *("tail_batching.prompt_factor=2", "tail_batching.max_deferrals=4", "train.fixed_s=6"),
+    *("sync_s=3", "steps=9", "seed=4"),
+)
+"""A pool small enough to be seen whole."""
+ROUNDS = range(3, 8)
+"""Rounds that are drawn."""
+
+
+def records_of(*overrides: str) -> list[Record]:
+    records: list[Record] = []
+    simulate(load_scenario(SCENARIO, overrides), observe=records.append)
+    return records
+
+
+def figure(width: float, height: float) -> Figure:
+    """Inches; shown 900 pixels wide, 9 points are 12 pixels."""
+    made = Figure(figsize=(width, height), dpi=150)
+    FigureCanvasAgg(made)
+    made.set_layout_engine("constrained")
+    return made
+
+
+def plain(axes: Axes, *sides: str) -> None:
+    """Without a frame but for these sides."""
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side in sides)
+    axes.tick_params(labelsize=9, colors=INK, length=0 if not sides else 3)
+
+
+def save(made: Figure, name: str) -> None:
+    path = DOCS / f"tail-batching-{name}.png"
+    made.savefig(path, facecolor="white")
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KiB")
+
+
+# -- lengths trained ----------------------------------------------------------------
+
+
+def trained_lengths(records: Sequence[Record]) -> dict[PromptId, list[int]]:
+    """Lengths of the responses trained on, by prompt."""
+    lengths: dict[SampleId, int] = {}
+    trained: dict[PromptId, list[int]] = {}
+    for record in records:
+        if isinstance(record.event, SampleGenerated):
+            lengths[record.event.sample] = record.event.num_tokens
+        for command in record.commands:
+            if isinstance(command, TrainOn):
+                for group in command.groups:
+                    trained[group[0].prompt] = [lengths[sample] for sample in group]
+    return trained
+
+
+def draw_lengths() -> None:
+    """Of the prompts that all three have trained on by then."""
+    made = figure(9, 3.4)
+    axes = made.subplots()
+    curves = {
+        "synchronous": ("system=verl", SYNCHRONOUS, 4.0, "solid"),
+        "order only": ("system=rollpacker", OURS, 1.6, "solid"),
+        "published": ("system=rollpacker-published", PUBLISHED, 1.6, "dashed"),
+    }
+    runs = {
+        name: trained_lengths(records_of(system, f"steps={STEPS}"))
+        for name, (system, *_) in curves.items()
+    }
+    prompts = set.intersection(*(set(trained) for trained in runs.values()))
+    for name, (_, colour, width, style) in curves.items():
+        lengths = np.sort([length for prompt in prompts for length in runs[name][prompt]])
+        longer = 1 - np.arange(lengths.size) / lengths.size
+        label = f"{name}: {lengths.mean():,.0f} tokens on average"
+        axes.plot(lengths, longer, color=colour, lw=width, ls=style, label=label)
+    plain(axes, "left", "bottom")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(100, 17_000)
+    axes.set_ylim(3e-3, 1.05)
+    axes.set_xticks([100, 300, 1000, 3000, 10_000], ["100", "300", "1,000", "3,000", "10,000"])
+    axes.set_yticks([0.01, 0.1, 1], ["1 %", "10 %", "100 %"])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of a response", fontsize=9, color=INK)
+    axes.set_ylabel("responses trained on\nthat are longer", fontsize=9, color=INK)
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    save(made, "lengths")
+
+
+# -- a pool -------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """A group in one round."""
+
+    start_s: float
+    carried: bool
+    end_s: float = 0.0
+    trained: bool = False
+
+
+@dataclass
+class Rounds:
+    """What the rounds of a run looked like."""
+
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """First launch and last response of each."""
+    turns: dict[PromptId, dict[int, Turn]] = field(default_factory=dict)
+
+
+def rounds_of(records: Sequence[Record]) -> Rounds:
+    found, number = Rounds(), 0
+    for record in records:
+        event = record.event
+        if isinstance(event, SampleGenerated | SampleAborted):
+            found.turns[event.sample.prompt][number].end_s = record.time_s
+            start_s, _ = found.spans[number]
+            found.spans[number] = (start_s, record.time_s)
+        for command in record.commands:
+            if isinstance(command, Launch):
+                number = command.round
+                found.spans.setdefault(number, (record.time_s, record.time_s))
+                carried = command.carried or (0,) * len(command.samples)
+                for sample, tokens in zip(command.samples, carried, strict=True):
+                    rounds = found.turns.setdefault(sample.prompt, {})
+                    turn = rounds.setdefault(number, Turn(record.time_s, False))
+                    turn.carried |= tokens > 0
+            elif isinstance(command, TrainOn):
+                for group in command.groups:
+                    found.turns[group[0].prompt][number].trained = True
+    return found
+
+
+def draw_pool() -> None:
+    found = rounds_of(records_of("system=rollpacker", *POOL))
+    first_s, last_s = found.spans[ROUNDS[0]][0], found.spans[ROUNDS[-1]][1]
+    shown = {
+        prompt: {number: turn for number, turn in turns.items() if number in ROUNDS}
+        for prompt, turns in found.turns.items()
+        if turns.keys() & set(ROUNDS)
+    }
+    made = figure(9, 0.6 + 0.14 * len(shown))
+    axes = made.subplots()
+    for number in ROUNDS[:-1]:
+        end_s, next_s = found.spans[number][1], found.spans[number + 1][0]
+        axes.axvspan(end_s - first_s, next_s - first_s, color=STEP, lw=0)
+    for row, turns in enumerate(shown.values()):
+        for number, turn in turns.items():
+            colour = CARRIED if turn.carried else NEW
+            left, width = turn.start_s - first_s, turn.end_s - turn.start_s
+            axes.barh(row, max(width, 0.15), left=left, height=0.62, color=colour)
+            if turn.trained:
+                axes.plot(found.spans[number][1] - first_s, row, "o", ms=3.2, color=INK)
+    plain(axes, "bottom")
+    axes.invert_yaxis()
+    axes.set_yticks([])
+    axes.set_xlim(-0.5, last_s - first_s + 0.5)
+    axes.set_xlabel("seconds", fontsize=9, color=INK)
+    axes.set_ylabel("prompts, as they were fetched", fontsize=9, color=INK)
+    handles = [
+        Patch(color=NEW, label="first launch"),
+        Patch(color=CARRIED, label="goes on from what it carries"),
+        Patch(color=STEP, label="optimizer step, new weights"),
+    ]
+    dot = axes.plot([], [], "o", ms=3.2, color=INK, label="trained on after this round")[0]
+    axes.legend(handles=[*handles, dot], frameon=False, fontsize=9, loc="lower left")
+    save(made, "pool")
+
+
+def main() -> None:
+    draw_pool()
+    draw_lengths()
+
+
+if __name__ == "__main__":
+    main()
