@@ -84,7 +84,7 @@ bench: $(VENV)/.installed-dev
 	  resume learning sim_calibration sim_published sim_speed sim_vs_real debias debias_run \
 	  beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume streaming \
-	  algorithms; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_configuration.py

@@ -176,6 +176,8 @@ class Pacing:
     """When to look for drafts: as often as looks in vain may cost, and not while drafts do not
     pay."""
 
+    row_cost: float
+    """Of a row in a plain step, in units of its overhead."""
     is_on: bool = False
     """The last step was drafted."""
     credit: float = 0.0
@@ -194,7 +196,7 @@ class Pacing:
             return True
         fixed, per_row = LOOK_COST
         cost = fixed + per_row * min(num_rows, LOOK_ROWS)
-        self.credit += LOOK_SHARE * (1 + STEP_COST["cpu"][0] * num_rows)
+        self.credit += LOOK_SHARE * (1 + self.row_cost * num_rows)
         if self.credit < cost:
             return False
         self.credit = 0.0
@@ -223,6 +225,7 @@ class Drafter:
         """Tokens that steps gave beyond one a row."""
         self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
         self._costs = _step_costs(self._lengths, device_type)
+        self._row_cost = STEP_COST[device_type][0]
         self._proposed: list[tuple[int, int, int]] = []
         """Of the drafts at hand: kind, class of match length, tokens."""
         self.forget()
@@ -245,7 +248,7 @@ class Drafter:
         """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it,
         and is to do what it would have done."""
         self.acceptance = Acceptance()
-        self._pacing = Pacing()
+        self._pacing = Pacing(self._row_cost)
         self._rows: dict[int, RowText] = {}
         self._ended: dict[PromptId, EndedText] = {}
         self._num_kept = 0
