@@ -12,7 +12,7 @@ checkpoints/step_000040/carried/      only if something waits
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,13 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
-from rollpacker.rollout.engine import Carried, GenerationRequest, Response, SamplingParams
+from rollpacker.rollout.engine import (
+    Carried,
+    GenerationRequest,
+    Response,
+    SamplingParams,
+    Turns,
+)
 
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
@@ -40,6 +46,8 @@ class Kept:
     log_probs: NDArray[np.float64]
     floor: int = 0
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+    turns: Turns = ()
+    """`Response.turns`."""
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +144,7 @@ class CarriedTokens:
             np.array(response.tokens, dtype=np.int32),
             np.array(response.log_probs, dtype=np.float64),
             floor,
+            response.turns,
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
@@ -148,12 +157,14 @@ class CarriedTokens:
         kept = places.get(place)
         found = 0 if kept is None else len(kept.tokens)
         assert kept is not None and found == count, f"{sample} has {found} tokens, not {count}"
-        exact = self._config.carry == "exact"
+        rule = self._config.complements
         return Carried(
             tokens=tuple(kept.tokens.tolist()),
             log_probs=tuple(kept.log_probs.tolist()),
-            verify=exact,
-            floor=kept.floor if exact and self._config.complement else 0,
+            verify=self._config.carry == "exact",
+            floor=kept.floor if rule else 0,
+            ceiling=_ceiling(places.values()) if rule and not kept.floor else None,
+            turns=kept.turns,
         )
 
     def _noise_of(self, sample: SampleId) -> SampleId:
@@ -165,6 +176,11 @@ class CarriedTokens:
         return self._noise_of(sample).index
 
 
+def _ceiling(siblings: Iterable[Kept]) -> int | None:
+    """What had ended by itself had ended before its siblings were cut off."""
+    return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
+
+
 def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
     """Into the folder of a checkpoint, if there is anything. `tokenizer`: its fingerprint."""
     flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
@@ -174,7 +190,7 @@ def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
     folder.mkdir()
     np.save(folder / _TOKENS, np.concatenate([kept.tokens for _, _, kept in flat]))
     np.save(folder / _LOG_PROBS, np.concatenate([kept.log_probs for _, _, kept in flat]))
-    samples = [[str(prompt), place, len(k.tokens), k.floor] for prompt, place, k in flat]
+    samples = [[str(prompt), place, len(k.tokens), k.floor, k.turns] for prompt, place, k in flat]
     index = {"tokenizer": tokenizer, "samples": samples}
     (folder / _INDEX).write_text(json.dumps(index) + "\n")
 
@@ -219,19 +235,19 @@ _CURE = (
 )
 
 
-def _read(folder: Path, samples: Sequence[tuple[str, int, int, int]]) -> Waiting:
+def _read(folder: Path, samples: Sequence[tuple[str, int, int, int, list[list[int]]]]) -> Waiting:
     tokens = np.load(folder / _TOKENS, allow_pickle=False)
     log_probs = np.load(folder / _LOG_PROBS, allow_pickle=False)
-    total = sum(count for _, _, count, _ in samples)
+    total = sum(count for _, _, count, _, _ in samples)
     if (tokens.dtype, tokens.shape) != (np.dtype(np.int32), (total,)):
         raise ValueError(f"{_TOKENS} does not hold {total} tokens")
     if (log_probs.dtype, log_probs.shape) != (np.dtype(np.float64), (total,)):
         raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
     waiting: dict[PromptId, dict[int, Kept]] = {}
     start = 0
-    for prompt, place, count, floor in samples:
+    for prompt, place, count, floor, turns in samples:
         own = slice(start, start + count)
-        kept = Kept(tokens[own], log_probs[own], floor)
+        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in turns))
         waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
         start += count
     return waiting

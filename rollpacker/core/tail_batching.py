@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from rollpacker.core.ids import SampleId
-from rollpacker.core.plain import absent
+from rollpacker.core.plain import OMIT_DEFAULT, absent
 
 Selection = Literal["none", "published"]
 Carry = Literal["none", "exact", "weighted"]
@@ -80,8 +80,8 @@ class TailBatchingConfig:
     prompt_factor: Factor | None = None
     """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
     own lengths, and anew as they change; with selection=published sample_factor is "auto" too. The
-    choice goes by measured seconds, so such a run does not repeat bit by bit. None: 1.5 with a
-    pool, else 1.25."""
+    choice goes by measured seconds, so such a run does not repeat bit by bit. None: 1.5, or 1.25
+    with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: ... with ceil(sample_factor * R0) samples each. None: 1 with selection=none, which
     takes no other, and 1.25 with selection=published."""
@@ -91,16 +91,17 @@ class TailBatchingConfig:
     on from there: token for token what generation from scratch gives, at a fraction of the cost.
     weighted: all are kept as they are, and training weighs each by a clipped importance ratio; not
     exact. none: they are let go. None: exact, or none with selection=published."""
-    stragglers: Stragglers | None = field(default=None, metadata=absent("queue"))
+    stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
     """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
-    them all. pool: they race on in the next round, beside so many fewer fresh prompts. None: pool
-    if tokens are carried, else queue."""
+    them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
+    the policy moves so little between rounds that carried responses come out the same."""
     max_deferrals: int = field(default=16, metadata=absent(16))
     """A prompt of the pool that was deferred so often is awaited by its next round."""
     complement: bool = field(default=True, metadata=absent(True))
     """With carry=exact: a response that had been cut off at some length does not end before it
-    under newer weights; such an end is drawn once more. Otherwise every deferral would be another
-    chance to be short."""
+    under newer weights, and one that had ended before its siblings were cut off does not grow
+    beyond that; such draws are made once more. Otherwise every deferral would be another chance to
+    be short, or to be long."""
     tiers: tuple[Tier, ...] = ()
     """Further races: what the short round defers races again at these factors, and only what fails
     in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
@@ -128,10 +129,8 @@ class TailBatchingConfig:
             self._set("sample_factor", surplus if selects else 1.0)
         if self.carry is None:
             self._set("carry", "none" if selects else "exact")
-        if self.stragglers is None:
-            self._set("stragglers", "queue" if self.carry == "none" or self.tiers else "pool")
         if self.prompt_factor is None:
-            self._set("prompt_factor", 1.5 if self.stragglers == "pool" else 1.25)
+            self._set("prompt_factor", 1.25 if selects else 1.5)
         if self.max_length_shift is None:
             self._set("max_length_shift", 0.35 if selects else 0.02)
         default = 1.25 if selects else 1.0

@@ -13,6 +13,9 @@ from rollpacker.rollout.table import ENGINES, TAKE_UP_CARRIED
 if TYPE_CHECKING:
     from torch import Tensor
 
+Turns = tuple[tuple[int, int], ...]
+"""(first token, turn): from that token on the noise is of that turn. Before the first: turn 0."""
+
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""
 
@@ -52,6 +55,11 @@ class Carried:
     """A response that ends with at most so many tokens is not taken: its tokens after the first
     that came out differently are drawn once more, with noise of another turn, sixteen times at
     most. With `verify` only."""
+    ceiling: int | None = None
+    """Once one came out differently, a response of more tokens is not taken either. None: any
+    is."""
+    turns: Turns = ()
+    """`Response.turns` of the launch that left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +89,8 @@ class Response:
     finish_reason: Literal["stop", "length", "aborted"]
     """"aborted": it was stopped on its way."""
     version: int
+    turns: Turns = ()
+    """Whose noise it has, where ends of it were not taken."""
 
 
 @dataclass(frozen=True, slots=True)

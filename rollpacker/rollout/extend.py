@@ -24,6 +24,7 @@ from rollpacker.rollout.decoder import (
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
 from rollpacker.rollout.kv_slots import ExtendStep
+from rollpacker.rollout.rows import ANY_LENGTH
 from rollpacker.rollout.sampling import draw
 
 MAX_TURNS = 16
@@ -180,13 +181,8 @@ class Extender:
         going = self._agreeing(carrying)
         while going:
             counts = self._rows.host_column("count")[going].tolist()
-            self.extend(
-                np.array(going),
-                [
-                    self._guess(row, count, MAX_GUESS)
-                    for row, count in zip(going, counts, strict=True)
-                ],
-            )
+            guesses = [self._guess(row, count) for row, count in zip(going, counts, strict=True)]
+            self.extend(np.array(going), guesses)
             going = self._agreeing(going)
         kept = 0
         for row in carrying:
@@ -194,6 +190,9 @@ class Extender:
             kept += num_kept
             if self._carried(row).verify:
                 self._rows.host_column("num_kept")[row] = num_kept
+                ceiling = self._carried(row).ceiling
+                if ceiling is not None and num_kept < len(self._carried(row).tokens):
+                    self._rows.host_column("ceiling")[row] = ceiling
                 self.num_verified_tokens += min(num_kept + 1, len(self._carried(row).tokens))
         return int(self._rows.host_column("count")[first:].sum()) - kept
 
@@ -232,26 +231,35 @@ class Extender:
         differs = (place for place, (one, other) in enumerate(pairs) if one != other)
         return next(differs, min(len(tokens), len(carried)))
 
-    def _guess(self, row: int, count: int, size: int) -> Guess:
+    def _guess(self, row: int, count: int) -> Guess:
+        """What comes next of the carried tokens, as far as they have noise of one turn: the token
+        after a guess is drawn with it too."""
+        turn, end = self._rows.pending[row].carried_turn(count)
+        self._rows.draw_turn(row, count, turn)
+        size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
         carried, part = self._carried(row), slice(count, count + size)
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
-        """The complement rule, for rows that have just been stopped. Which of them are not.
+        """The complement rule, for rows that have just been stopped or have passed their ceiling.
+        Which of them go on.
 
-        A response that was cut off at a length does not end before it: where it would, the tokens
-        after the first that came out differently are drawn with noise of another turn, and that one
-        too if it is the end.
+        A response that was cut off at a length does not end before it, and one that had ended
+        before its siblings were cut off does not grow beyond that: where it would, the tokens after
+        the first that came out differently are drawn with noise of another turn, and that one too
+        if it is the end.
         """
         column = self._rows.host_column
-        is_short = column("count")[rows] <= column("floor")[rows]
-        again: np.ndarray = is_short & (column("turn")[rows] < MAX_TURNS)
+        count = column("count")[rows]
+        is_wrong = (count <= column("floor")[rows]) | (count > column("ceiling")[rows])
+        again: np.ndarray = is_wrong & (column("turn")[rows] < MAX_TURNS)
+        column("ceiling")[rows[~again]] = ANY_LENGTH
         refused = rows[again]
         if len(refused):
-            for row in refused.tolist():
-                self._rows.turn_over(row)
-            last = column("count")[refused] - 1
-            self._rows.cut(refused, np.minimum(column("num_kept")[refused] + 1, last).tolist())
+            starts = np.minimum(column("num_kept")[refused] + 1, column("count")[refused] - 1)
+            for row, start in zip(refused.tolist(), starts.tolist(), strict=True):
+                self._rows.turn_over(row, start)
+            self._rows.cut(refused, starts.tolist())
             self._decoder.forget_plan()
         return again
 

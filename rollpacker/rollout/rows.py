@@ -9,7 +9,7 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,8 @@ import torch
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.rollout.sampling import DrawMode, exponentials, noise_size, sample_key
 
+ANY_LENGTH = np.iinfo(np.int64).max
+"""A ceiling that is none."""
 NOISE_BLOCK = 64
 """Steps whose noise is made at a time, ..."""
 NOISE_BLOCK_ENTRIES = 1 << 15
@@ -41,6 +43,7 @@ _HOST_COLUMNS = {
     "key": np.uint64,
     "turn": np.int64,
     "floor": np.int64,
+    "ceiling": np.int64,
     "num_kept": np.int64,
     "store": np.int64,
     "log_prob": np.float64,
@@ -53,6 +56,8 @@ class Pending:
 
     request: GenerationRequest
     sequence: int
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """`Response.turns`, of what is generated so far."""
 
     @property
     def limit(self) -> int:
@@ -66,6 +71,13 @@ class Pending:
     @property
     def has_carried(self) -> bool:
         return bool(self.request.carried and self.request.carried.tokens)
+
+    def carried_turn(self, token: int) -> tuple[int, int | None]:
+        """The turn whose noise a carried token had, and the token at which the next one begins."""
+        carried = self.request.carried
+        turns = carried.turns if carried is not None and carried.verify else ()
+        turn = max([turn for start, turn in turns if start <= token], default=0)
+        return turn, min([start for start, _ in turns if start > token], default=None)
 
 
 class RowTable:
@@ -206,11 +218,10 @@ class RowTable:
         columns["has_stop_strings"][rows] = [
             bool(request.sampling.stop) and request.forced_length is None for request in requests
         ]
-        columns["key"][rows] = [
-            sample_key(request.sampling.seed, request.noise or request.sample)
-            for request in requests
-        ]
         columns["turn"][rows] = 0
+        columns["ceiling"][rows] = ANY_LENGTH
+        for row, entry in enumerate(new, first):
+            self.draw_turn(row, 0, entry.carried_turn(0)[0])
         columns["floor"][rows] = [
             request.carried.floor if request.carried and request.carried.verify else 0
             for request in requests
@@ -278,12 +289,24 @@ class RowTable:
         self._fill_noise(rows)
         self.upload()
 
-    def turn_over(self, row: int) -> None:
-        """Later tokens of the row are drawn with noise of the next turn, once `cut` was called."""
-        request = self.pending[row].request
-        turn = self._columns["turn"][row] = self._columns["turn"][row] + 1
+    def turn_over(self, row: int, start: int) -> None:
+        """From token `start` on the row is drawn with noise of a turn that it had not yet, once
+        `cut` was called."""
+        entry = self.pending[row]
+        carried = entry.request.carried
+        before = (*entry.turns, *(carried.turns if carried is not None else ()))
+        self._columns["turn"][row] += 1
+        self.draw_turn(row, start, 1 + max([turn for _, turn in before], default=0))
+
+    def draw_turn(self, row: int, start: int, turn: int) -> None:
+        """From token `start` on the row is drawn with noise of this turn."""
+        entry = self.pending[row]
+        entry.turns[:] = [one for one in entry.turns if one[0] < start]
+        if turn != (entry.turns[-1][1] if entry.turns else 0):
+            entry.turns.append((start, turn))
+        request = entry.request
         noise = request.noise or request.sample
-        self._columns["key"][row] = sample_key(request.sampling.seed, noise, int(turn))
+        self._columns["key"][row] = sample_key(request.sampling.seed, noise, turn)
 
     def _widen_outputs(self) -> None:
         added = max(64, self._tokens.shape[1])
@@ -321,6 +344,7 @@ class RowTable:
             log_probs=tuple(self._log_probs[store, :count].tolist()),
             finish_reason=reason,
             version=version,
+            turns=tuple(self.pending[row].turns),
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:

@@ -344,16 +344,17 @@ class TorchEngine:
     def _collect_ended(self, first: int) -> list[tuple[int, EngineOutput]]:
         """Take out the rows, from `first` on, that their newest token ended."""
         rows = self._decoder.rows
-        count, limit, log_prob = (
-            rows.host_column(name)[first:] for name in ("count", "limit", "log_prob")
+        count, limit, log_prob, ceiling = (
+            rows.host_column(name)[first:] for name in ("count", "limit", "log_prob", "ceiling")
         )
         broken = np.isnan(log_prob)
         stopped = self._endings.stopped(rows, first)
         ended = stopped | broken | (count >= limit)
-        if not ended.any():
+        over = count > ceiling
+        if not (ended | over).any():
             return []
-        at_end = np.flatnonzero(stopped & ~broken)
-        ended[at_end] = ~self._extender.draw_again(first + at_end)
+        doubtful = np.flatnonzero((stopped | over) & ~broken)
+        ended[doubtful] &= ~self._extender.draw_again(first + doubtful)
         if not ended.any():
             return []
         gone = first + np.flatnonzero(ended)

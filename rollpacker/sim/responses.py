@@ -9,11 +9,13 @@ law, given what is kept (`Workload.redrawn`, an approximation).
     kept tokens | the token that came out differently, and a new end    (turn 0)
                 | another end, if that one came at or before the floor  (turn 1, ...)
 
-The floor is the furthest place where the response was ever cut off (`tail_batching.complement`).
+The floor is the furthest place where the response was ever cut off; one that had ended before its
+siblings were cut off has a ceiling instead (`tail_batching.complement`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +43,8 @@ class Draw(NamedTuple):
     """Of the launch whose noise its end has."""
     floor: int
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+    ceiling: int
+    """One of which tokens come out differently may grow to so many."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,8 @@ class Responses:
         self.keys: dict[SampleId, int] = {}
         self._floors: dict[int, int] = {}
         """Of those that were cut off by an earlier launch."""
+        self._ceilings: dict[int, int] = {}
+        """Of those that were deferred."""
         self.verified = Verified()
         self._turns: dict[int, list[int]] = {}
         """Lengths of the turns to come, the next one last."""
@@ -115,8 +121,9 @@ class Responses:
     def clear(self) -> None:
         for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
             known.clear()
-        for few in (self.reached, self.kept, self.redraws, self._floors, self._turns):
+        for few in (self.reached, self.kept, self.redraws, self._floors, self._ceilings):
             few.clear()
+        self._turns.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
         """Of all samples of these groups."""
@@ -176,7 +183,7 @@ class Responses:
             if draw is None:
                 continue
             self.lengths[key], self.noises[key] = draw.length, noise._replace(attempt=draw.attempt)
-            self._floors[key] = draw.floor
+            self._floors[key], self._ceilings[key] = draw.floor, draw.ceiling
             tokens = self.done[key] if carried else draw.tokens
             if exact and tokens:
                 self.kept[key] = tokens
@@ -188,17 +195,21 @@ class Responses:
         rate = 1 - (1 - self._mismatch) ** num_updates
         noise = self.noises[key]._replace(attempt=self.samples[key].attempt)
         kept = self._workload.first_mismatch(noise, num_tokens, rate)
-        floor = 0
+        floor, ceiling = 0, math.inf
         if key in self.kept:
             self.verified.num_tokens += min(kept + 1, num_tokens)
             self.verified.num_mismatches += kept < num_tokens
             self.kept[key] = self.done[key] = kept
-            floor = self._floors[key] if self._tail.complement else 0
+            if self._tail.complement:
+                floor = self._floors[key]
+                ceiling = math.inf if floor or kept == num_tokens else self._ceilings[key]
         turns = [self.lengths[key]]
         if kept < num_tokens:
             self.noises[key] = noise
             turns = [self._workload.redrawn(noise, 0, kept)]
-        while turns[-1] <= floor and len(turns) <= MAX_TURNS:
+        while not floor < turns[-1] <= ceiling and len(turns) <= MAX_TURNS:
+            if turns[-1] > ceiling:  # given up as soon as that is known
+                turns[-1] = int(ceiling) + 1
             turns.append(self._workload.redrawn(noise, len(turns), kept))
         self.lengths[key] = turns[0]
         if len(turns) > 1:
@@ -208,11 +219,15 @@ class Responses:
         """The prompts will be launched again."""
         if self._tail.selection == "published":
             return
-        prompts = set(command.prompts)
+        ceilings = dict.fromkeys(command.prompts, 0)
+        left: dict[tuple[PromptId, int], Draw] = {}
         for key, sample in enumerate(self.samples):
-            if sample.prompt in prompts:
+            if sample.prompt in ceilings:
                 noise, length = self.noises[key], self.lengths[key]
                 tokens = self.reached.get(key, length)
                 floor = max(self._floors.get(key, 0), self.reached.get(key, 0))
-                draw = Draw(length, tokens, self._version, noise.attempt, floor)
-                self._left[noise.prompt, noise.index] = draw
+                draw = Draw(length, tokens, self._version, noise.attempt, floor, 0)
+                left[noise.prompt, noise.index] = draw
+                ceilings[sample.prompt] = max(ceilings[sample.prompt], floor or tokens)
+        for place, draw in left.items():
+            self._left[place] = draw._replace(ceiling=ceilings[place[0]])

@@ -76,8 +76,10 @@ def defer(carrying: CarriedTokens) -> None:
     carrying.routes()[Defer](Defer(prompts=(PROMPT,)))
 
 
-def carried(*tokens: int, floor: int) -> Carried:
-    return Carried(tokens=tokens, log_probs=(LOG_PROB,) * len(tokens), floor=floor)
+def carried(*tokens: int, floor: int = 0, ceiling: int | None = None) -> Carried:
+    return Carried(
+        tokens=tokens, log_probs=(LOG_PROB,) * len(tokens), floor=floor, ceiling=ceiling
+    )
 
 
 def test_whole_and_cut_responses_are_taken_up_by_the_next_launch() -> None:
@@ -92,7 +94,7 @@ def test_whole_and_cut_responses_are_taken_up_by_the_next_launch() -> None:
     carrying.settle()
     requests = launch(carrying, *(sample(i, 1) for i in range(3)), carried=(2, 1, 0))
     assert [r.noise for r in requests] == [sample(0), sample(1), sample(2)]
-    assert [r.carried for r in requests] == [carried(5, 6, floor=0), carried(7, floor=1), None]
+    assert [r.carried for r in requests] == [carried(5, 6, ceiling=2), carried(7, floor=1), None]
     carrying.settle()
     assert carrying.metrics() == {"carry/bytes": 0}  # trained on
 
@@ -119,7 +121,7 @@ def test_what_was_not_looked_at_stays_as_it_was() -> None:
     end(carrying, sample(1, 1), 7, 4, kept=1, whole=False)  # it came out differently
     carrying.settle()
     first, second = launch(carrying, sample(0, 2), sample(1, 2), carried=(2, 2))
-    assert first.carried == carried(5, 6, floor=0)
+    assert first.carried == carried(5, 6, ceiling=3)
     assert second.carried == carried(7, 4, floor=3)
     end(carrying, sample(1, 2), 7, 4, 4, 4, kept=2, whole=True)
     defer(carrying)
@@ -208,7 +210,7 @@ def test_a_checkpoint_has_it_bit_for_bit(tmp_path: Path) -> None:
     found = read_carried(folder, "abc", EXPECTED)
     carrying = CarriedTokens(TailBatchingConfig(), found)
     first, second = launch(carrying, sample(0, 1), sample(1, 1), carried=(2, 3))
-    assert first.carried == carried(5, 6, floor=0)
+    assert first.carried == carried(5, 6, ceiling=3)
     assert second.carried == Carried(tokens=(7, 150_000, 9), log_probs=ODD, floor=3)
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert {"carried/tokens.npy", "carried/log_probs.npy", "carried/carried.json"} <= files.keys()

@@ -136,7 +136,7 @@ def test_a_replacement_draws_what_the_failed_sample_would_have() -> None:
 
 
 def test_a_pool_races_what_it_has_deferred_before_it_fetches_more() -> None:
-    tail = TailBatchingConfig(prompt_factor=2.0, max_deferrals=100)
+    tail = TailBatchingConfig(stragglers="pool", prompt_factor=2.0, max_deferrals=100)
     run = world_of(tail, num_rows=400, heavy=True).run()
     waiting: list[object] = []
     num_short = 0
@@ -167,11 +167,11 @@ def _falling(command: Launch) -> bool:
 
 @pytest.mark.parametrize("max_deferrals", [1, 2, 3])
 def test_a_prompt_that_was_deferred_often_is_awaited(max_deferrals: int) -> None:
-    tail = TailBatchingConfig(prompt_factor=2.0, max_deferrals=max_deferrals)
+    tail = TailBatchingConfig(stragglers="pool", prompt_factor=2.0, max_deferrals=max_deferrals)
     run = world_of(tail, num_rows=400, heavy=True).run()
     attempts = Counter(sample.attempt for c in commands_of(run, Launch) for sample in c.samples)
     assert max(attempts) == max_deferrals
-    endless = TailBatchingConfig(prompt_factor=2.0, max_deferrals=100)
+    endless = TailBatchingConfig(stragglers="pool", prompt_factor=2.0, max_deferrals=100)
     free = world_of(endless, num_rows=400, heavy=True).run()
     assert max(s.attempt for c in commands_of(free, Launch) for s in c.samples) > max_deferrals
 

@@ -434,3 +434,63 @@ def test_a_group_that_carries_is_prefilled_once() -> None:
     assert engine.num_prefilled_tokens == len(asked[0].prompt_tokens)
     assert engine.status().generated_tokens == 4 * 3
     asyncio.run(engine.close())
+
+
+def test_what_had_ended_does_not_outgrow_the_siblings_that_were_cut_off() -> None:
+    model = tiny_model()
+    asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
+    old = generate(model, asked)
+    ceiling = sorted(len(one.tokens) for one in old)[len(old) // 3]
+    whole = [pair for pair in zip(asked, old, strict=True) if len(pair[1].tokens) <= ceiling]
+    _moved(model, 0.1, seed=3)
+    free = _serve(model, [_carrying(one, had, len(had.tokens)) for one, had in whole])
+    held = _serve(
+        model, [_carrying(one, had, len(had.tokens), ceiling=ceiling) for one, had in whole]
+    )
+    num_redrawn = 0
+    for one, other, (_, had) in zip(free, held, whole, strict=True):
+        assert one.response is not None and other.response is not None
+        if len(one.response.tokens) <= ceiling:
+            assert other.response.tokens == one.response.tokens
+            continue
+        assert one.event.num_kept == other.event.num_kept < len(had.tokens)
+        start = one.event.num_kept + 1
+        assert other.response.tokens[:start] == one.response.tokens[:start]
+        num_redrawn += other.event.num_redraws > 0
+        used_up = other.event.num_redraws == MAX_TURNS
+        assert used_up or len(other.response.tokens) <= ceiling
+    assert num_redrawn > 5
+
+
+def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
+    model = tiny_model()
+    asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
+    old = generate(model, asked)
+    _moved(model, 0.05, seed=3)
+    requests = [
+        _carrying(one, response, len(response.tokens) - 1, floor=len(response.tokens) - 1)
+        for one, response in zip(asked, old, strict=True)
+        if len(response.tokens) > 1
+    ]
+    redrawn = [o for o in _serve(model, requests) if 0 < o.event.num_redraws < MAX_TURNS]
+    assert len(redrawn) > 5
+    by_sample = {one.sample: one for one in requests}
+    again = []
+    for output in redrawn:
+        response = output.response
+        assert response is not None and response.turns
+        again.append(
+            _carrying(
+                by_sample[response.sample],
+                response,
+                len(response.tokens),
+                floor=len(response.tokens) - 1,
+                turns=response.turns,
+            )
+        )
+    for output, asked_again, before in zip(_serve(model, again), again, redrawn, strict=True):
+        assert asked_again.carried is not None and before.response is not None
+        assert output.event.num_kept == len(asked_again.carried.tokens)
+        assert output.event.num_redraws == 0
+        assert output.response.tokens == before.response.tokens
+        assert output.response.turns == before.response.turns
