@@ -69,19 +69,30 @@ from rollpacker.rollout.engine import EngineOutput, SamplingParams
 
 SYNC = TailBatchingConfig(enabled=False)
 PUBLISHED = TailBatchingConfig(selection="published", flush_each_epoch=False)
-ARMS = {
-    "off": SYNC,
-    "published": PUBLISHED,
-    "queue 1.25": TailBatchingConfig(stragglers="queue", flush_each_epoch=False),
-    "queue 1.5": TailBatchingConfig(prompt_factor=1.5, stragglers="queue", flush_each_epoch=False),
+_POOLED = {"stragglers": "pool", "max_deferrals": 16}
+ARMS: dict[str, tuple[TailBatchingConfig, bool]] = {
+    "off": (SYNC, False),
+    "published": (PUBLISHED, False),
     **{
-        f"pool {factor:g}": TailBatchingConfig(
-            prompt_factor=factor, max_deferrals=16, flush_each_epoch=False
+        f"{name}{', drafts' if drafts else ''}": (
+            TailBatchingConfig(flush_each_epoch=False, **keys),
+            drafts,
         )
-        for factor in (1.25, 1.5, 2.0, 3.0)
+        for drafts in (False, True)
+        for name, keys in {
+            "queue 1.25": {"prompt_factor": 1.25},
+            "queue 1.5": {"prompt_factor": 1.5},
+            "pool 1.25": {"prompt_factor": 1.25, **_POOLED},
+            "pool 1.5": {"prompt_factor": 1.5, **_POOLED},
+            "pool 2": {"prompt_factor": 2.0, **_POOLED},
+        }.items()
+        if not drafts or name in ("queue 1.5", "pool 1.5")
     },
+    "off, drafts": (SYNC, True),
 }
-PROMISED = "pool 2"
+"""Settings, and whether the engine drafts (`rollout.engine.draft_tokens`)."""
+PROMISED = "queue 1.5, drafts"
+"""As runs are by default."""
 ROUNDS = {8: 90, 16: 75, 64: 30}
 """Rounds per arm, by prompts per step."""
 QUICK_ROUNDS = {8: 10}
@@ -244,6 +255,11 @@ class Arm:
         return {key: tokens for r in self.rounds for key, tokens in r.trained.items()}
 
 
+def _drafting(config: RunConfig, draft_tokens: int) -> RunConfig:
+    engine = dataclasses.replace(config.rollout.engine, draft_tokens=draft_tokens)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
+
+
 def _surprise(command: Command) -> None:
     raise AssertionError(f"not expected here: {command}")
 
@@ -260,16 +276,20 @@ def _sampling(rollout: RolloutConfig, seed: int) -> SamplingParams:
 
 
 def run_size(
-    policy: Policy, config: RunConfig, prompts_per_step: int, num_rounds: int
+    policies: Sequence[Policy], config: RunConfig, prompts_per_step: int, num_rounds: int
 ) -> list[dict[str, Any]]:
-    """All arms at one round size; a row of results for each, the arm that waits for all first."""
+    """All arms at one round size; a row of results for each, the arm that waits for all first.
+    `policies`: with an engine that does not draft, and with one that does."""
     rollout = dataclasses.replace(config.rollout, prompts_per_step=prompts_per_step)
     config = dataclasses.replace(config, rollout=rollout)
-    for name, tail in ARMS.items():
-        warm = Arm(policy, config, name, tail, WARMUP_ROUNDS + 1)
+    for name, (tail, drafts) in ARMS.items():
+        warm = Arm(policies[drafts], config, name, tail, WARMUP_ROUNDS + 1)
         for _ in range(WARMUP_ROUNDS):
             warm.run_round()
-    arms = [Arm(policy, config, name, tail, num_rounds) for name, tail in ARMS.items()]
+    arms = [
+        Arm(policies[drafts], config, name, tail, num_rounds)
+        for name, (tail, drafts) in ARMS.items()
+    ]
     for number in range(num_rounds):
         first = number % len(arms)  # nobody always runs behind the same neighbour
         for arm in arms[first:] + arms[:first]:
@@ -342,14 +362,14 @@ def _speedup_interval(sync: Arm, arm: Arm) -> tuple[float, float]:
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     print(
-        f"{'P0xR0':7}{'arm':>12}{'mean s':>9}{'speed-up':>10}{'95 %':>14}{'awaited':>9}"
+        f"{'P0xR0':7}{'arm':>18}{'mean s':>9}{'speed-up':>10}{'95 %':>14}{'awaited':>9}"
         f"{'gen/kept':>10}{'length':>8}{'equal responses':>20}"
     )
     for row in rows:
         low, high = row["speedup_95"]
         equal = f"{row['num_equal']:,} of {row['num_responses']:,}"
         print(
-            f"{row['size']:7}{row['arm']:>12}{row['mean_s']:9.3f}{row['speedup']:10.2f}"
+            f"{row['size']:7}{row['arm']:>18}{row['mean_s']:9.3f}{row['speedup']:10.2f}"
             f"{f'{low:.2f}-{high:.2f}':>14}{row['awaited_share']:9.0%}"
             f"{row['generated_per_kept']:10.2f}{row['length_over_sync']:8.3f}{equal:>20}"
         )
@@ -368,9 +388,8 @@ def check(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         size, arm = row["size"], row["arm"]
         target = TARGETS.get(int(size.split("x")[0]))
         if arm == "off":
-            checks.append(
-                _at_least(f"longest over median at {size}", MIN_TAIL_RATIO, row["max_over_median"])
-            )
+            tail = row["max_over_median"]
+            checks.append(_at_least(f"longest over median at {size}", MIN_TAIL_RATIO, tail))
         elif arm == "published":
             continue
         else:
@@ -404,13 +423,14 @@ def main() -> int:
     plan = QUICK_ROUNDS if args.quick else ROUNDS
     sizes = args.sizes or list(plan)
     config = load_workload(args)
-    policy = load_policy(config, threads=args.threads)
+    policies = [load_policy(_drafting(config, tokens), threads=args.threads) for tokens in (0, 15)]
     rows: list[dict[str, Any]] = []
     for size in sizes:
         num_rounds = args.rounds or plan.get(size, 30)
-        rows += (new := run_size(policy, config, size, num_rounds))
+        rows += (new := run_size(policies, config, size, num_rounds))
         print_rows(new)
-    asyncio.run(policy.engine.close())
+    for policy in policies:
+        asyncio.run(policy.engine.close())
     checks = check(rows)
     for item in checks:
         verdict = "met" if item["met"] else "NOT MET"
