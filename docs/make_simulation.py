@@ -910,12 +910,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def filled(text: str) -> str:
+def filled(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with every table as it is now."""
 
     def fill(place: re.Match[str]) -> str:
         name = place.group(1)
-        return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+        return f"<!-- table: {name} -->\n{tables[name]()}\n<!-- end -->"
 
     return _PLACE.sub(fill, text)
 

@@ -1,15 +1,19 @@
-"""Draws docs/tail-batching-lengths.png and docs/tail-batching-pool.png, both simulated here.
+"""The pictures and tables of docs/tail-batching.md.
 
-python docs/make_tail_batching.py
+python docs/make_tail_batching.py [--tables]
+
+The pictures are simulated here; the tables are those of the committed results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from make_simulation import filled, result, table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -200,9 +204,122 @@ def draw_pool() -> None:
     save(made, "pool")
 
 
+# -- tables -----------------------------------------------------------------------------
+
+
+def order_only_table() -> str:
+    """Every setting, all seeds together."""
+    rows = result("order_only")["rows"]
+    configs = list(dict.fromkeys(row["config"] for row in rows))
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells: list[object] = [arm]
+        for config in configs:
+            own = [row for row in rows if (row["config"], row["arm"]) == (config, arm)]
+            num, equal, carried = (
+                sum(row[key] for row in own) for key in ("responses", "equal", "deferred_responses")
+            )
+            cells.append(f"{equal:,} of {num:,} ({carried:,} carried)")
+        lines.append(cells)
+    return table(("equal responses", *configs), lines)
+
+
+def carry_exact_table() -> str:
+    names = {
+        "quickstart": "quickstart, real updates",
+        "wide vocabulary": "3,001 tokens in the vocabulary, random model",
+    }
+    found = result("carry_exact")
+    rows = [
+        [text, *(f"{found[name][key]:,}" for key in ("tokens", "aborts", "different", "ties"))]
+        for name, text in names.items()
+    ]
+    return table(("", "tokens compared", "aborts", "different", "ties"), rows)
+
+
+def tail_batching_table() -> str:
+    rows = result("tail_batching")["rows"]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells: list[object] = [arm]
+        for size in sizes:
+            (row,) = [row for row in rows if (row["arm"], row["size"]) == (arm, size)]
+            low, high = row["speedup_95"]
+            cells.append(f"{row['speedup']:.2f} ({low:.2f}-{high:.2f})")
+        own = [row for row in rows if row["arm"] == arm]
+        generated = [row["generated_per_kept"] for row in own]
+        shifts = [row["length_over_sync"] - 1 for row in own]
+        cells.append(f"{min(generated):.2f}-{max(generated):.2f}")
+        cells.append("0" if not any(shifts) else f"{min(shifts):+.1%} to {max(shifts):+.1%}")
+        lines.append(cells)
+    return table(("over `off`", *sizes, "generated per trained", "length shift"), lines)
+
+
+def learning_table() -> str:
+    found = result("learning")
+    rows = [
+        [text, *(f"{found[name][key]:{form}}" for key in ("mean", "low", "high"))]
+        for name, text, form in (
+            ("shift", "length shift, as it is by default", "+.1%"),
+            ("shift_published", "length shift, as published", "+.1%"),
+            ("on_minus_off", "final pass@1, with tail batching minus without", "+.3f"),
+            ("off_over_on_rollout_s", "rollout seconds, without over with", ".2f"),
+            ("off_over_on_seconds_to_goal", "seconds to the same pass@1, without over with", ".2f"),
+        )
+    ]
+    return table(("", "mean", "95 % from", "to"), rows)
+
+
+def drafts_table() -> str:
+    rows = []
+    for one in result("drafts")["results"]:
+        for kind in ("plain", "long"):
+            part = one[kind]
+            rows.append(
+                [
+                    f"{one['prompts']} x {one['samples_per_prompt']}, {kind} rounds",
+                    f"{part['steps_fewer']:.0%}",
+                    f"{part['round_speed']['ratio']:.2f}",
+                    f"{part['last_tenth_speed']['ratio']:.2f}",
+                    f"{one['different_responses']} of {one['responses']:,}",
+                ]
+            )
+    head = ("quickstart", "decode steps fewer", "round faster", "last tenth faster")
+    return table((*head, "responses that differ"), rows)
+
+
+def noise_table() -> str:
+    rows = []
+    for row in result("noise")["real"]:
+        own = row["longest"]
+        if row["updates"] == 1:
+            cells = [f"{own[key]:.4f}" for key in ("tv", "inversion", "rounds", "bound")]
+            kept = own["prefix_kept"]
+            prefix = [f"{kept[key]:.0%}" for key in ("inversion", "rounds")]
+            rows.append([f"quickstart, step {row['step']}", *cells, *prefix])
+    head = ("per token, one update", "total variation", "inversion", "ours", "bound")
+    return table((*head, "prefix kept: inversion", "ours"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "order_only": order_only_table,
+    "carry_exact": carry_exact_table,
+    "tail_batching": tail_batching_table,
+    "learning": learning_table,
+    "drafts": drafts_table,
+    "noise": noise_table,
+}
+PAGE = DOCS / "tail-batching.md"
+
+
 def main() -> None:
-    draw_pool()
-    draw_lengths()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", action="store_true", help="draw nothing")
+    if not parser.parse_args().tables:
+        draw_pool()
+        draw_lengths()
+    PAGE.write_text(filled(PAGE.read_text(), TABLES))
 
 
 if __name__ == "__main__":

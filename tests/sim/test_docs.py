@@ -31,6 +31,19 @@ def test_tables_are_up_to_date(making: ModuleType) -> None:
     assert making.filled(text) == text, "run: python docs/make_simulation.py --tables"
 
 
+def test_tables_of_tail_batching_are_up_to_date(making: ModuleType) -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        page = importlib.import_module("make_tail_batching")
+    finally:
+        sys.path.pop(0)
+    text = page.PAGE.read_text()
+    filled = making.filled(text, page.TABLES)
+    assert filled == text, "run: python docs/make_tail_batching.py --tables"
+    places = re.findall(r"<!-- table: (\w+) -->", text)
+    assert sorted(places) == sorted(page.TABLES)
+
+
 def test_every_table_has_a_place(making: ModuleType) -> None:
     places = re.findall(r"<!-- table: (\w+) -->", making.PAGE.read_text())
     assert sorted(places) == sorted(making.TABLES)
