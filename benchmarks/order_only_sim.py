@@ -37,6 +37,8 @@ FIRST_SEED = 3000
 
 VERL, PUBLISHED = ("system=verl",), ("system=rollpacker-published",)
 OURS = ("system=rollpacker",)
+QUEUE = ("tail_batching.stragglers=queue", "tail_batching.prompt_factor=1.5")
+"""What a run does by default."""
 NO_COMPLEMENT = "tail_batching.complement=false"
 DRAFTS = {"alone": 0.41, "siblings": 0.57}
 """Acceptance of drafts: 1.70 and 2.32 tokens a step, published for Seer (arXiv 2511.14617)."""
@@ -77,12 +79,14 @@ def run(job: Job) -> dict[str, float]:
 
 def arms() -> dict[str, tuple[str, ...]]:
     found = {"verl": VERL, "published": PUBLISHED, "mismatch 0": OURS}
+    found["queue, mismatch 0"] = (*OURS, *QUEUE)
     for name, acceptance in DRAFTS.items():
         drafts = f"rollout.drafts={{acceptance: {acceptance}}}"
         found[f"mismatch 0, drafts {name}"] = (*OURS, drafts)
     for rate in RATES:
         at = (*OURS, f"carry.mismatch={rate}")
         found[f"mismatch {rate:.0e}"] = at
+        found[f"queue, mismatch {rate:.0e}"] = (*at, *QUEUE)
         found[f"mismatch {rate:.0e}, no complement"] = (*at, NO_COMPLEMENT)
     return found
 
