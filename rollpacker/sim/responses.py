@@ -84,10 +84,8 @@ class Responses:
         self.redraws: dict[int, int] = {}
         """Of those that had any: turns taken so far, beyond the first."""
         self.keys: dict[SampleId, int] = {}
-        self._floors: dict[int, int] = {}
-        """Of those that were cut off by an earlier launch."""
-        self._ceilings: dict[int, int] = {}
-        """Of those that were deferred."""
+        self._bounds: dict[int, tuple[int, int]] = {}
+        """Floor and ceiling of those that were deferred."""
         self.verified = Verified()
         self._turns: dict[int, list[int]] = {}
         """Lengths of the turns to come, the next one last."""
@@ -121,8 +119,9 @@ class Responses:
     def clear(self) -> None:
         for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
             known.clear()
-        for few in (self.reached, self.kept, self.redraws, self._floors, self._ceilings):
+        for few in (self.reached, self.kept, self.redraws):
             few.clear()
+        self._bounds.clear()
         self._turns.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
@@ -183,7 +182,7 @@ class Responses:
             if draw is None:
                 continue
             self.lengths[key], self.noises[key] = draw.length, noise._replace(attempt=draw.attempt)
-            self._floors[key], self._ceilings[key] = draw.floor, draw.ceiling
+            self._bounds[key] = draw.floor, draw.ceiling
             tokens = self.done[key] if carried else draw.tokens
             if exact and tokens:
                 self.kept[key] = tokens
@@ -201,8 +200,8 @@ class Responses:
             self.verified.num_mismatches += kept < num_tokens
             self.kept[key] = self.done[key] = kept
             if self._tail.complement:
-                floor = self._floors[key]
-                ceiling = math.inf if floor or kept == num_tokens else self._ceilings[key]
+                floor, grown = self._bounds[key]
+                ceiling = math.inf if floor or kept == num_tokens else grown
         turns = [self.lengths[key]]
         if kept < num_tokens:
             self.noises[key] = noise
@@ -225,7 +224,7 @@ class Responses:
             if sample.prompt in ceilings:
                 noise, length = self.noises[key], self.lengths[key]
                 tokens = self.reached.get(key, length)
-                floor = max(self._floors.get(key, 0), self.reached.get(key, 0))
+                floor = max(self._bounds.get(key, (0, 0))[0], self.reached.get(key, 0))
                 draw = Draw(length, tokens, self._version, noise.attempt, floor, 0)
                 left[noise.prompt, noise.index] = draw
                 ceilings[sample.prompt] = max(ceilings[sample.prompt], floor or tokens)
