@@ -170,6 +170,8 @@ class _Search:
         if kept and (kept[0].is_clear or not self._keeps(now)):
             best = kept[0]
             reasons = self._explain(best, seeds)
+        elif without is not None and not self._keeps(now):
+            best = without  # nothing else keeps the lengths
         oracle = None
         if base.oracle is not None:
             steps = math.ceil(budget.steps / base.oracle_period) * base.oracle_period

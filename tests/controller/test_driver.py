@@ -56,8 +56,8 @@ _SAMPLE = SampleId(PromptId("train", 0, 5), 1, 0)
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        (TailBatchingConfig(), {RoundKind.SHORT, RoundKind.FLUSH}),
-        (TailBatchingConfig(stragglers="queue"), {RoundKind.SHORT, RoundKind.LONG}),
+        (TailBatchingConfig(stragglers="pool"), {RoundKind.SHORT, RoundKind.FLUSH}),
+        (TailBatchingConfig(), {RoundKind.SHORT, RoundKind.LONG}),
         (TailBatchingConfig(carry="none"), {RoundKind.SHORT, RoundKind.LONG}),
         (TailBatchingConfig(selection="published"), {RoundKind.SHORT, RoundKind.LONG}),
     ],

@@ -26,7 +26,7 @@ from rollpacker.rollout.engine import GenerationRequest
 from tests.controller.fakes import FakeEngine, drive, make, run_config
 
 QUEUE = TailBatchingConfig(prompt_factor=1.5, stragglers="queue")
-POOL = TailBatchingConfig(prompt_factor=1.5)
+POOL = TailBatchingConfig(prompt_factor=1.5, stragglers="pool")
 
 
 class DriftingEngine(FakeEngine):

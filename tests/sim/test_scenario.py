@@ -297,12 +297,12 @@ def test_an_unknown_system_to_compare_with(path: Path) -> None:
 
 def test_what_a_kind_takes_when_nothing_is_said() -> None:
     code = RewardStage(kind="code", share=1.0)
-    assert (code.num_workers, code.limit_s, code.correct_within_s) == (62, 30.0, 2.8)
+    assert (code.num_workers, code.limit_s, code.correct_within_s) == (57, 30.0, 2.8)
     assert code.seconds_law is not None and max(code.seconds_law.values()) == 31.3
     assert RewardStage(kind="code", share=1.0, seconds_quantiles={0.5: 9}).correct_within_s == 30.0
     assert RewardStage(kind="code", share=1.0, slowest_correct_s=5.0).correct_within_s == 5.0
     judge = RewardStage(kind="judge", share=1.0)
-    assert (judge.num_workers, judge.seconds_law) == (1, {0.5: 1 / 5.9})
+    assert (judge.num_workers, judge.seconds_law) == (1, {0.5: 1 / 5.49})
     math = RewardStage(kind="math", share=1.0)
     assert (math.num_workers, math.seconds_law) == (64, {0.5: 0.01})
     none = RewardStage(kind="none", share=1.0)

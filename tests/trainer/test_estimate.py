@@ -281,9 +281,9 @@ def test_lines_name_everything(folder):
 @pytest.mark.parametrize(
     ("tail", "prompts"),
     [
-        (TailBatchingConfig(), 2),
-        (TailBatchingConfig(prompt_factor=2.0), 8),
-        (TailBatchingConfig(stragglers="queue"), 7 + 2),
+        (TailBatchingConfig(stragglers="pool", prompt_factor=1.25), 2),
+        (TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 8),
+        (TailBatchingConfig(), 7 + 4),
         (TailBatchingConfig(prompt_factor=1.5, tiers=(Tier(prompt_factor=1.25),)), 9 + 7 + 4),
     ],
     ids=["pool", "wide pool", "queue", "tier"],
