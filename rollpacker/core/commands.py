@@ -120,8 +120,8 @@ class StartGradients:
 class TrainOn:
     """One optimizer step on these groups; answered by `Trained`.
 
-    Groups are in launch order and the samples of a group in index order, whatever order they
-    finished in. Every sample listed has a verdict.
+    Groups are in the order in which their prompts came to the round, and the samples of a group in
+    index order, whatever order they finished in. Every sample listed has a verdict.
     """
 
     step: int

@@ -194,15 +194,19 @@ class _Play:
         if not rows.size:
             return extra
         kept, classes = first[rows, places], groups.classes[rows]
-        floors = groups.floors[rows, places] if self._order.complement else np.zeros_like(kept)
+        floors, ceilings = np.zeros_like(kept), np.full_like(kept, np.iinfo(np.int64).max)
+        if self._order.complement:
+            floors = groups.floors[rows, places]
+            furthest = np.where(groups.floors > 0, groups.floors, before).max(axis=1)
+            ceilings = np.where(floors > 0, ceilings, furthest[rows])
         lengths = self._beyond(classes, kept)
         wasted = np.zeros_like(lengths)
         for _ in range(MAX_TURNS):
-            short = np.flatnonzero(lengths <= floors)
-            if not short.size:
+            wrong = np.flatnonzero((lengths <= floors) | (lengths > ceilings))
+            if not wrong.size:
                 break
-            wasted[short] += lengths[short] - kept[short]
-            lengths[short] = self._beyond(classes[short], kept[short])
+            wasted[wrong] += np.minimum(lengths[wrong], ceilings[wrong]) - kept[wrong]
+            lengths[wrong] = self._beyond(classes[wrong], kept[wrong])
         groups.lengths[rows, places] = lengths
         if self._order.carries:
             groups.reached[rows, places] = kept
