@@ -77,9 +77,7 @@ def defer(carrying: CarriedTokens) -> None:
 
 
 def carried(*tokens: int, floor: int = 0, ceiling: int | None = None) -> Carried:
-    return Carried(
-        tokens=tokens, log_probs=(LOG_PROB,) * len(tokens), floor=floor, ceiling=ceiling
-    )
+    return Carried(tokens=tokens, log_probs=(LOG_PROB,) * len(tokens), floor=floor, ceiling=ceiling)
 
 
 def test_whole_and_cut_responses_are_taken_up_by_the_next_launch() -> None:

@@ -26,7 +26,9 @@ QUANTILES = {0.1: 100, 0.5: 500, 0.95: 2000, 0.99: 4096}
 
 
 def small(mismatch: float = 0.0, **settings: Any) -> Scenario:
-    tail = TailBatchingConfig(**{"stragglers": "pool", "prompt_factor": 1.5, **settings.pop("tail", {})})
+    tail = TailBatchingConfig(
+        **{"stragglers": "pool", "prompt_factor": 1.5, **settings.pop("tail", {})}
+    )
     return Scenario(
         **{
             "name": "small",

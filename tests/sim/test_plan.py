@@ -136,7 +136,9 @@ def test_round_shares_of_special_cases() -> None:
     only_samples = TailBatchingConfig(selection="published", prompt_factor=1.0, sample_factor=1.25)
     assert round_shares(only_samples, 64) == {"short": 1.0}
     assert round_shares(TailBatchingConfig(prompt_factor="auto"), 64) is None
-    assert round_shares(TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 64) == {"short": 1.0}
+    assert round_shares(TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 64) == {
+        "short": 1.0
+    }
     queue = TailBatchingConfig(prompt_factor=1.5, stragglers="queue")
     assert round_shares(queue, 64) == {"short": 2 / 3, "long": 1 / 3}
 
