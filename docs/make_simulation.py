@@ -111,7 +111,7 @@ def plain(axes: Axes, *sides: str) -> None:
 
 
 def save(made: Figure, name: str) -> None:
-    path = DOCS / f"simulation-{name}.png"
+    path = DOCS / f"{name}.png"
     made.savefig(path, facecolor="white")
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KiB")
 
@@ -152,7 +152,7 @@ def draw_breakdown(runs: Mapping[Job, SystemResult]) -> None:
     handles: list[Any] = [Patch(color=COLOURS[s], label=STAGE_NAMES[s]) for s in STAGES]
     handles += axes.plot([], [], color="black", linewidth=2, label="published mean")
     made.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=10)
-    save(made, "breakdown")
+    save(made, "simulation-breakdown")
 
 
 def _inside(stage: str) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def draw_factors(runs: Mapping[Job, SystemResult]) -> None:
     bar.set_label("mean seconds of a step", fontsize=10)
     bar.ax.tick_params(labelsize=9)
     bar.outline.set_visible(False)
-    save(made, "factors")
+    save(made, "simulation-factors")
 
 
 MARKS: Mapping[str, tuple[str, str, str]] = {
@@ -274,7 +274,7 @@ def draw_shift(runs: Mapping[Job, SystemResult]) -> None:
     axes.set_ylabel("mean seconds of a step, 14B at 16k", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=10)
-    save(made, "shift")
+    save(made, "simulation-shift")
 
 
 def _special(axes: Axes, result: SystemResult, marker: str, size: float, label: str) -> None:
@@ -389,7 +389,7 @@ def draw_timeline() -> None:
     handles: list[Any] = grid[0].get_legend_handles_labels()[0]
     handles += [Patch(color=COLOURS[s], label=f"GPUs: {STAGE_NAMES[s]}") for s in STAGES]
     made.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=10)
-    save(made, "rounds")
+    save(made, "simulation-rounds")
 
 
 def _draw_counts(axes: Axes, shown: Round) -> None:

@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from make_simulation import filled, result, table
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from make_simulation import figure, filled, plain, result, save, table
 from matplotlib.patches import Patch
 
 from rollpacker.core.commands import Launch, TrainOn
@@ -50,27 +47,6 @@ def records_of(*overrides: str) -> list[Record]:
     records: list[Record] = []
     simulate(load_scenario(SCENARIO, overrides), observe=records.append)
     return records
-
-
-def figure(width: float, height: float) -> Figure:
-    """Inches; shown 900 pixels wide, 9 points are 12 pixels."""
-    made = Figure(figsize=(width, height), dpi=150)
-    FigureCanvasAgg(made)
-    made.set_layout_engine("constrained")
-    return made
-
-
-def plain(axes: Axes, *sides: str) -> None:
-    """Without a frame but for these sides."""
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(side in sides)
-    axes.tick_params(labelsize=9, colors=INK, length=0 if not sides else 3)
-
-
-def save(made: Figure, name: str) -> None:
-    path = DOCS / f"tail-batching-{name}.png"
-    made.savefig(path, facecolor="white")
-    print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KiB")
 
 
 # -- lengths trained ----------------------------------------------------------------
@@ -120,7 +96,7 @@ def draw_lengths() -> None:
     axes.set_xlabel("tokens of a response", fontsize=9, color=INK)
     axes.set_ylabel("responses trained on\nthat are longer", fontsize=9, color=INK)
     axes.legend(frameon=False, fontsize=9, loc="lower left")
-    save(made, "lengths")
+    save(made, "tail-batching-lengths")
 
 
 # -- a pool -------------------------------------------------------------------------
@@ -201,7 +177,7 @@ def draw_pool() -> None:
     ]
     dot = axes.plot([], [], "o", ms=3.2, color=INK, label="trained on after this round")[0]
     axes.legend(handles=[*handles, dot], frameon=False, fontsize=9, loc="lower left")
-    save(made, "pool")
+    save(made, "tail-batching-pool")
 
 
 # -- tables -----------------------------------------------------------------------------

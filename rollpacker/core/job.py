@@ -130,7 +130,7 @@ class Job:
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Only verdicts are missing."""
+        """The engine is done; only verdicts are missing."""
         return self._round is not None and not self._round.num_in_engine
 
     @property

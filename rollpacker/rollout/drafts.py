@@ -32,8 +32,9 @@ MAX_KEPT_TOKENS = 1 << 20
 """Of finished responses, the newest ones."""
 STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
 """By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
-1 + a r, one that computes t tokens for each of them b + c r + d r t. Measured by
-`benchmarks/draft_costs.py` on models of 0.08 to 25 million parameters, which differ little."""
+1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after timings of
+the kind that `benchmarks/draft_costs.py` makes; c is a guess. `benchmarks/drafts.py` shows what
+comes of them."""
 LOOK_COST = (0.15, 0.05)
 """In the same units: looking for drafts, and per row that is looked at."""
 LOOK_SHARE = 0.01

@@ -53,8 +53,6 @@ class Extender:
     """Takes rows of a decoder on by more than a token at a time."""
 
     def __init__(self, decoder: Decoder, endings: Endings) -> None:
-        self.num_verified_tokens = 0
-        """Carried tokens that were looked at."""
         self._decoder = decoder
         self._rows = decoder.rows
         self._endings = endings
@@ -193,7 +191,6 @@ class Extender:
                 ceiling = self._carried(row).ceiling
                 if ceiling is not None and num_kept < len(self._carried(row).tokens):
                     self._rows.host_column("ceiling")[row] = ceiling
-                self.num_verified_tokens += min(num_kept + 1, len(self._carried(row).tokens))
         return int(self._rows.host_column("count")[first:].sum()) - kept
 
     def _carried(self, row: int) -> Carried:

@@ -425,7 +425,7 @@ def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
 
 def _order_neighbours(tail: TailBatchingConfig) -> list[Idea]:
     factor, wait = tail.factors.prompts, tail.max_deferrals
-    assert tail.carry is not None and tail.stragglers is not None
+    assert tail.carry is not None
     return [
         order_idea(
             moved,
