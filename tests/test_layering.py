@@ -15,11 +15,11 @@ PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
     *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
-    "trainer",
+    *("trackers", "trainer"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
-    "trainer.trainer",
+    *("trackers.tracker", "trainer.trainer", "callbacks"),
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("core", *CONTRACTS),
     "bus": ("core",),
     "sim": ("bus", "core", "config", "report"),
-    "report": ("core", "config"),
+    "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
     "rollout": (*NOUNS, "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
@@ -43,6 +43,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("bus", "core", "config", *CONTRACTS),
+    "callbacks": (),
+    "trackers": ("callbacks",),
     "did_you_mean": (),
     "imports": (),
     "warn_once": (),

@@ -1,0 +1,73 @@
+"""What a program can see and do while a run trains: `rollpacker.train(..., callbacks=[Mine()])`.
+
+Trackers (`rollpacker/trackers/`) are callbacks too, called after the program's own, so that they
+get the values which those have logged. Light: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+Metrics = Mapping[str, Any]
+"""A row of `metrics.jsonl` without its `step`: names as in docs/metrics.md, numbers and texts."""
+
+
+class RunningRun(Protocol):
+    """The run, as a callback sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def folder(self) -> Path:
+        """`runs_dir/name`, which exists."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration as plain values, as `config.yaml` holds it."""
+        ...
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the run is going to have. None: not known."""
+        ...
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step that it went on from. None: it began anew."""
+        ...
+
+    def log(self, name: str, value: float) -> None:
+        """Add a value to the row of the step or evaluation that is being told. Only inside
+        `on_step` and `on_evaluation`."""
+        ...
+
+    def samples(self) -> list[dict[str, Any]]:
+        """What was trained on in the step that is being told, or generated in the evaluation:
+        rows as in `samples/*.parquet`. Empty with `save_samples: false`."""
+        ...
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """End the run after the step at hand, with a checkpoint, as Ctrl-C does. Thread-safe."""
+        ...
+
+
+class Callback:
+    """Override what you need. The run waits while a method runs, and its seconds are shown. What a
+    method raises ends the run, resumable, and is named."""
+
+    def on_start(self, run: RunningRun) -> None:
+        """Everything is loaded; the first round begins."""
+
+    def on_step(self, run: RunningRun, step: int, metrics: Metrics) -> None:
+        """Step number `step`, counted from 1, is committed."""
+
+    def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
+        """The policy as it stands after `step` steps was evaluated."""
+
+    def on_end(self, run: RunningRun, reason: str | None) -> None:
+        """The run has ended; its reports are written. `reason`: why; None: by an error. Called once
+        after `on_start`, whatever happened."""

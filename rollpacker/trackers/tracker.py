@@ -1,0 +1,30 @@
+"""What a run's trackers are told to do (`trackers`). Light: no tracking library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerConfig:
+    """One tracker (`trackers[]`). A name alone, such as `trackers: [wandb]`, means its defaults."""
+
+    name: TrackerName
+    project: str | None = None
+    """None: `rollpacker`."""
+    run_name: str | None = None
+    """None: the run's name."""
+    samples_every_steps: int | None = 10
+    """How often a table of samples is sent. None: never."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the library's own call that opens a run, such as `entity` or `tags`."""
+
+    def __post_init__(self) -> None:
+        if self.samples_every_steps is not None and self.samples_every_steps < 1:
+            raise ValueError(
+                f"samples_every_steps must be at least 1, not {self.samples_every_steps}"
+            )
