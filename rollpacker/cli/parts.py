@@ -45,6 +45,12 @@ class Policy:
         return text
 
     @property
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """By their names in the config."""
+        held_out = {} if self.eval_prompts is None else {"eval": self.eval_prompts}
+        return {"train": self.train_prompts} | held_out
+
+    @property
     def mean_prompt_tokens(self) -> int:
         """Mean number of tokens of a training prompt, rounded."""
         rows = self.train_prompts.rows
@@ -65,7 +71,7 @@ def load_policy(
     from rollpacker.rewards.build import build_reward
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.table import ENGINES
-    from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
+    from rollpacker.trainer.model import context_tokens, end_tokens, load_model, load_tokenizer
 
     model_config = config.model
     if model_path is not None:
@@ -78,6 +84,7 @@ def load_policy(
         load_tokenizer(model_config.path),
         chat_template_kwargs=model_config.chat_template_kwargs,
         max_context_tokens=context_tokens(model_config.path),
+        end_tokens=end_tokens(model_config.path),
         max_response_tokens=max(
             config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
         ),
@@ -271,5 +278,6 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
         "model": fingerprint(config.model.path),
         "dtype": str(policy.loaded.dtype),
         "train_data": policy.train_prompts.fingerprint,
+        "chat": {name: prompts.chat for name, prompts in policy.prompt_sets.items()},
         "threads": policy.threads,
     }

@@ -131,6 +131,7 @@ def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardIn
         finish_reason=response.finish_reason,
         columns=row.columns,
         task=row.task,
+        messages=row.messages,
     )
 
 

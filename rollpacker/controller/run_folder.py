@@ -49,8 +49,12 @@ RESUME_MUST_KEEP = (
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""
 
-RESUME_MAY_DIFFER = ("rollout.engine",)
-"""Exceptions to that: they change speed, not the rules."""
+RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
+"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is compared
+by identity."""
+
+ADDED_LATER = ("chat", "max_failed_calls")
+"""Last parts of keys that configs of earlier versions lack."""
 
 
 class RunFolder:
@@ -204,16 +208,20 @@ def check_resume(
     refused: list[str] = []
     harmless: list[str] = []
     for key, old, new in changes:
+        if old is None and key.rpartition(".")[2] in ADDED_LATER:
+            continue
         text = f"{key}: {old!r} -> {new!r}"
         must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
         (refused if must_keep else harmless).append(text)
+    chat = _chat_changes(before, now)
     for key, meaning in (
         ("model", "the model's or tokenizer's files"),
         ("dtype", "the weights' dtype"),
         ("train_data", "the training data"),
     ):
-        if before[key] != now[key]:
+        if before[key] != now[key] and not (key == "train_data" and chat):
             refused.append(f"{meaning} changed since the run began")
+    refused += chat
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "
@@ -221,6 +229,19 @@ def check_resume(
             + "\nundo the change, or start a new run with another name=..."
         )
     return harmless
+
+
+def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Data sets whose text prompts go through the chat template now and did not, or the other way
+    round. A run of an earlier version rendered none unless there was a system prompt."""
+    began = before.get("chat", {})
+    words = {True: "rendered by the chat template", False: "plain texts"}
+    return [
+        f"data.{name}: prompts were {words[not renders]} when the run began, and are"
+        f" {words[renders]} now: set data.{name}.chat={str(not renders).lower()} to go on as it was"
+        for name, renders in now.get("chat", {}).items()
+        if renders != began.get(name, False)
+    ]
 
 
 def _tells_of_a_checkpoint(log: Path) -> bool:

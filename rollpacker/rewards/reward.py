@@ -24,7 +24,7 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """As in the dataset: text or chat messages."""
+    """As in the dataset: text or chat messages. Functions get completions of the same kind."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]
@@ -34,6 +34,13 @@ class RewardInput:
     task: str | None = None
     """What the row's task column says; rewards choose their samples by it. None: nothing is
     routed."""
+    messages: list[dict[str, str]] | None = None
+    """What the chat template made the prompt of. None: it had no part in it."""
+
+    @property
+    def asked(self) -> str | list[dict[str, str]]:
+        """What the model was asked, as it was: what judges and reward models go by."""
+        return self.prompt if self.messages is None else self.messages
 
 
 class Cause(StrEnum):

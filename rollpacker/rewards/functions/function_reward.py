@@ -45,6 +45,7 @@ class RewardFunction:
         asked about rows too."""
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
+        self._is_built_in = factory is not None
         self._cwd = str(Path.cwd())
         spec, is_factory = factory or config.function, factory is not None
         self._load = pickle.dumps((spec, is_factory, dict(config.arguments)))
@@ -187,6 +188,8 @@ class RewardFunction:
         return self._verdicts(reply, len(samples))
 
     def _payload(self, samples: Sequence[RewardInput]) -> bytes:
+        if self._is_built_in:
+            samples = [dataclasses.replace(sample, prompt=sample.asked) for sample in samples]
         args, named = self._binding.bind(samples)
         return pickle.dumps((self._binding.shape, len(samples), args, named))
 
