@@ -65,7 +65,7 @@ class Commits:
             await self.evaluator.evaluate(command.step)
         if command.checkpoint:
             write = in_daemon_thread(
-                write_checkpoint,
+                partial(write_checkpoint, run=self.folder.parent),
                 self.folder,
                 command.step,
                 self._state(job_state),

@@ -4,7 +4,8 @@ runs/NAME/
     config.yaml       as resolved                 metrics.jsonl   one row a step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
-    identity.json     what a resume must find     summary.json, trace.json, timeline.png
+    model             link to the last one's      summary.json, trace.json, timeline.png
+    identity.json     what a resume must find
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 from rollpacker.controller.checkpoint import (
     CARRIED,
     FORMAT,
+    MODEL_LINK,
     Checkpoint,
     has_checkpoint,
+    link_model,
     newest_checkpoint,
     tidy,
 )
@@ -127,6 +130,9 @@ class RunFolder:
         for pattern in _OWN_FILES:
             for path in self.path.glob(pattern):
                 path.unlink()
+        for link in [self.path / MODEL_LINK, *self.path.glob(f"{MODEL_LINK}.tmp-*")]:
+            if link.is_symlink():
+                link.unlink()
         for name, path in folders.items():
             if path.is_symlink():
                 for written in [one for own in _OWN_FOLDERS[name] for one in path.glob(own)]:
@@ -150,6 +156,7 @@ class RunFolder:
                     "--from read the run as it is"
                 )
             tidy(self.checkpoints, newest)
+            link_model(self.path, newest.folder)
             return newest
         for log in (self.events, self.events.with_suffix(".lost.jsonl")):
             if log.exists() and _tells_of_a_checkpoint(log):

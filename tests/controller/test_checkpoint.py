@@ -257,6 +257,26 @@ def test_what_a_kill_left_half_done_is_tidied(run: RunFolder) -> None:
     assert not list(run.checkpoints.glob("*.tmp-*"))
 
 
+def test_the_last_model_is_where_a_link_says(run: RunFolder) -> None:
+    link = run.path / "model"
+    for step in (4, 5):
+        write_checkpoint(run.checkpoints, step, {}, save, 1, run=run.path)
+        assert link.resolve() == (run.checkpoints / f"step_{step:06d}" / "model").resolve()
+    link.unlink()
+    link.symlink_to("checkpoints/step_000004/model")  # a kill came between checkpoint and link
+    run.find_checkpoint()
+    assert link.readlink() == Path("checkpoints/step_000005/model")
+    run.clear()
+    assert not link.is_symlink()
+
+
+def test_what_the_user_calls_model_stays(run: RunFolder) -> None:
+    (run.path / "model").mkdir()
+    write_checkpoint(run.checkpoints, 4, {}, save, 1, run=run.path)
+    run.clear()
+    assert (run.path / "model").is_dir()
+
+
 def test_a_run_of_another_version_is_refused_by_one_message(run: RunFolder) -> None:
     folder = write(run.checkpoints, 4)
     manifest = json.loads((folder / "manifest.json").read_text())
