@@ -15,6 +15,7 @@ from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.dataset import TRAIN
 
 if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.core.job import Job
@@ -268,6 +269,12 @@ def build_carried(
     waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]
     expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waiting}
     return CarriedTokens(tail, read_carried(checkpoint.folder, tokenizer, expected))
+
+
+def build_trackers(config: RunConfig) -> list[Callback]:
+    """Who shows the run elsewhere. Each is told of a step when its row of `metrics.jsonl` is
+    written."""
+    return []
 
 
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""One process's share of a run: it takes the folder, loads and joins the parts, drives them."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.cli.driving import INTERRUPTED, drive, run_to_end
+
+if TYPE_CHECKING:
+    from rollpacker.cli.parts import Policy
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.checkpoint import Checkpoint
+    from rollpacker.controller.driver import Controller
+    from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.core.records import Observer
+    from rollpacker.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One process's share of a run."""
+
+    config: RunConfig
+    folder: RunFolder
+    stack: ExitStack
+    _: KW_ONLY
+    resume: bool
+    overwrite: bool
+    _controller: Controller | None = field(default=None, init=False)
+
+    def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
+        """Load everything and put it together. `watch` is when the process began to work."""
+        from rollpacker.cli import parts as build
+        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.hand_over import hand_over_weights
+        from rollpacker.controller.samples import SampleWriter
+
+        config, folder = self.config, self.folder
+        checkpoint = self._find_checkpoint()
+        if self.resume and checkpoint is None:
+            logger.warning("the run ended before its first checkpoint; it begins anew")
+        before = folder.read_identity() if checkpoint else {}
+        ranks = build.start_trainer_processes(config)
+        if ranks is not None:
+            self.stack.callback(ranks.close)
+        policy = build.load_policy(config, threads=before.get("threads"))
+        identity = build.identity(config, policy)
+        if checkpoint is not None:
+            self._check_identity(before, identity)
+        cursor = build.build_cursor(config, policy, checkpoint)
+        job = self._job(checkpoint, cursor, policy)
+        tokenizer = build.tokenizer_fingerprint(policy)
+        carried = build.build_carried(config, checkpoint, job, tokenizer)
+        self._take_folder(checkpoint, identity)
+        trainer = build.build_trainer(config, policy, ranks)
+        self.stack.callback(trainer.close)
+        if checkpoint is not None:
+            _load(trainer, checkpoint.folder)
+        run_to_end(hand_over_weights(trainer, policy.engine, trainer.version))
+        time_s = checkpoint.state["time_s"] if checkpoint else 0.0
+        watching = self._observers(checkpoint, policy, display=display) + list(observers)
+        log = LogWriter(folder.events)
+        self.stack.callback(log.close)
+        for observer in watching:
+            self.stack.callback(observer.close)
+        parts = Parts(
+            job=job,
+            engine=policy.engine,
+            trainer=trainer,
+            reward=policy.reward,
+            prompts=policy.train_prompts,
+            eval_prompts=policy.eval_prompts,
+            cursor=cursor,
+            build_samples=build.build_samples_function(config),
+            decode=policy.decode,
+            log=log,
+            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            carried=carried,
+            tokenizer=tokenizer,
+            observers=watching,
+        )
+        seconds = time.perf_counter() - watch
+        self._controller = Controller(
+            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+        )
+        marks = build.marks(config, policy)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._controller.open(started_at=now, began_s=time_s, marks=marks)
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        if not self.resume:
+            return None
+        return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+
+    def drive(self) -> str:
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
+        assert self._controller is not None
+        first = self._controller.parts.job.step
+        reason = run_to_end(drive(self._controller))
+        if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
+            logger.warning("nothing was left to do: %s", reason)
+        return reason
+
+    def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """A resume must find what the run began with."""
+        from rollpacker.config.document import ConfigError, parse_document, read_text
+        from rollpacker.config.load import differences, to_plain
+        from rollpacker.controller.errors import RunError
+        from rollpacker.controller.run_folder import check_resume
+
+        try:
+            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
+        except ConfigError as error:
+            raise RunError(
+                f"{error} This is what the run was started with, so it cannot be told whether "
+                "it is the same run. Restore the file, or begin anew with --overwrite"
+            ) from error
+        for change in check_resume(differences(old, to_plain(self.config)), before, now):
+            logger.warning("resuming with a change: %s", change)
+
+    def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
+        """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""
+        from rollpacker.config.load import save_config
+        from rollpacker.controller.event_log import cut_back
+        from rollpacker.controller.samples import cut_back as cut_back_samples
+
+        folder = self.folder
+        if checkpoint is not None:
+            state = checkpoint.state
+            cut_back(folder.events, state["log_bytes"], state["log_sha256"])
+            if folder.samples.is_dir():
+                cut_back_samples(folder.samples, checkpoint.step)
+        elif self.overwrite or self.resume:
+            folder.clear()
+        save_config(self.config, folder.config)
+        folder.write_identity(identity)
+
+    def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
+        from rollpacker.cli.parts import reward_kinds
+        from rollpacker.core.job import Job
+
+        config = self.config.job(
+            prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
+        )
+        if checkpoint is None:
+            return Job(config)
+        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+
+    def _observers(
+        self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
+    ) -> list[Observer]:
+        from rollpacker.cli.output import console
+        from rollpacker.report.live import LiveReport
+
+        rollout, train = self.config.rollout, self.config.train
+        steps = train.steps
+        if steps is None:
+            assert train.epochs is not None
+            rows = len(policy.train_prompts.rows) * train.epochs
+            steps = math.ceil(rows / rollout.prompts_per_step)
+        return [
+            LiveReport(
+                self.folder.path,
+                total_steps=steps,
+                resume=checkpoint is not None,
+                slots=rollout.engine.max_slots,
+                max_response_tokens=rollout.max_response_tokens,
+                console=console() if display else None,
+                show=display,
+            )
+        ]
+
+
+def _load(trainer: Trainer, checkpoint: Path) -> None:
+    from rollpacker.controller.errors import RunError
+    from rollpacker.trainer.trainer import TrainerStateError
+
+    try:
+        trainer.load(checkpoint)
+    except TrainerStateError as error:
+        raise RunError(
+            f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
+        ) from error
