@@ -21,7 +21,7 @@ _EXAMPLES = """\
 examples:
   rollpacker train configs/quickstart.yaml
   rollpacker train configs/quickstart.yaml rollout.prompts_per_step=32 train.learning_rate=1e-4
-  rollpacker train configs/quickstart.yaml --dry-run    the batch arithmetic; nothing is loaded
+  rollpacker train configs/quickstart.yaml --dry-run    batch arithmetic and the first prompt
   rollpacker train configs/quickstart.yaml --resume     goes on exactly where it stopped
   rollpacker report runs/quickstart                     the summary table again, and the timeline
   rollpacker simulate configs/scenarios/14b-16k.yaml --compare verl,rollpacker

@@ -54,7 +54,8 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        policy = build.load_policy(config, threads=before.get("threads"))
+        tell = _print if display else None
+        policy = build.load_policy(config, threads=before.get("threads"), tell=tell)
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity)
@@ -180,6 +181,12 @@ class Session:
                 show=display,
             )
         ]
+
+
+def _print(line: str) -> None:
+    from rollpacker.cli.output import console
+
+    console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _load(trainer: Trainer, checkpoint: Path) -> None:

@@ -65,6 +65,7 @@ class Evaluator:
         async def judge(places: Sequence[int]) -> None:
             batch = [inputs[place] for place in places]
             found = await self.reward.score(batch, timeout_s=limits[places[0]])
+            self.watch.check_rewards()
             verdicts.update(zip(places, found, strict=True))
 
         def lives() -> bool:

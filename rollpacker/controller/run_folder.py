@@ -235,7 +235,17 @@ def check_resume(
             + "\n  ".join(refused)
             + "\nundo the change, or start a new run with another name=..."
         )
-    return harmless
+    return harmless + _reward_changes(before, now)
+
+
+def _reward_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Reward functions whose file is not the one that judged the steps so far."""
+    began = before.get("rewards", {})
+    return [
+        f"{Path(found['file']).name} (reward {name}) has changed: from here on it judges anew"
+        for name, found in now.get("rewards", {}).items()
+        if name in began and began[name]["sha256"] != found["sha256"]
+    ]
 
 
 def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

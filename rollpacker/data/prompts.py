@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,29 @@ def load_prompts(
     if held_out is None:
         return train_set, None
     return train_set, finish("eval", held_out, Counter(), eval_chat)
+
+
+def load_few(
+    config: DataConfig,
+    split: str,
+    tokenizer: Any,
+    *,
+    rows: int = 1,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_context_tokens: int | None = None,
+    end_tokens: Collection[int] = (),
+) -> PromptSet:
+    """The prompts of the first rows of data set `split`, to be looked at; whatever their length.
+    Raises `DataError`."""
+    few = _of(config, split)
+    if few.kind != "reasoning_gym":  # whose rows depend on how many there are
+        few = replace(few, size=min(few.size or rows, rows))
+    config = replace(config, **{split: few}, eval_fraction=0.0)
+    chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
+    made = _made_rows(few, split, chat)[:rows]
+    limit = max_context_tokens or sys.maxsize
+    dropped: Counter[str] = Counter()
+    return _prompt_set(config, tokenizer, chat_template_kwargs, limit, split, made, dropped, chat)
 
 
 def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int:
