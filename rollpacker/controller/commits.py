@@ -64,16 +64,14 @@ class Commits:
         if command.evaluate:
             await self.evaluator.evaluate(command.step)
         if command.checkpoint:
-            write = in_daemon_thread(
-                partial(write_checkpoint, run=self.folder.parent),
-                self.folder,
-                command.step,
-                self._state(job_state),
-                partial(self._save, waiting),
-                self.keep_last,
-            )
+            state = self._state(job_state)
+            write = in_daemon_thread(self._write, command.step, state, waiting)
             await self.watch.by("checkpoint_s", write)
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+
+    def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
+        save = partial(self._save, waiting)
+        write_checkpoint(self.folder, step, state, save, self.keep_last, run=self.folder.parent)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.trainer.save(folder)
