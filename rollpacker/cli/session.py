@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.cli.driving import INTERRUPTED, drive, run_to_end
+from rollpacker.cli.driving import INTERRUPTED, Caller, drive
 
 if TYPE_CHECKING:
     from rollpacker.cli.parts import Policy
@@ -36,6 +36,9 @@ class Session:
     _: KW_ONLY
     resume: bool
     overwrite: bool
+    is_command: bool
+    """The process is this run's alone."""
+    caller: Caller = field(default_factory=Caller, init=False)
     _controller: Controller | None = field(default=None, init=False)
 
     def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
@@ -68,7 +71,7 @@ class Session:
         self.stack.callback(trainer.close)
         if checkpoint is not None:
             _load(trainer, checkpoint.folder)
-        run_to_end(hand_over_weights(trainer, policy.engine, trainer.version))
+        Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
         log = LogWriter(folder.events)
@@ -105,10 +108,10 @@ class Session:
         return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
 
     def drive(self) -> str:
-        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
         assert self._controller is not None
         first = self._controller.parts.job.step
-        reason = run_to_end(drive(self._controller))
+        reason = drive(self._controller, self.caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
         return reason

@@ -49,26 +49,48 @@ def train(
     """Run a config to its end.
 
     `observers` are fed every entry of the event log; `display` shows progress on the terminal.
+    An interrupt (Ctrl-C, a notebook's stop button, SIGTERM) ends the run after the step at hand,
+    saved; a second one at once, with `KeyboardInterrupt`.
+
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `NonFiniteError`, `DeadlineExceeded`, `OSError`; the run can then be resumed.
     """
-    from rollpacker.cli.session import Session
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.run_folder import RunFolder
 
-    watch = time.perf_counter()
     if not isinstance(config, RunConfig):
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
+    return run_to_end(
+        config, resume=resume, overwrite=overwrite, display=display, observers=observers
+    )
+
+
+def run_to_end(
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    display: bool,
+    observers: Sequence[Observer] = (),
+    is_command: bool = False,
+) -> FinishedRun:
+    """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
+    it."""
+    from rollpacker.cli.session import Session
+    from rollpacker.controller.run_folder import RunFolder
+
+    watch = time.perf_counter()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
     path = Path(config.runs_dir).expanduser() / config.name
     with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)
         stack.callback(folder.close)
-        session = Session(config, folder, stack, resume=resume, overwrite=overwrite)
+        session = Session(
+            config, folder, stack, resume=resume, overwrite=overwrite, is_command=is_command
+        )
         session.prepare(watch, display=display, observers=observers)
         reason = session.drive()
         stack.pop_all().close()

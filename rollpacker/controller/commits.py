@@ -3,6 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -24,6 +25,9 @@ from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
 from rollpacker.data.dataset import Cursor
 from rollpacker.trainer.trainer import Trainer
+
+CLOSE_S = 10.0
+"""What the writing of a checkpoint may still take when the run is ended at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +70,12 @@ class Commits:
         if command.checkpoint:
             state = self._state(job_state)
             write = in_daemon_thread(self._write, command.step, state, waiting)
-            await self.watch.by("checkpoint_s", write)
+            try:
+                await self.watch.by("checkpoint_s", write)
+            except asyncio.CancelledError:
+                # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
+                await asyncio.wait({write}, timeout=CLOSE_S)
+                raise
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
 
     def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
