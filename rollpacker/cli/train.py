@@ -209,8 +209,7 @@ class _Session:
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
-        if checkpoint is not None:
-            _load(trainer, checkpoint.folder)
+        _load(trainer, checkpoint)
         _run(hand_over_weights(trainer, policy.engine, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
@@ -228,8 +227,11 @@ class _Session:
             cursor=cursor,
             build_samples=build.build_samples_function(config),
             decode=policy.decode,
+            render=policy.render,
             log=log,
-            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            samples=SampleWriter(folder.samples, folder.evaluations)
+            if config.save_samples
+            else None,
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
@@ -238,9 +240,8 @@ class _Session:
         self._controller = Controller(
             config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
-        marks = build.marks(config, policy)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._controller.open(started_at=now, began_s=time_s, marks=marks)
+        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -283,8 +284,8 @@ class _Session:
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])
-            if folder.samples.is_dir():
-                cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.evaluations, checkpoint.step)
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)
@@ -326,12 +327,13 @@ class _Session:
         ]
 
 
-def _load(trainer: Trainer, checkpoint: Path) -> None:
+def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     from rollpacker.controller.errors import RunError
     from rollpacker.trainer.trainer import TrainerStateError
 
     try:
-        trainer.load(checkpoint)
+        if checkpoint is not None:
+            trainer.load(checkpoint.folder)
     except TrainerStateError as error:
         raise RunError(
             f"{error}. The run cannot go on from there (`--overwrite` begins anew)"

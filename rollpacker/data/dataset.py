@@ -119,6 +119,8 @@ class PromptRow:
     columns: Mapping[str, Any]
     task: str | None = None
     """What its task column says."""
+    where: str = ""
+    """The file and line, or the dataset and row, that it came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,9 @@ def _prompt_set(
         dropped[TOO_LONG] = len(too_long)
         _report_too_long(name, len(rows), too_long, config, limit)
     kept = tuple(
-        PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task)
+        PromptRow(
+            prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task, where=row.where
+        )
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
     )
