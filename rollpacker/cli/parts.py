@@ -60,6 +60,12 @@ class Policy:
         assert isinstance(text, str), "a list of tokens is one text"
         return text
 
+    def render(self, tokens: Sequence[int]) -> str:
+        """The text with special tokens: what the model saw."""
+        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        assert isinstance(text, str), "a list of tokens is one text"
+        return text
+
     @property
     def mean_prompt_tokens(self) -> int:
         """Mean number of tokens of a training prompt, rounded."""

@@ -69,8 +69,7 @@ class Session:
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
-        if checkpoint is not None:
-            _load(trainer, checkpoint.folder)
+        _load(trainer, checkpoint)
         Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         watching = self._observers(checkpoint, policy, display=display) + list(observers)
@@ -88,8 +87,11 @@ class Session:
             cursor=cursor,
             build_samples=build.build_samples_function(config),
             decode=policy.decode,
+            render=policy.render,
             log=log,
-            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            samples=SampleWriter(folder.samples, folder.evaluations)
+            if config.save_samples
+            else None,
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
@@ -143,8 +145,8 @@ class Session:
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])
-            if folder.samples.is_dir():
-                cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.evaluations, checkpoint.step)
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)
@@ -192,12 +194,13 @@ def _print(line: str) -> None:
     console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _load(trainer: Trainer, checkpoint: Path) -> None:
+def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     from rollpacker.controller.errors import RunError
     from rollpacker.trainer.trainer import TrainerStateError
 
     try:
-        trainer.load(checkpoint)
+        if checkpoint is not None:
+            trainer.load(checkpoint.folder)
     except TrainerStateError as error:
         raise RunError(
             f"{error}. The run cannot go on from there (`--overwrite` begins anew)"

@@ -46,7 +46,7 @@ from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.reasons import Reasons
-from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.training import Training
@@ -79,6 +79,8 @@ class Parts:
     cursor: Cursor
     build_samples: BuildSamples
     decode: Decode
+    render: Decode
+    """Prompt tokens to text, special tokens included: what the model saw."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
@@ -126,6 +128,7 @@ class Controller:
             generate=self._generation.collect,
             reward=parts.reward,
             decode=parts.decode,
+            rows=self._evaluation_rows(),
         )
         bus.connect(*self._ports())
 
@@ -182,7 +185,8 @@ class Controller:
         parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
         rows = None
         if parts.samples is not None:
-            rows = SampleRows(desk, parts.samples, parts.prompts.rows, parts.reward.names)
+            prompts = PromptColumns(parts.prompts.rows, parts.render)
+            rows = SampleRows(desk, parts.samples, prompts, parts.reward.names)
         training = Training(
             *(bus, main, desk, watch),
             config=self.config,
@@ -215,6 +219,14 @@ class Controller:
             self._carried,
             Recorded(Drop),
         ]
+
+    def _evaluation_rows(self) -> EvaluationRows | None:
+        parts = self.parts
+        if parts.samples is None or parts.eval_prompts is None:
+            return None
+        prompts = PromptColumns(parts.eval_prompts.rows, parts.render)
+        threshold = self.config.eval.pass_threshold
+        return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""

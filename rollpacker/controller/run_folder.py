@@ -4,8 +4,8 @@ runs/NAME/
     config.yaml       as resolved                 metrics.jsonl   one row a step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
-    model             link to the last one's      summary.json, trace.json, timeline.png
-    identity.json     what a resume must find
+    model             link to the last one's      evaluations/    the same of evaluations
+    identity.json     what a resume must find     summary.json, trace.json, timeline.png
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "evaluations": ("step_*",),
 }
 """Folders of a run, and what it writes into them."""
 
@@ -71,6 +72,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
+        self.evaluations = path / "evaluations"
         self.config = path / "config.yaml"
         self._lock_file = path / "run.lock"
         self._made = [p for p in (path, *path.parents) if not p.exists()]

@@ -129,8 +129,13 @@ class PromptRow:
     columns: Mapping[str, Any]
     task: str | None = None
     """What its task column says."""
+<<<<<<< HEAD
     messages: list[dict[str, str]] | None = None
     """What the chat template made the tokens of. None: the text's own tokens."""
+=======
+    where: str = ""
+    """The file and line, or the dataset and row, that it came from."""
+>>>>>>> page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,11 +227,15 @@ def _prompt_set(
         _report_too_long(name, len(rows), too_long, config, limit)
     kept = tuple(
         PromptRow(
+<<<<<<< HEAD
             prompt=row.prompt,
             tokens=ids,
             columns=row.columns,
             task=row.task,
             messages=row.messages,
+=======
+            prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task, where=row.where
+>>>>>>> page
         )
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit

@@ -392,8 +392,9 @@ def make(
         cursor=cursor or PromptCursor("train", len(PROMPTS.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
+        render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples"),
+        samples=SampleWriter(folder / "samples", folder / "evaluations"),
         observers=[recorder],
     )
     controller = controller_class(
