@@ -85,7 +85,7 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
         program, *words = shlex.split(command)
         if program == "rollpacker":
             # The working folder stays off the module path: files in it must not hide modules.
-            words = ["-P", "-m", "rollpacker.cli.main", *words]
+            words = ["-P", "-m", "rollpacker", *words]
             words += ["--overwrite"] if overwrite else []
         print(f"\n{command}", flush=True)
         done = subprocess.run(
