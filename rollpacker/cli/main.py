@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
-VERBS = ("train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
+VERBS = ("init", "train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
 
 _EXAMPLES = """\
 examples:
+  rollpacker init quickstart                            a first run, in an empty folder
   rollpacker train configs/quickstart.yaml
   rollpacker train configs/quickstart.yaml rollout.prompts_per_step=32 train.learning_rate=1e-4
   rollpacker train configs/quickstart.yaml --dry-run    batch arithmetic and the first prompt
