@@ -1,11 +1,11 @@
 """Tail batching, deadlines and the idle report for TRL's `GRPOTrainer`. docs/trl.md has the page.
 
-    from rollpacker.trl import rollout_function
+from rollpacker.trl import rollout_function
 
-    rollout = rollout_function(dataset)
-    trainer = GRPOTrainer(
-        ..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout]
-    )
+rollout = rollout_function(dataset)
+trainer = GRPOTrainer(
+    ..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout]
+)
 """
 
 from rollpacker.trl.installed import SUPPORTED

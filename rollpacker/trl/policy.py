@@ -60,8 +60,9 @@ def prompt_tokens(
     prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]
 ) -> list[tuple[int, ...]]:
     """As TRL tokenizes them: a text as it is, messages by the chat template."""
+    encoded: Any
     if isinstance(prompts[0], str):
-        encoded = tokenizer(text=list(prompts))["input_ids"]
+        encoded = tokenizer(text=list(prompts))
     else:
         encoded = tokenizer.apply_chat_template(
             conversation=list(prompts),
@@ -69,5 +70,5 @@ def prompt_tokens(
             tokenize=True,
             return_dict=True,
             **chat_template_kwargs,
-        )["input_ids"]
-    return [tuple(tokens) for tokens in encoded]
+        )
+    return [tuple(tokens) for tokens in encoded["input_ids"]]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
@@ -57,7 +56,7 @@ def rollout_function(
     return RolloutFunction(dataset, TailBatchingConfig(**tail_batching), config, generation_s)
 
 
-class RolloutFunction(TrainerCallback):  # type: ignore[misc]
+class RolloutFunction(TrainerCallback):
     """Give it to the trainer three times: `train_dataset=rollout.dataset`, `rollout_func=rollout`,
     `callbacks=[rollout]`."""
 
@@ -207,7 +206,10 @@ class Prompts(Sequence[PromptRow]):
     """The data set's prompts, tokenized when they are first launched."""
 
     def __init__(
-        self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]
+        self,
+        rows: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any],
     ) -> None:
         self._rows = rows
         self._tokens = functools.cache(self._tokenize)
@@ -230,7 +232,7 @@ def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     """How often TRL asks for responses in so many optimizer steps. An epoch has
     `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
     one."""
-    every = args.steps_per_generation * args.num_iterations
+    every: int = args.steps_per_generation * args.num_iterations
     micro_steps = batches_per_epoch * every
     steps_per_epoch = math.ceil(micro_steps / args.gradient_accumulation_steps)
     epochs, steps = divmod(max_steps, steps_per_epoch)

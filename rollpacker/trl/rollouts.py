@@ -98,7 +98,9 @@ class Rollouts:
         self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self.bus.connect(self, self._carried, Recorded(Drop, CancelScore))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        session = Session(started_at=started_at, time_s=0.0, step=job.step, job=job.config.to_plain())
+        session = Session(
+            started_at=started_at, time_s=0.0, step=job.step, job=job.config.to_plain()
+        )
         self.bus.write(session)
 
     def routes(self) -> Routes:
@@ -225,9 +227,7 @@ CAUSES = {
 its evaluation, logs and checkpoints."""
 
 
-def wait_for(
-    found: Found, engine: Engine, limit_s: float, what: Callable[[], str]
-) -> Groups:
+def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
     """What is put there by the engine's thread, as long as the engine shows signs of life.
 
     Raises `DeadlineExceeded`, and whatever exception is put there.
