@@ -141,7 +141,9 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
     name = config.answer_column
     if name in (None, "answer"):
         return
-    other = (row for row in rows if row.columns.get("answer", row.columns[name]) != row.columns[name])
+    other = (
+        row for row in rows if row.columns.get("answer", row.columns[name]) != row.columns[name]
+    )
     if (first := next(other, None)) is not None:
         logger.warning(
             "data.%s: rewards get the column %s as `answer`; the rows' own column answer, which"
@@ -227,15 +229,12 @@ def _prompt_set(
         _report_too_long(name, len(rows), too_long, config, limit)
     kept = tuple(
         PromptRow(
-<<<<<<< HEAD
             prompt=row.prompt,
             tokens=ids,
             columns=row.columns,
             task=row.task,
             messages=row.messages,
-=======
-            prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task, where=row.where
->>>>>>> page
+            where=row.where,
         )
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
