@@ -57,8 +57,9 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        tell = _print if display else None
-        policy = build.load_policy(config, threads=before.get("threads"), tell=tell)
+        policy = build.load_policy(
+            config, threads=before.get("threads"), tell=_print if display else None
+        )
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity)
@@ -77,6 +78,7 @@ class Session:
         self.stack.callback(log.close)
         for observer in watching:
             self.stack.callback(observer.close)
+        samples = SampleWriter(folder.samples, folder.evaluations)
         parts = Parts(
             job=job,
             engine=policy.engine,
@@ -89,9 +91,7 @@ class Session:
             decode=policy.decode,
             render=policy.render,
             log=log,
-            samples=SampleWriter(folder.samples, folder.evaluations)
-            if config.save_samples
-            else None,
+            samples=samples if config.save_samples else None,
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
