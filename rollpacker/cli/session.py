@@ -9,18 +9,20 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
 
 if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.controller.driver import Controller
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
+    from rollpacker.report.live import LiveReport
     from rollpacker.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -38,10 +40,14 @@ class Session:
     overwrite: bool
     is_command: bool
     """The process is this run's alone."""
-    caller: Caller = field(default_factory=Caller, init=False)
+    display: bool
+    observers: Sequence[Observer]
+    callbacks: Sequence[Callback]
+    _caller: Caller = field(default_factory=Caller, init=False)
+    _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
 
-    def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
+    def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
         from rollpacker.controller.driver import Controller, Parts
@@ -58,7 +64,7 @@ class Session:
         if ranks is not None:
             self.stack.callback(ranks.close)
         policy = build.load_policy(
-            config, threads=before.get("threads"), tell=_print if display else None
+            config, threads=before.get("threads"), tell=_print if self.display else None
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:
@@ -73,7 +79,8 @@ class Session:
         _load(trainer, checkpoint)
         Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
-        watching = self._observers(checkpoint, policy, display=display) + list(observers)
+        live, self._audience = self._report_and_audience(checkpoint, policy)
+        watching = [live, *self.observers]
         log = LogWriter(folder.events)
         self.stack.callback(log.close)
         for observer in watching:
@@ -95,14 +102,14 @@ class Session:
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
+            audience=self._audience,
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
             config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
-        marks = build.marks(config, policy)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._controller.open(started_at=now, began_s=time_s, marks=marks)
+        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -113,10 +120,15 @@ class Session:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
         assert self._controller is not None
         first = self._controller.parts.job.step
-        reason = drive(self._controller, self.caller, is_command=self.is_command)
+        reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
         return reason
+
+    def end(self, reason: str | None) -> None:
+        """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
+        if self._audience is not None:
+            self._audience.end(reason)
 
     def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """A resume must find what the run began with."""
@@ -163,29 +175,47 @@ class Session:
             return Job(config)
         return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
 
-    def _observers(
-        self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
-    ) -> list[Observer]:
+    def _report_and_audience(
+        self, checkpoint: Checkpoint | None, policy: Policy
+    ) -> tuple[LiveReport, Audience]:
+        """Metrics and display, and who is told of what they hold."""
         from rollpacker.cli.output import console
+        from rollpacker.cli.parts import build_trackers
+        from rollpacker.config.load import to_plain
+        from rollpacker.controller.audience import Audience, ToldRun
         from rollpacker.report.live import LiveReport
 
-        rollout, train = self.config.rollout, self.config.train
-        steps = train.steps
+        config = self.config
+        steps = config.train.steps
         if steps is None:
-            assert train.epochs is not None
-            rows = len(policy.train_prompts.rows) * train.epochs
-            steps = math.ceil(rows / rollout.prompts_per_step)
-        return [
-            LiveReport(
-                self.folder.path,
-                total_steps=steps,
-                resume=checkpoint is not None,
-                slots=rollout.engine.max_slots,
-                max_response_tokens=rollout.max_response_tokens,
-                console=console() if display else None,
-                show=display,
-            )
-        ]
+            assert config.train.epochs is not None
+            rows = len(policy.train_prompts.rows) * config.train.epochs
+            steps = math.ceil(rows / config.rollout.prompts_per_step)
+        live = LiveReport(
+            self.folder.path,
+            total_steps=steps,
+            resume=checkpoint is not None,
+            slots=config.rollout.engine.max_slots,
+            max_response_tokens=config.rollout.max_response_tokens,
+            console=console() if self.display else None,
+            show=self.display,
+        )
+        run = ToldRun(
+            name=config.name,
+            folder=self.folder.path,
+            config=to_plain(config),
+            total_steps=steps,
+            resumed_step=None if checkpoint is None else checkpoint.step,
+        )
+        audience = Audience(
+            run,
+            callbacks=self.callbacks,
+            trackers=build_trackers(config),
+            call=self._caller.call,
+            row_so_far=live.row_so_far,
+        )
+        live.on_row = audience.row_written
+        return live, audience
 
 
 def _print(line: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.audience import Audience
 from rollpacker.controller.carried import CarriedTokens, Waiting, write_carried
 from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.desk import Desk
@@ -52,6 +53,7 @@ class Commits:
     """Its fingerprint."""
     log: LogWriter
     samples: SampleWriter | None
+    audience: Audience
 
     def routes(self) -> Routes:
         return {Commit: self._on_commit}
@@ -67,6 +69,7 @@ class Commits:
             self.desk.forget(self.scoring.waiting())
         if command.evaluate:
             await self.evaluator.evaluate(command.step)
+        await self.audience.trained(command.step)
         if command.checkpoint:
             state = self._state(job_state)
             write = in_daemon_thread(self._write, command.step, state, waiting)

@@ -9,6 +9,7 @@ from math import comb
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
 from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
@@ -48,6 +49,7 @@ class Evaluator:
     generate: Generate
     reward: Reward
     decode: Decode
+    audience: Audience
     rows: EvaluationRows | None = None
     """Keeps the samples' texts."""
 
@@ -61,7 +63,9 @@ class Evaluator:
         )
         if self.rows is not None:
             self.rows.write(step, result.judged)
-        self.bus.note("evaluation", self.bus.clock.now() - began, step, result.metrics)
+        logged = await self.audience.evaluated(step, result.metrics)
+        seconds = self.bus.clock.now() - began
+        self.bus.note("evaluation", seconds, step, {**result.metrics, **logged})
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""
