@@ -168,6 +168,27 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     return threads
 
 
+def check_algorithm(config: RunConfig) -> None:
+    """Try the advantage and the loss that the config names from outside of the package. Raises
+    `ValueError`, one message, for what is wrong with them."""
+    algorithm = config.algorithm
+    algorithm.reload_own()
+    if algorithm.own_advantages is None and algorithm.own_loss is None:
+        return
+    from rollpacker.algo.own_check import check_own, grouped_advantages
+
+    size = config.rollout.samples_per_prompt
+    check_own(algorithm, samples_per_prompt=size)
+    own = algorithm.own_advantages
+    if own is None or not config.stream_trainer.enabled:
+        return
+    if not grouped_advantages(algorithm, samples_per_prompt=size):
+        raise ValueError(
+            f"{own.said_by} compares the groups of a step, which are not all known when a streamed "
+            "gradient begins: switch stream_trainer.enabled off, or compare samples of one group"
+        )
+
+
 def start_trainer_processes(config: RunConfig) -> Ranks | None:
     """Let them load their libraries while this process loads its own. None if there are none."""
     if config.train.processes is None:
@@ -272,4 +293,5 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
         "dtype": str(policy.loaded.dtype),
         "train_data": policy.train_prompts.fingerprint,
         "threads": policy.threads,
+        "files": config.algorithm.own_files(),
     }

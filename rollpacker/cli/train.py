@@ -84,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_dry_run(config: RunConfig) -> None:
     """Batch arithmetic and memory of one step, before anything is loaded."""
+    from rollpacker.cli.parts import check_algorithm
     from rollpacker.trainer.estimate import estimate
 
+    check_algorithm(config)
     print(f"{config.name}: {config.model.path}")
     for line in estimate(config).lines():
         print(f"  {line}")
@@ -191,6 +193,7 @@ class _Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
+        build.check_algorithm(config)
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")

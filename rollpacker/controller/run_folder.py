@@ -214,6 +214,10 @@ def check_resume(
     ):
         if before[key] != now[key]:
             refused.append(f"{meaning} changed since the run began")
+    files = now.get("files", {})
+    for key, digest in before.get("files", {}).items():
+        if key in files and files[key] != digest:
+            harmless.append(f"the file of {key} changed since the run began")
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "
