@@ -10,14 +10,17 @@ verdict that says nothing. Whoever asks for a step waits here, under a deadline.
 
 from __future__ import annotations
 
+import json
 import queue
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Recorded, Routes
-from rollpacker.controller.carried import CarriedTokens, Waiting
+from rollpacker.controller.carried import CarriedTokens, Waiting, read_carried, write_carried
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.errors import DeadlineExceeded
 from rollpacker.core.commands import (
@@ -46,6 +49,7 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
 from rollpacker.core.records import Session
 from rollpacker.data.dataset import Cursor, PromptRow
@@ -58,6 +62,10 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
+
+FOLDER = "rollpacker"
+"""Of a checkpoint of TRL's, with what waits for its next launch."""
+TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
@@ -95,6 +103,8 @@ class Rollouts:
         self._responses: dict[SampleId, Response] = {}
         self._found = Found()
         self._reported_s = self.accounting.seconds()
+        self.accounting.history.last_step = job.step
+        at_once(engine.update_weights(job.version))
         self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self.bus.connect(self, self._carried, Recorded(Drop, CancelScore))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -146,6 +156,18 @@ class Rollouts:
             for cause, name in CAUSES.items()
         )
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {parts}"
+
+    def save(self, checkpoint: Path) -> None:
+        """Beside what TRL saves. In the middle of the updates of one generation there is nothing
+        that a resume could go on from."""
+        job, folder = self.bus.job, checkpoint / FOLDER
+        if job.phase is not Phase.COMMITTING:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_carried(folder, self.waiting, TOKENIZER)
+        state = {"job": job.state(), "cursor": self.cursor.state()}
+        (folder / "state.json").write_text(json.dumps(state) + "\n")
 
     # -- the ports -----------------------------------------------------------------------------
 
@@ -214,6 +236,24 @@ class Rollouts:
             "prompts_waiting": float(len(self.accounting.history.queue)),
             "generated_per_trained": sum(s.num_generated for s in samples) / max(trained, 1),
         }
+
+
+def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Waiting] | None:
+    """The job that `Rollouts.save` saved there, and what its prompts had; the cursor goes on where
+    it was. None: there is none.
+
+    Raises `ValueError` if it does not fit the data, or cannot be read.
+    """
+    folder = checkpoint / FOLDER
+    if not (folder / "state.json").exists():
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    cursor.restore(state["cursor"])
+    job = Job.restore(config, state["job"], data_ended=cursor.ended)
+    queues = job.queues
+    waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
+    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
+    return job, read_carried(folder, TOKENIZER, expected)
 
 
 CAUSES = {
