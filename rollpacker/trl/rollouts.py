@@ -51,9 +51,10 @@ from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
-from rollpacker.core.records import Session
+from rollpacker.core.records import Entry, Session
 from rollpacker.data.dataset import Cursor, PromptRow
-from rollpacker.report.accounting import Accounting
+from rollpacker.report.history import History
+from rollpacker.report.time_book import TimeBook
 from rollpacker.rollout.engine import (
     Engine,
     EngineError,
@@ -95,15 +96,16 @@ class Rollouts:
         self.cursor = cursor
         self.waiting: Waiting = waiting or {}
         """As of the last step that was trained on."""
-        self.accounting = Accounting(max_response_tokens=job.config.max_response_tokens)
+        self._history = History()
+        self._history.last_step = job.step
+        self._time = TimeBook(slots=None)
         self._prompts = prompts
         self._sampling = sampling
         self._generation_s = generation_s
         self._carried = CarriedTokens(job.config.tail_batching, waiting)
         self._responses: dict[SampleId, Response] = {}
         self._found = Found()
-        self._reported_s = self.accounting.seconds()
-        self.accounting.history.last_step = job.step
+        self._reported_s = self.seconds()
         at_once(engine.update_weights(job.version))
         self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self.bus.connect(self, self._carried, Recorded(Drop, CancelScore))
@@ -147,9 +149,13 @@ class Rollouts:
         self.bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
         return self._metrics()
 
+    def seconds(self) -> dict[str, float]:
+        """Where they went so far, by cause (see `CAUSES`)."""
+        return self._time.seconds(self._history.step.peak_live)
+
     def report(self) -> str:
         """Where the seconds went so far, in one line."""
-        seconds = self.accounting.seconds()
+        seconds = self.seconds()
         wall = sum(seconds.values())
         parts = ", ".join(
             f"{name.replace('_', ' ')} {seconds[cause]:.1f} s ({seconds[cause] / wall:.0%})"
@@ -218,13 +224,16 @@ class Rollouts:
                     self._responses[event.sample] = output.response
                 self.bus.take(event)
 
-    def _account(self, entry: object) -> None:
-        self.accounting.feed(entry)  # type: ignore[arg-type]
+    def _account(self, entry: Entry) -> None:
+        self._time.advance(entry, self._history.phase, len(self._history.live))
+        done = self._history.feed(entry)
+        if done is not None:
+            self._time.close_step(done.peak_live)
 
     def _metrics(self) -> dict[str, float]:
-        seconds = self.accounting.seconds()
+        seconds = self.seconds()
         before, self._reported_s = self._reported_s, seconds
-        step = self.accounting.history.step
+        step = self._history.step
         samples = step.samples.values()
         trained = sum(step.samples[s].num_tokens for group in step.groups for s in group)
         spent = {name: seconds[cause] - before[cause] for cause, name in CAUSES.items()}
@@ -233,7 +242,7 @@ class Rollouts:
             "is_long_round": float(step.kind in ("long", "flush")),
             "prompts_launched": float(len({sample.sample.prompt for sample in samples})),
             "prompts_deferred": float(len(step.prompts.deferred)),
-            "prompts_waiting": float(len(self.accounting.history.queue)),
+            "prompts_waiting": float(len(self._history.queue)),
             "generated_per_trained": sum(s.num_generated for s in samples) / max(trained, 1),
         }
 
