@@ -278,7 +278,7 @@ def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     micro_steps = batches_per_epoch * every
     steps_per_epoch = math.ceil(micro_steps / args.gradient_accumulation_steps)
     epochs, steps = divmod(max_steps, steps_per_epoch)
-    rest = min(steps * args.gradient_accumulation_steps, micro_steps)
+    rest: int = min(steps * args.gradient_accumulation_steps, micro_steps)
     return epochs * batches_per_epoch + math.ceil(rest / every)
 
 

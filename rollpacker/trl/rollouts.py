@@ -157,11 +157,11 @@ class Rollouts:
         """Where the seconds went so far, in one line."""
         seconds = self.seconds()
         wall = sum(seconds.values())
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {seconds[cause]:.1f} s ({seconds[cause] / wall:.0%})"
-            for cause, name in CAUSES.items()
-        )
-        return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {parts}"
+        parts = []
+        for name, causes in CAUSES.items():
+            spent = sum(seconds[cause] for cause in causes)
+            parts.append(f"{name.replace('_', ' ')} {spent:.1f} s ({spent / max(wall, 1e-9):.0%})")
+        return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
         """Beside what TRL saves. In the middle of the updates of one generation there is nothing
@@ -236,7 +236,10 @@ class Rollouts:
         step = self._history.step
         samples = step.samples.values()
         trained = sum(step.samples[s].num_tokens for group in step.groups for s in group)
-        spent = {name: seconds[cause] - before[cause] for cause, name in CAUSES.items()}
+        spent = {
+            name: sum(seconds[cause] - before[cause] for cause in causes)
+            for name, causes in CAUSES.items()
+        }
         return {
             **{f"{name}_s": value for name, value in spent.items()},
             "is_long_round": float(step.kind in ("long", "flush")),
@@ -266,14 +269,14 @@ def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, W
 
 
 CAUSES = {
-    "decode": "decode",
-    "tail_idle": "tail_idle",
-    "training": "training",
-    "checkpoint": "between_steps",
-    "controller": "controller",
+    "decode": ("decode",),
+    "tail_idle": ("tail_idle",),
+    "training": ("training",),
+    "between_steps": ("checkpoint",),
+    "controller": ("controller", "sync"),
 }
-"""Cause of time -> its name here: what TRL does is its rewards and gradients, and between two steps
-its evaluation, logs and checkpoints."""
+"""What the seconds of the time book's causes are called here: training is TRL's rewards and
+gradients, and what comes between two steps its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
