@@ -4,10 +4,11 @@ as a table."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.report.decode_fit import DecodeFit
+from rollpacker.report.reward_fit import Calls, Check
 
 FORMS = ("step", "step_with_ends", "table")
 
@@ -36,6 +37,10 @@ class RewardFit:
     num: int
     exposed_s: float
     """From the last end of a round to the start of training, on average."""
+    by_row: Mapping[int, tuple[Check, ...]] = field(default_factory=dict)
+    """What was said of the responses to each row, and in how many seconds."""
+    calls: Calls | None = None
+    """Where checks go to the rewards in batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,9 @@ class FittedRun:
     """Rounds that the constants were fitted to."""
     num_skipped: int
     """Rounds whose token clock could not be told: samples failed, or ended out of order."""
+    drafted: bool = False
+    """The engine gave several tokens of a sample in a step (`rollout.engine.draft_tokens`): a step
+    stands for a token, and the three forms are one, a table fitted to whole rounds."""
     step: DecodeFit
     """The form max(launch, bytes + cache) + sequences and a prefill per sample, nothing else."""
     step_with_ends: DecodeFit
@@ -94,14 +102,24 @@ class FittedRun:
     rewards: RewardFit
     train: TrainFit
     sync_s: float
-    """From the end of training until the engine has the new weights (median, as are the next)."""
+    """From the end of training until the engine has the new weights (mean, as are the next)."""
     commit_s: float
     """A commit without a checkpoint; with one if there was none without."""
     checkpoint_s: float | None
     """A commit with a checkpoint, evaluations taken out; None: there was none."""
+    checkpoint_share: float = 0.0
+    """Of the commits, so many had one."""
     between_s: float
     """From a commit to the launch of the next round."""
     workload: Workload
+
+    @property
+    def mean_commit_s(self) -> float:
+        """With as many checkpoints as there were."""
+        if self.checkpoint_s is None:
+            return self.commit_s
+        share = self.checkpoint_share
+        return (1 - share) * self.commit_s + share * self.checkpoint_s
 
     def describe(self) -> str:
         """What this machine costs, as a table for people."""

@@ -172,10 +172,7 @@ class History:
         sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
         sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
         if self.step.rounds:
-            round_ = self.step.rounds[-1]
-            if event.num_redraws:  # steps of the engine that its tokens do not tell
-                round_.is_irregular = True
-            self._carrying.end(sample, round_.version)
+            self._carrying.end(sample, self.step.rounds[-1].version)
 
     def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
         step = self.step

@@ -71,6 +71,10 @@ class Rollout:
         """Engines that take nothing until the next round."""
         return [] if self._released is None else self._released[1]
 
+    def count_generating(self) -> int:
+        """Responses that are neither complete nor stopped."""
+        return self._num_generating
+
     # -- launch ------------------------------------------------------------------------
 
     def _obey_launch(self, command: Launch) -> None:
