@@ -25,6 +25,7 @@ from rollpacker.report.decode_fit import (
 )
 from rollpacker.report.fitted_run import (
     FORMS,
+    CommitFit,
     FittedRun,
     RewardFit,
     RoundErrors,
@@ -177,6 +178,8 @@ class _Measured:
     recorded: Checks = field(default_factory=Checks)
     trained: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, seconds) of each training step."""
+    stopped: list[float] = field(default_factory=list)
+    """From telling samples to stop until they have."""
     synced: list[float] = field(default_factory=list)
     committed: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     """By whether there was a checkpoint."""
@@ -186,6 +189,9 @@ class _Measured:
         rounds = finished_rounds(step)
         for round_ in rounds:
             self.clocked.add(round_)
+            end_s, told_s = round_.ends[-1].end_s, round_.told_to_stop_s
+            if round_.ends[-1].end is End.STOPPED and end_s is not None and told_s is not None:
+                self.stopped.append(end_s - told_s)
         self.asked.add(step)
         self.session = step.session or self.session
         self.recorded.add(step)
@@ -243,7 +249,6 @@ def _fit(measured: _Measured) -> FittedRun:
         num_steps=measured.num_steps,
         num_rounds=len(clocked.rounds),
         num_skipped=clocked.num_skipped,
-        drafted=clocked.drafted is not None,
         **fits,
         errors={form: _round_errors(fit, clocked.rounds) for form, fit in fits.items()},
         rewards=RewardFit(
@@ -254,12 +259,15 @@ def _fit(measured: _Measured) -> FittedRun:
             by_row={row: tuple(checks) for row, checks in sorted(measured.recorded.by_row.items())},
             calls=measured.recorded.calls(),
         ),
+        stop_s=_mean(measured.stopped),
         train=_fit_training(measured.trained),
         sync_s=_mean(measured.synced),
-        commit_s=_mean(without or with_checkpoint),
-        checkpoint_s=_mean(with_checkpoint) if with_checkpoint else None,
-        checkpoint_share=len(with_checkpoint) / max(1, len(with_checkpoint) + len(without)),
-        between_s=_mean(measured.between),
+        commit=CommitFit(
+            plain_s=_mean(without or with_checkpoint),
+            checkpoint_s=_mean(with_checkpoint) if with_checkpoint else None,
+            checkpoint_share=len(with_checkpoint) / max(1, len(with_checkpoint) + len(without)),
+            between_s=_mean(measured.between),
+        ),
         workload=measured.asked.workload(),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
+    Abort,
     Command,
     Commit,
     Defer,
@@ -236,6 +237,9 @@ class History:
                 self._ask(command, now)
             case Launch():
                 self._launch(command, now)
+            case Abort():
+                if step.rounds:
+                    step.rounds[-1].told_to_stop_s = now
             case Defer():
                 step.prompts.deferred.update(command.prompts)
                 self.queue.update(command.prompts)

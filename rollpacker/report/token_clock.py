@@ -59,9 +59,7 @@ def finished_rounds(step: StepHistory) -> list[RoundHistory]:
     return [round_ for round_ in step.rounds if round_.end_s is not None and round_.ends]
 
 
-def stretches(
-    round_: RoundHistory, *, slots: int | None, drafted: bool = False
-) -> list[Stretch]:
+def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
     """The round between its ends, in order; `slots` None: everything is admitted at once. With
     `drafted` a step is one token of the furthest sample, and ends that were drawn once more are
     reckoned in.
@@ -73,7 +71,10 @@ def stretches(
         raise ClockError("a sample failed or was launched again")
     # One whose tokens were all there has, as others do, its newest when it is admitted.
     taken_up = {end.sample: min(end.num_taken_up, end.num_tokens - 1) for end in round_.ends}
-    engine = (_DraftingEngine if drafted else _Engine)(round_.samples, slots, taken_up)
+    if drafted:
+        engine: _Engine = _DraftingEngine(round_, slots, taken_up)
+    else:
+        engine = _Engine(round_.samples, slots, taken_up)
     found = []
     last_s, ended = round_.start_s, 0
     for end in round_.ends:
@@ -162,15 +163,31 @@ class _Engine:
 class _DraftingEngine(_Engine):
     """Samples come forward at different speeds; their clock is that of the furthest."""
 
+    def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
+        super().__init__(round_.samples, slots, taken_up)
+        self._redrawn = _redrawn_tokens(round_)
+
     def _clock_if_running(self, end: SampleHistory) -> int | None:
         clock = super()._clock_if_running(end)
-        return None if clock is None else max(self.clock, clock + _redrawn_tokens(end))
+        if clock is None:
+            return None
+        return max(self.clock, clock + self._redrawn.get(end.sample, 0))
 
 
-def _redrawn_tokens(end: SampleHistory) -> int:
-    """Tokens of ends that were refused and drawn once more, which no log tells: each began with
-    what was kept, and came to an end before the place where the response had been cut off; on
-    average half-way, we take it."""
-    if not end.num_redraws or end.carried is None:
-        return 0
-    return end.num_redraws * (max(0, end.carried.num_tokens - (end.num_kept or 0)) // 2)
+def _redrawn_tokens(round_: RoundHistory) -> Mapping[SampleId, int]:
+    """Tokens of ends that were refused and drawn once more, which no log tells. Each such end came
+    after what was kept and before the place where the response had been cut off: where siblings
+    ended in between, on average, or else half-way."""
+    found = {}
+    for end in round_.ends:
+        if not end.num_redraws or end.carried is None:
+            continue
+        kept, cut = end.num_kept or 0, end.carried.num_tokens
+        between = [
+            other.num_tokens - kept
+            for other in round_.ends
+            if other.sample.prompt == end.sample.prompt and kept < other.num_tokens <= cut
+        ]
+        usual = sum(between) / len(between) if between else max(0, cut - kept) / 2
+        found[end.sample] = round(end.num_redraws * usual)
+    return found

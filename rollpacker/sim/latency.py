@@ -97,6 +97,10 @@ class LatencyModel(Protocol):
     def commit_s(self) -> float:
         """Writing a step down (log, metrics, checkpoint) before the next one begins."""
 
+    @property
+    def stop_s(self) -> float:
+        """From telling samples to stop until an engine has let go of them."""
+
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """Of the decode steps of one engine on so many GPUs."""
 
@@ -249,6 +253,10 @@ class DatasheetModel:
     def commit_s(self) -> float:
         return 0.0
 
+    @property
+    def stop_s(self) -> float:
+        return 0.0
+
     def step_cost(self, tensor_parallel: int) -> StepCost:
         c = self.calibration
         bytes_per_s = c.bandwidth_share * self.gpu.bandwidth_tb_s * 1e12
@@ -313,6 +321,7 @@ class MeasuredModel:
     num_devices: int = 1
     weight_sync_s: float = 0.0
     step_commit_s: float = 0.0
+    abort_s: float = 0.0
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -337,6 +346,10 @@ class MeasuredModel:
     @property
     def commit_s(self) -> float:
         return self.step_commit_s
+
+    @property
+    def stop_s(self) -> float:
+        return self.abort_s
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """The measured one, whatever the degree."""

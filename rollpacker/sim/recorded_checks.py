@@ -48,8 +48,11 @@ class RecordedChecks:
         """By whether something was generated beside them, or all where those are few."""
         assert self.calls is not None
         every = self.calls.recorded
-        some = {alone: [call for call in every if call.alone is alone] for alone in (False, True)}
-        return {key: calls if len(calls) >= MIN_NEIGHBOURS else every for key, calls in some.items()}
+        found: dict[bool, Sequence[Call]] = {}
+        for alone in (False, True):
+            some = [call for call in every if call.alone is alone]
+            found[alone] = some if len(some) >= MIN_NEIGHBOURS else every
+        return found
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
         """Seconds of a call: those of a recorded one of about as many samples, in proportion.

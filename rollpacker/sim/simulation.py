@@ -63,8 +63,7 @@ class Simulation:
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
         if machine.checks is not None:
-            generating = self.rollout.count_generating
-            rewards = RecordedRewards(*parts, machine.checks, generating)
+            rewards = RecordedRewards(*parts, machine.checks, self.rollout.is_busy)
         ports: tuple[Port, ...] = (self.rollout, rewards)
         self._unkind: Unkind | None = None
         if unkind is not None:

@@ -228,7 +228,8 @@ class RunModel:
             train_constant_s=fitted.train.fixed_s,
             train_token_s=fitted.train.per_token_s,
             weight_sync_s=fitted.sync_s,
-            step_commit_s=fitted.between_s + fitted.mean_commit_s,
+            abort_s=fitted.stop_s,
+            step_commit_s=fitted.commit.mean_s,
         )
 
     @cached_property

@@ -40,16 +40,16 @@ class RecordedRewards(Rewards):
         responses: Responses,
         max_response_tokens: int | None,
         checks: RecordedChecks,
-        num_generating: Callable[[], int],
+        is_generating: Callable[[], bool],
     ) -> None:
-        """`num_generating`: responses that are not complete yet."""
+        """`is_generating`: whether responses still come."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)
         self._batches = (
             None
             if checks.calls is None
-            else _Batches(clock, checks, self._luck, num_generating, self._was_cancelled)
+            else _Batches(clock, checks, self._luck, is_generating, self._was_cancelled)
         )
 
     def _score(self, command: Score) -> None:
@@ -98,12 +98,12 @@ class _Batches:
         clock: VirtualClock,
         checks: RecordedChecks,
         luck: random.Random,
-        num_generating: Callable[[], int],
+        is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
         """`passes_over`: true for a verdict that nobody waits for any more."""
         assert checks.calls is not None
-        self._num_generating = num_generating
+        self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock
         self._checks = checks
@@ -147,7 +147,7 @@ class _Batches:
         return None if self._passes_over(verdict) else verdict
 
     def _begin(self, now: float) -> None:
-        alone = not self._num_generating()
+        alone = not self._is_generating()
         seconds = self._checks.call_s(len(self._asked), self._luck.random(), alone=alone)
         if self._num_begun < len(self._checks.warm_ups):
             seconds = self._checks.warm_ups[self._num_begun]
