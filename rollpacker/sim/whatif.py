@@ -32,6 +32,7 @@ from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_summary import StepSummary
+from rollpacker.sim.fitted_range import outside_of_run
 from rollpacker.sim.latency import MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.recorded_checks import RecordedChecks
@@ -63,6 +64,8 @@ class WhatIf:
     """Simulated with the overrides."""
     fit_text: str
     """The fitted constants, as a table."""
+    outside: str
+    """What of the change lies outside of what the run measured, in a sentence or two."""
     scenario: Mapping[str, Any]
     """The config that was simulated, as plain values."""
 
@@ -105,10 +108,16 @@ class RunModel:
         return self.simulate_config(self.with_overrides(overrides), steps=steps, seed=seed)
 
     def simulate_config(
-        self, config: RunConfig, *, steps: int | None = None, seed: int = 0
+        self,
+        config: RunConfig,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        mismatch: float | None = None,
     ) -> SystemResult:
         """The same for a whole config. With seed 0 prompts come in the recorded order, with another
-        one in a random one: a few steps then stand for the whole run, in which lengths drift."""
+        one in a random one: a few steps then stand for the whole run, in which lengths drift.
+        `mismatch` None: as often as in the run."""
         rollout = config.rollout
         pools = self._pools
         if seed:
@@ -131,12 +140,12 @@ class RunModel:
         )
         slots = rollout.engine.max_slots
         machine = Machine(
-            latency=self._latency(),
+            latency=self.latency(),
             gpus=1,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
             checks=checks,
-            mismatch=self.mismatch,
+            mismatch=self.mismatch if mismatch is None else mismatch,
         )
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
@@ -212,7 +221,8 @@ class RunModel:
         job = self.fitted.job
         return JobConfig.from_plain(job).rewards.kinds if "rewards" in job else {}
 
-    def _latency(self) -> MeasuredModel:
+    def latency(self) -> MeasuredModel:
+        """The run's machine."""
         fitted, step = self.fitted, self.fitted.step
         return MeasuredModel(
             step=StepCost(
@@ -327,10 +337,12 @@ def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
     """The run, its simulation, and the simulation with the changes."""
     model = load_run(run)
     config = model.with_overrides(overrides)
+    predicted = model.simulate_config(config, steps=_asked_steps(model, config))
     return WhatIf(
         measured=model.measured(),
         predicted_same=model.simulate(),
-        predicted=model.simulate_config(config, steps=_asked_steps(model, config)),
+        predicted=predicted,
         fit_text=model.fitted.describe(),
+        outside=outside_of_run(model, config, predicted),
         scenario=to_plain(config),
     )

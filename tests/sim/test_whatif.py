@@ -111,7 +111,7 @@ def carried_log(folder: Path, model: RunModel, mismatch: float) -> RunModel:
     """The run simulated with a pool, its log taken for a run's."""
     records: list[Record] = []
     config = model.with_overrides(["tail_batching.enabled=true", "tail_batching.prompt_factor=2"])
-    machine = Machine(latency=model._latency(), gpus=1, prompt_tokens=0, mismatch=mismatch)
+    machine = Machine(latency=model.latency(), gpus=1, prompt_tokens=0, mismatch=mismatch)
     workload = Workload.from_pools(model._pools, max_response_tokens=300, samples_per_prompt=8)
     job = replace(config.job(), max_steps=None)
     Simulation(job, machine, workload, observe=records.append).run(200)
