@@ -1,4 +1,4 @@
-"""The Dockerfile's steps: what they copy exists and is sent to the daemon, and how they are read."""
+"""The Dockerfile's steps: what they copy exists and is sent to the daemon, and how they read."""
 
 from __future__ import annotations
 
