@@ -5,6 +5,7 @@ runs/NAME/
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
+    trackers/         which runs of trackers show it, and what these keep here
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
 }
 """Folders of a run, and what it writes into them."""
 
