@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises what `train` raises."""
-    from rollpacker.cli.training import train
+    from rollpacker.cli.training import run_to_end
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.trainer.launch import Torchrun
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, RunConfig)
     if torchrun is not None:
         config = _with_processes(config, torchrun.world_size)
-    result = train(config, resume=args.resume, overwrite=args.overwrite, display=True)
+    result = run_to_end(
+        config, resume=args.resume, overwrite=args.overwrite, display=True, is_command=True
+    )
     if result.reason != INTERRUPTED:
         return 0
     print("Interrupted. The same command with --resume goes on from here.", file=sys.stderr)

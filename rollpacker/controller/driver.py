@@ -28,11 +28,12 @@ made here: what to do is the core's business. What is known of a sample lies on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollpacker.bus import Bus, Port, Recorded
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import Audience, nobody
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
@@ -86,6 +87,7 @@ class Parts:
     tokenizer: str = ""
     """Its fingerprint."""
     observers: Sequence[Observer] = ()
+    audience: Audience = field(default_factory=nobody)
 
 
 class Controller:
@@ -126,6 +128,10 @@ class Controller:
             generate=self._generation.collect,
             reward=parts.reward,
             decode=parts.decode,
+            audience=parts.audience,
+        )
+        parts.audience.join(
+            bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
         bus.connect(*self._ports())
 
@@ -155,6 +161,7 @@ class Controller:
         self._generation.start()
         await self.parts.reward.open()
         try:
+            await self.parts.audience.begin(self.parts.job.step)
             await self._begin()
             while True:
                 todo = await self._next()
@@ -203,6 +210,7 @@ class Controller:
             tokenizer=parts.tokenizer,
             log=parts.log,
             samples=parts.samples,
+            audience=parts.audience,
         )
         return [
             self._generation,

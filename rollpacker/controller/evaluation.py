@@ -9,6 +9,7 @@ from math import comb
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
@@ -44,6 +45,7 @@ class Evaluator:
     generate: Generate
     reward: Reward
     decode: Decode
+    audience: Audience
 
     async def evaluate(self, step: int) -> None:
         """The result is a note in the log."""
@@ -53,7 +55,9 @@ class Evaluator:
         result = await evaluate(
             self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
         )
-        self.bus.note("evaluation", self.bus.clock.now() - began, step, result.metrics)
+        logged = await self.audience.evaluated(step, result.metrics)
+        seconds = self.bus.clock.now() - began
+        self.bus.note("evaluation", seconds, step, {**result.metrics, **logged})
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""

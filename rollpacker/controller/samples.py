@@ -19,10 +19,17 @@ class SampleWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.step_rows: list[Mapping[str, Any]] = []
+        """Of the newest step that was trained."""
+        self.evaluation_rows: list[Mapping[str, Any]] = []
+        """Of the newest evaluation."""
         self._rows: list[Mapping[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row has at least `step`; all rows of a run have the same keys."""
+        if self.step_rows and self.step_rows[0]["step"] != row["step"]:
+            self.step_rows = []
+        self.step_rows.append(row)
         self._rows.append(row)
 
     def write(self) -> None:

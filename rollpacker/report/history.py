@@ -9,6 +9,7 @@ and nowhere else in `report`; what has none tells nothing of a step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
@@ -96,6 +97,12 @@ class History:
         else:
             self._begin_session(entry)
         return None
+
+    def so_far(self, step: int, now: float) -> StepHistory:
+        """The step that is being committed, as it stands: a view of what goes on."""
+        self.step.prompts.long_queue = len(self.queue)
+        _settle(self.step)
+        return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
         """The same for an event and the core's answer, for those who keep no `Record`."""
