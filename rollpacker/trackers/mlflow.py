@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from rollpacker.imports import missing
 from rollpacker.trackers.samples_table import SamplesTable
@@ -36,6 +37,8 @@ class MlflowTracker(Tracker):
     name: ClassVar[str] = "mlflow"
     _client: Any = None
     _run_id = ""
+    _in_files = False
+    """Of the store, not of the artifacts."""
 
     def missing(self) -> str | None:
         return missing("mlflow", extra="mlflow", what="the tracker mlflow")
@@ -56,9 +59,13 @@ class MlflowTracker(Tracker):
         options.pop("tracking_uri", None)
         uri = self._tracking_uri() or _own_store(run.folder)
         self._client = client = MlflowClient(tracking_uri=uri)
+        self._in_files = urlsplit(uri).scheme in ("", "file")
+        held = None
         if run.run_id is not None:
             self._run_id = run.run_id
             client.update_run(run.run_id, status="RUNNING")
+            newest = client.get_run(run.run_id).data._metric_objs  # the public ones have no step
+            held = [(metric.step, metric.key) for metric in newest]
         else:
             experiment = client.get_experiment_by_name(run.project)
             experiment_id = (
@@ -70,14 +77,17 @@ class MlflowTracker(Tracker):
             self._run_id = made.info.run_id
             self._log_params(run.config)
         client.log_dict(self._run_id, dict(run.config), "config.yaml")
-        return Opened(run_id=self._run_id, where=f"run {self._run_id} in {uri}")
+        return Opened(run_id=self._run_id, where=f"run {self._run_id} in {uri}", held=held)
+
+    def known_as(self, name: str) -> str:
+        return metric_name(name, in_files=self._in_files)
 
     def send(self, step: int, row: Row) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         metrics = [
-            Metric(metric_name(name), float(value), now, step)
+            Metric(self.known_as(name), float(value), now, step)
             for name, value in row.items()
             if not isinstance(value, str)
         ]
@@ -113,9 +123,11 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS])
 
 
-def metric_name(name: str) -> str:
-    """As MLflow allows it: `eval/pass@1` is `eval/pass_at_1` there."""
-    return _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
+def metric_name(name: str, *, in_files: bool = False) -> str:
+    """As MLflow allows it: `eval/pass@1` is `eval/pass_at_1` there. In a store of files a name's
+    parts are folders, and no metric may be named as another one's folder: dots part them there."""
+    name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
+    return name.replace("/", ".") if in_files else name
 
 
 def _own_store(folder: Path) -> str:

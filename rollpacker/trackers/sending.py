@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,6 +45,8 @@ Row = dict[str, float | str]
 Place = tuple[int, int]
 """Order of rows: the step, then 0 for its evaluation and 1 for the step itself."""
 NOTHING: Place = (-1, 1)
+OF_EVERY_STEP = "round/is_long"
+"""A metric that every step has, and no evaluation."""
 
 
 class TrackerProblem(Exception):
@@ -91,9 +93,21 @@ class Opened:
     run_id: str
     where: str
     """Where to look at it."""
-    last_step: int | None = None
-    """The last step that the library holds, -1 for none: what it had in a buffer when the run was
-    killed is sent again. None: it cannot tell."""
+    held: Iterable[tuple[int, str]] | None = None
+    """(step, name) of the values that the library holds, of the newest steps at least. What it had
+    in a buffer when the run was killed is then sent again. None: it cannot tell."""
+
+
+def _last_whole(held: Iterable[tuple[int, str]], of_every_step: str) -> Place:
+    """The last row that is surely held as a whole: the one before the last that has begun."""
+    last = NOTHING
+    for step, name in held:
+        if name == of_every_step:
+            last = max(last, (step, 1))
+        elif name.startswith(("eval/", "eval.")):
+            last = max(last, (step, 0))
+    step, kind = last
+    return (step, 0) if kind else (step - 1, 1)
 
 
 class Tracker(Callback):
@@ -110,6 +124,8 @@ class Tracker(Callback):
         """When what the thread is at began, and how long it may take."""
         self._given_up = False
         self._record = _Record(Path(), {})
+        self._held: set[tuple[int, str]] = set()
+        """Values that must not be sent again, of rows that are not held as a whole."""
         self._excepthook = sys.excepthook
 
     def missing(self) -> str | None:
@@ -119,6 +135,10 @@ class Tracker(Callback):
     def check(self) -> str:
         """Where the run would be shown. Raises `TrackerProblem`, within seconds."""
         raise NotImplementedError
+
+    def known_as(self, name: str) -> str:
+        """The library's name of a metric."""
+        return name
 
     def open(self, run: Opening) -> Opened:
         """Open a run, or go on with the one of `run.run_id`."""
@@ -231,8 +251,10 @@ class Tracker(Callback):
         opened = self.open(opening)
         if opened.run_id != record.run_id:
             record.sent = NOTHING
-        if opened.last_step is not None:
-            record.sent = min(record.sent, (opened.last_step, 1))
+        if opened.held is not None:
+            held = set(opened.held)
+            record.sent = min(record.sent, _last_whole(held, self.known_as(OF_EVERY_STEP)))
+            self._held = {value for value in held if value[0] >= record.sent[0]}
         record.run_id = opened.run_id
         record.write()
         logger.info("%s: %s", self.name, opened.where)
@@ -250,12 +272,16 @@ class Tracker(Callback):
 
     def _send_row(self, place: Place, row: Row) -> None:
         if place > self._record.sent:
-            self.send(place[0], row)
+            step = place[0]
+            self._held = {value for value in self._held if value[0] >= step}
+            row = {n: v for n, v in row.items() if (step, self.known_as(n)) not in self._held}
+            if row:
+                self.send(step, row)
             self._record.sent = place
             self._record.write()
 
     def _send_samples(self, step: int, table: SamplesTable) -> None:
-        if step > self._record.sent[0]:
+        if (step, 1) > self._record.sent:
             self.send_samples(step, table)
 
     def _finish(self, run_folder: Path, reason: str | None) -> None:

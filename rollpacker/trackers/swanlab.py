@@ -3,7 +3,7 @@ folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,14 +54,14 @@ class SwanlabTracker(Tracker):
         if run.run_id is not None:
             arguments |= {"id": run.run_id, "resume": "allow"}
         self._run = opened = swanlab.init(**arguments)
-        last_step = None
+        held = None
         if run.run_id is not None and opened.mode != "online":
-            last_step = _held(run)
+            held = _offline_values(run)
         where = f"`swanlab sync {opened.dir}` uploads it"
         return Opened(
             run_id=opened.id,
             where=str(opened.url) if opened.mode == "online" else where,
-            last_step=last_step,
+            held=held,
         )
 
     def send(self, step: int, row: Row) -> None:
@@ -94,15 +94,13 @@ class SwanlabTracker(Tracker):
         return swanlab.Settings(**{**ours, **mode, **self.config.options.get("settings", {})})
 
 
-def _held(run: Opening) -> int:
-    """The last step in the files of earlier sessions; -1: none."""
+def _offline_values(run: Opening) -> Iterator[tuple[int, str]]:
+    """(step, name of a metric) in the files of earlier sessions."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    steps = [-1]
     for path in run.folder.glob(f"swanlab/run-*/run-{run.run_id}.swanlab"):
         for data in offline_records(path):
             record = Record()
             record.ParseFromString(data)
             if record.HasField("scalar"):
-                steps.append(record.scalar.step)
-    return max(steps)
+                yield record.scalar.step, record.scalar.key

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 from rollpacker.imports import missing
 from rollpacker.trackers.samples_table import SamplesTable
-from rollpacker.trackers.sending import Opened, Opening, Row, Status, Tracker, TrackerProblem
+from rollpacker.trackers.sending import (
+    Opened,
+    Opening,
+    Row,
+    Status,
+    Tracker,
+    TrackerProblem,
+)
 
 
 class TrackioTracker(Tracker):
@@ -37,17 +44,17 @@ class TrackioTracker(Tracker):
             **self.config.options,
         }
         self._run = opened = trackio.init(**arguments)
-        last_step = None
+        held = None
         if run.run_id is not None and opened.url is None:
-            last_step = SQLiteStorage.get_max_step_for_run(opened.project, opened.name, opened.id)
-            last_step = -1 if last_step is None else last_step
-            if opened.id != run.run_id and last_step >= 0:
+            rows = SQLiteStorage.get_logs(opened.project, opened.name, run_id=opened.id)
+            held = [(row["step"], name) for row in rows for name in row]
+            if opened.id != run.run_id and rows:
                 raise TrackerProblem(
                     f"another run named {opened.name} was begun in the project {opened.project} "
                     "since, and trackio goes on with the latest: set trackers[].run_name"
                 )
         where = opened.url or f'`trackio show --project "{run.project}"` shows it'
-        return Opened(run_id=opened.id, where=where, last_step=last_step)
+        return Opened(run_id=opened.id, where=where, held=held)
 
     def send(self, step: int, row: Row) -> None:
         self._run.log(row, step=step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,10 +68,10 @@ class WandbTracker(Tracker):
         opened.define_metric("step")
         opened.define_metric("*", step_metric="step")
         where = opened.url or f"`wandb sync {opened.dir.removesuffix('/files')}` uploads it"
-        last_step = None
-        if run.run_id is not None:
-            last_step = dict(opened.summary).get("step") if opened.resumed else _held(run)
-        return Opened(run_id=opened.id, where=where, last_step=last_step)
+        held = None
+        if run.run_id is not None and not opened.resumed:
+            held = _offline_values(run)
+        return Opened(run_id=opened.id, where=where, held=held)
 
     def send(self, step: int, row: Row) -> None:
         self._log(step, row)
@@ -104,16 +104,15 @@ class WandbTracker(Tracker):
         return wandb.Settings(**{**ours, **limits, **self.config.options.get("settings", {})})
 
 
-def _held(run: Opening) -> int:
-    """The last step in the files of earlier sessions; -1: none."""
+def _offline_values(run: Opening) -> Iterator[tuple[int, str]]:
+    """(step, name of a metric) in the files of earlier sessions."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    steps = [-1]
     for path in run.folder.glob(f"wandb/*run-*-{run.run_id}/run-{run.run_id}.wandb"):
         for data in offline_records(path):
             record = Record()
             record.ParseFromString(data)
-            for item in record.history.item:
-                if item.key == "step" or list(item.nested_key) == ["step"]:
-                    steps.append(int(item.value_json))
-    return max(steps)
+            items = record.history.item
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in items}
+            if "step" in row:
+                yield from ((int(row["step"]), name) for name in row)

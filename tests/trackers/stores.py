@@ -90,10 +90,10 @@ def mlflow_values(folder: Path, names: list[str]) -> Values:
 
     files = mlflow_run(folder) / "metrics"
     held = {str(path.relative_to(files)) for path in files.rglob("*") if path.is_file()}
-    assert held == {metric_name(name) for name in names}
+    assert held == {metric_name(name, in_files=True) for name in names}
     values: Values = defaultdict(lambda: defaultdict(list))
     for name in names:
-        for line in (files / metric_name(name)).read_text().splitlines():
+        for line in (files / metric_name(name, in_files=True)).read_text().splitlines():
             _, value, step = line.split()
             values[name][int(step)].append(float(value))
     return plain(values)
