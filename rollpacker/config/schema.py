@@ -188,7 +188,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     save_samples: bool = True
-    """Write every trained sample's text to `samples/` as parquet."""
+    """Write every trained sample's text to `samples/`, and those of evaluations to `evaluations/`,
+    as parquet."""
 
     def __post_init__(self) -> None:
         if not self.rewards:
