@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
-    from rollpacker.controller.driver import Controller
+    from rollpacker.controller.driver import Controller, Parts
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
@@ -50,7 +50,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
@@ -63,7 +63,9 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        policy = build.load_policy(config, threads=before.get("threads"))
+        policy = build.load_policy(
+            config, threads=before.get("threads"), tell=_print if self.display else None
+        )
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity)
@@ -83,6 +85,7 @@ class Session:
         self.stack.callback(log.close)
         for observer in watching:
             self.stack.callback(observer.close)
+        samples = SampleWriter(folder.samples, folder.evaluations)
         parts = Parts(
             job=job,
             engine=policy.engine,
@@ -93,19 +96,27 @@ class Session:
             cursor=cursor,
             build_samples=build.build_samples_function(config),
             decode=policy.decode,
+            render=policy.render,
             log=log,
-            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            samples=samples if config.save_samples else None,
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
             audience=self._audience,
         )
+        self._open(parts, watch, time_s, build.marks(config, policy))
+
+    def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
+        """Begin the session in the log. `time_s`: where the run's clock goes on."""
+        from rollpacker.controller.driver import Controller
+
         seconds = time.perf_counter() - watch
+        checkpoints = self.folder.checkpoints
         self._controller = Controller(
-            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+            self.config, parts, checkpoints=checkpoints, time_s=time_s + seconds
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
+        self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -153,8 +164,8 @@ class Session:
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])
-            if folder.samples.is_dir():
-                cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.evaluations, checkpoint.step)
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)
@@ -212,6 +223,12 @@ class Session:
         )
         live.on_row = audience.row_written
         return live, audience
+
+
+def _print(line: str) -> None:
+    from rollpacker.cli.output import console
+
+    console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:

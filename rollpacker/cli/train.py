@@ -28,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the batch arithmetic and a memory estimate; nothing is loaded",
+        help="print the batch arithmetic, a memory estimate and the first prompt; no model is "
+        "loaded",
     )
 
 
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_dry_run(config: RunConfig) -> None:
-    """Batch arithmetic and memory of one step, before anything is loaded."""
+    """Batch arithmetic and memory of one step, and the first prompt. No model is loaded."""
+    from rollpacker.cli.parts import first_prompts
     from rollpacker.trainer.estimate import estimate
 
     print(f"{config.name}: {config.model.path}")
@@ -74,6 +76,9 @@ def _print_dry_run(config: RunConfig) -> None:
         print(f"  {line}")
     if config.without_effect is not None:
         print(f"  {config.without_effect}")
+    sys.stdout.flush()
+    for line in first_prompts(config):
+        print(f"  {line}")
 
 
 def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:

@@ -192,7 +192,8 @@ class RunConfig:
     """Where the run is shown besides its folder, such as `[wandb]`; a name alone stands for
     `{name: wandb}`. A tracker that cannot be used, or stops answering, never ends the run."""
     save_samples: bool = True
-    """Write every trained sample's text to `samples/` as parquet."""
+    """Write every trained sample's text to `samples/`, and those of evaluations to `evaluations/`,
+    as parquet."""
 
     def __post_init__(self) -> None:
         if not self.rewards:

@@ -71,14 +71,8 @@ class Commits:
             await self.evaluator.evaluate(command.step)
         await self.audience.trained(command.step)
         if command.checkpoint:
-            write = in_daemon_thread(
-                write_checkpoint,
-                self.folder,
-                command.step,
-                self._state(job_state),
-                partial(self._save, waiting),
-                self.keep_last,
-            )
+            state = self._state(job_state)
+            write = in_daemon_thread(self._write, command.step, state, waiting)
             try:
                 await self.watch.by("checkpoint_s", write)
             except asyncio.CancelledError:
@@ -86,6 +80,10 @@ class Commits:
                 await asyncio.wait({write}, timeout=CLOSE_S)
                 raise
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+
+    def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
+        save = partial(self._save, waiting)
+        write_checkpoint(self.folder, step, state, save, self.keep_last, run=self.folder.parent)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.trainer.save(folder)

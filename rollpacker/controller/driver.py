@@ -47,7 +47,7 @@ from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.reasons import Reasons
-from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.training import Training
@@ -80,6 +80,8 @@ class Parts:
     cursor: Cursor
     build_samples: BuildSamples
     decode: Decode
+    render: Decode
+    """Prompt tokens to text, special tokens included: what the model saw."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
@@ -129,6 +131,7 @@ class Controller:
             reward=parts.reward,
             decode=parts.decode,
             audience=parts.audience,
+            rows=self._evaluation_rows(),
         )
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
@@ -189,7 +192,8 @@ class Controller:
         parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
         rows = None
         if parts.samples is not None:
-            rows = SampleRows(desk, parts.samples, parts.prompts.rows, parts.reward.names)
+            prompts = PromptColumns(parts.prompts.rows, parts.render)
+            rows = SampleRows(desk, parts.samples, prompts, parts.reward.names)
         training = Training(
             *(bus, main, desk, watch),
             config=self.config,
@@ -223,6 +227,14 @@ class Controller:
             self._carried,
             Recorded(Drop),
         ]
+
+    def _evaluation_rows(self) -> EvaluationRows | None:
+        parts = self.parts
+        if parts.samples is None or parts.eval_prompts is None:
+            return None
+        prompts = PromptColumns(parts.eval_prompts.rows, parts.render)
+        threshold = self.config.eval.pass_threshold
+        return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""

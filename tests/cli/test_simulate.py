@@ -314,6 +314,22 @@ def test_ctrl_c_ends_all_processes(folder):
     assert err.strip() == "rollpacker: interrupted"
 
 
+def test_ctrl_c_is_raised_where_it_cannot_leave_a_lock_of_the_workers_taken(folder, monkeypatch):
+    """It used to be raised wherever the main process was: between taking the lock of the counter of
+    steps and the `try` that lets go of it, the workers waited for ever."""
+    went_on = []
+
+    def interrupted_inside(bar, done):
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(done)
+
+    monkeypatch.setattr(simulations._Bar, "show", interrupted_inside)
+    endless = load_scenario("small.yaml", ["steps=1000000"])
+    with pytest.raises(KeyboardInterrupt):
+        simulations.simulate_all({"one": endless, "other": endless}, jobs=2)
+    assert len(went_on) == 1
+
+
 def test_ctrl_c_while_the_processes_are_started_ends_them_too(folder, monkeypatch):
     """It is held until all are started, and raised then."""
 

@@ -260,6 +260,8 @@ class FakeReward:
 
     down: str | None = None
     """What it says that it waits for."""
+    gave_up: str | None = None
+    """Why it says that there will be no verdict any more."""
     closed: bool = False
 
     async def open(self) -> None:
@@ -280,6 +282,9 @@ class FakeReward:
 
     def outage(self) -> str | None:
         return self.down
+
+    def broken(self) -> str | None:
+        return self.gave_up
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -387,8 +392,9 @@ def make(
         cursor=cursor or PromptCursor("train", len(PROMPTS.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
+        render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples"),
+        samples=SampleWriter(folder / "samples", folder / "evaluations"),
         observers=[recorder],
     )
     controller = controller_class(
