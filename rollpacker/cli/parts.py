@@ -379,7 +379,9 @@ def build_carried(
 def build_trackers(config: RunConfig) -> list[Callback]:
     """Who shows the run elsewhere. Each is told of a step when its row of `metrics.jsonl` is
     written."""
-    return []
+    from rollpacker.trackers.by_name import make_tracker
+
+    return [make_tracker(tracker) for tracker in config.tracker_configs]
 
 
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:

@@ -6,6 +6,7 @@ runs/NAME/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
     model             link to the last one's      evaluations/    the same of evaluations
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
+    trackers/         which runs of trackers show it, and what these keep here
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
     "evaluations": ("step_*",),
 }
 """Folders of a run, and what it writes into them."""
