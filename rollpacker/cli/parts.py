@@ -175,7 +175,8 @@ def load_policy(
 
     model_config = config.model
     if model_path is not None:
-        model_config = dataclasses.replace(model_config, path=model_path)
+        # A checkpoint's model is whole: its adapter is merged, and it is not of 4 bits.
+        model_config = dataclasses.replace(model_config, path=model_path, quantization=None)
     inputs = load_inputs(config, model_path=model_path, tell=tell)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
@@ -261,8 +262,12 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Try the advantage and the loss that the config names from outside of the package. Raises
-    `ValueError`, one message, for what is wrong with them."""
+    """Try the advantage and the loss that the config names from outside of the package, and look
+    for the package that fewer bits need. Raises `ValueError`, one message, for what is wrong."""
+    if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
+        from rollpacker.imports import require
+
+        require("bitsandbytes", extra="quantized", what="model.quantization and adamw_8bit")
     algorithm = config.algorithm
     algorithm.reload_own()
     if algorithm.own_advantages is None and algorithm.own_loss is None:
@@ -311,6 +316,12 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             "train.critic.path is set and does nothing: algorithm.name=%s trains no critic; "
             "algorithm.name=ppo does",
             config.algorithm.name,
+        )
+    if config.model.quantization is not None:
+        logger.info(
+            "the base is kept in 4 bits; a checkpoint's adapter/ goes beside it, and its model/ is "
+            "the merged model in %s, made of what the codes stand for",
+            str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
     if config.model.lora is not None:

@@ -199,6 +199,7 @@ class RunConfig:
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
+        self._check_quantization()
         self._check_stream_trainer()
         self._check_carrying()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
@@ -258,6 +259,21 @@ class RunConfig:
             raise ValueError(
                 f"model.teacher is set, but algorithm.name={algorithm.name} asks none; "
                 "algorithm.name=distillation does"
+            )
+
+    def _check_quantization(self) -> None:
+        if self.model.quantization is None:
+            return
+        if (self.train.processes or 1) > 1:
+            raise ValueError(
+                f"model.quantization={self.model.quantization} does not go with several processes "
+                "(train.processes): codes of 4 bits are not sharded. Set train.processes=1, or "
+                "leave model.quantization out"
+            )
+        if self.algorithm.needs_critic:
+            raise ValueError(
+                f"model.quantization={self.model.quantization} does not go with a critic, which is "
+                "trained as a whole: use an algorithm without one (algorithm.advantage=reward)"
             )
 
     def _check_stream_trainer(self) -> None:
