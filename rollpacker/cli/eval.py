@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
     """The config to evaluate by and the model folder."""
+    from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.checkpoint import newest_checkpoint
@@ -80,7 +81,7 @@ def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
             raise ValueError(f"the run {target} has no checkpoint yet")
         if not is_run:
             raise ValueError(f"{target} is no run's folder: say with --task what to evaluate it on")
-        return load_config(run_config, args.overrides, RunConfig), model
+        return load_config(run_config, args.overrides, RunConfig, below=as_it_was), model
     if Path(args.task).suffix in (".yaml", ".yml"):
         return load_config(args.task, args.overrides, RunConfig), model
     return _task_config(args.task, model, args.overrides), model

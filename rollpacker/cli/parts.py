@@ -104,8 +104,9 @@ def load_inputs(
     )
     inputs = Inputs(train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward)
     for prompts in inputs.prompt_sets.values():
-        for line in prompts.told if tell is not None else ():
-            tell(line)
+        if tell is not None:
+            for line in prompts.told:
+                tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
     doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
     return dataclasses.replace(inputs, doubts=tuple(doubts))

@@ -264,7 +264,9 @@ def inputs(config: RunConfig) -> list[Finding]:
         found = [Finding("ok", "data", line) for line in told[:1]]
         return [*found, Finding("fail", "rewards", str(error), "Correct the reward.")]
     found = [
-        Finding("ok", f"data.{name}", "\n".join((_without_name(prompts.told[0]), *prompts.told[1:])))
+        Finding(
+            "ok", f"data.{name}", "\n".join((_without_name(prompts.told[0]), *prompts.told[1:]))
+        )
         for name, prompts in loaded.prompt_sets.items()
     ]
     tried = ", ".join(loaded.reward.names)

@@ -53,8 +53,8 @@ RESUME_MUST_KEEP = (
 adds up in another order."""
 
 RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
-"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is compared
-by identity."""
+"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
+compared by identity."""
 
 ADDED_LATER = ("chat", "max_failed_calls")
 """Last parts of keys that configs of earlier versions lack."""

@@ -45,7 +45,9 @@ def chat_of(
     if config.chat is False:
         return Chat(False, f"texts as they are ({key}=false)")
     if config.system_prompt is not None:
-        return Chat(True, f"texts as user messages by the chat template (data.{split}.system_prompt)")
+        return Chat(
+            True, f"texts as user messages by the chat template (data.{split}.system_prompt)"
+        )
     if config.chat is True:
         if not has_template:
             raise DataError(f"{key}=true, but the tokenizer has no chat template; leave it out.")

@@ -88,7 +88,9 @@ class DatasetConfig:
         if self.prompt_template is not None and self.prompt_function is not None:
             raise ValueError("prompt_template and prompt_function exclude each other")
         if self.chat is False and self.system_prompt is not None:
-            raise ValueError("chat=false and system_prompt exclude each other: it is a chat message")
+            raise ValueError(
+                "chat=false and system_prompt exclude each other: it is a chat message"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

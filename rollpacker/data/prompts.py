@@ -92,7 +92,10 @@ def load_few(
     few = _of(config, split)
     if few.kind != "reasoning_gym":  # whose rows depend on how many there are
         few = replace(few, size=min(few.size or rows, rows))
-    config = replace(config, **{split: few}, eval_fraction=0.0)
+    if split == "eval":
+        config = replace(config, eval=few, eval_fraction=0.0)
+    else:
+        config = replace(config, train=few)
     chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
     made = _made_rows(few, split, chat)[:rows]
     limit = max_context_tokens or sys.maxsize
@@ -143,7 +146,9 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
     name = config.answer_column
     if name in (None, "answer"):
         return
-    other = (row for row in rows if row.columns.get("answer", row.columns[name]) != row.columns[name])
+    other = (
+        row for row in rows if row.columns.get("answer", row.columns[name]) != row.columns[name]
+    )
     if (first := next(other, None)) is not None:
         logger.warning(
             "data.%s: rewards get the column %s as `answer`; the rows' own column answer, which"

@@ -130,7 +130,10 @@ class WeightedReward:
     def try_out(self, rows: Sequence[RewardInput]) -> list[str]:
         """Let each function judge made-up completions of the first row that is its own. Returns
         what may be wrong. Raises `RewardError` for one that could judge no response."""
-        firsts = [(one.part, next((r for r in rows if one.applies_to(r.task)), None)) for one in self._parts]
+        firsts = [
+            (one.part, next((r for r in rows if one.applies_to(r.task)), None))
+            for one in self._parts
+        ]
         trials = [
             (part.try_out, row)
             for part, row in firsts

@@ -33,7 +33,10 @@ def refusal(folder: Path, source: str, *rows: RewardInput, **settings: Any) -> s
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return [messages[-1]['content'] == '4' for messages in completions]", "completions are texts"),
+        (
+            "return [messages[-1]['content'] == '4' for messages in completions]",
+            "completions are texts",
+        ),
         ("return [scoer(c) for c in completions]", "NameError"),
         ("import no_such_module", "no_such_module"),
         ("return [columns['gold'] for c in completions]", "KeyError"),
@@ -49,7 +52,9 @@ def test_what_no_response_could_please(tmp_path: Path, body: str, words: str) ->
 
 
 def test_the_shape_of_messages_is_named_too(tmp_path: Path) -> None:
-    source = "def f(completions, **columns):\n    return [float(len(c.strip())) for c in completions]\n"
+    source = (
+        "def f(completions, **columns):\n    return [float(len(c.strip())) for c in completions]\n"
+    )
     message = refusal(tmp_path, source, sample(prompt=MESSAGES))
     assert "raised AttributeError on a test completion: 'list' object" in message
     assert "completions are lists of one message" in message and "text_of" in message
@@ -90,7 +95,7 @@ def test_what_the_made_up_text_may_have_brought_about(tmp_path: Path, body: str)
 @pytest.mark.parametrize(
     "source",
     [
-        "def f(completions, answer, **columns):\n    return [c == str(a) for c, a in zip(completions, answer)]",
+        "def f(completions, answer, **rest):\n    return [c == str(answer[0]) for c in completions]",
         "def f(completions):\n    return [None for c in completions]",
         "def f(completions):\n    return [float(c) if c.isdigit() else 1 / 0 for c in completions]",
         "async def f(completions):\n    return [1.0 for c in completions]",
@@ -111,7 +116,9 @@ def test_each_reward_is_tried_on_a_row_of_its_own(tmp_path: Path) -> None:
 
 
 def test_workers_that_tried_it_out_judge_the_run(tmp_path: Path) -> None:
-    source = "import os\ndef f(completions):\n    return [float(os.getpid()) for c in completions]\n"
+    source = (
+        "import os\ndef f(completions):\n    return [float(os.getpid()) for c in completions]\n"
+    )
     one = reward(tmp_path, source)
     assert one.try_out([sample()]) == []
     first, second = (scored(one, [sample()]) for _ in range(2))
@@ -154,7 +161,9 @@ def test_one_that_hangs_for_everybody_costs_so_many_limits_and_no_more(tmp_path:
     began = time.monotonic()
     scored(one, [sample() for _ in range(40)])
     assert "within" not in (one.broken() or "") and "took longer" in (one.broken() or "")
-    assert time.monotonic() - began < 10  # 40 limits of one worker would be 12 s, and as many starts
+    assert (
+        time.monotonic() - began < 10
+    )  # 40 limits of one worker would be 12 s, and as many starts
 
 
 def test_some_failures_are_not_everybody(tmp_path: Path) -> None:

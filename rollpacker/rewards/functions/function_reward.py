@@ -220,7 +220,9 @@ class RewardFunction:
         except (Overran, WorkerLost) as error:
             if len(samples) > 1:
                 return await self._one_by_one(samples, limit, alone=True)
-            return self._count([await self._second_chance(samples[0], payload, limit, error, alone)])
+            return self._count(
+                [await self._second_chance(samples[0], payload, limit, error, alone)]
+            )
         if "error" in reply and len(samples) > 1:
             self._raised(reply)
             return await self._one_by_one(samples, limit, alone=False)
