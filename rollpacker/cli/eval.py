@@ -42,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
     import asyncio
 
+    from rollpacker.cli.hub import look_for_hub
+
     if args.k is not None and args.k < 1:
         raise ValueError("-k must be at least 1")
     config, model = _resolve(args)
+    look_for_hub(config, model_path=model)
     if args.k is not None:
         config = dataclasses.replace(
             config, eval=dataclasses.replace(config.eval, samples_per_prompt=args.k)

@@ -142,9 +142,11 @@ def _as_input(row: PromptRow) -> RewardInput:
 def first_prompts(config: RunConfig) -> list[str]:
     """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
     it from being shown is said in its place."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.data.prompts import load_few
 
     try:
+        look_for_hub(config)
         return list(load_few(config.data, "train", **_of_tokenizer(config, config.model.path)).told)
     except (ValueError, OSError) as error:
         return [f"first prompt  cannot be shown: {error}"]

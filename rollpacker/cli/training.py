@@ -52,6 +52,7 @@ def train(
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `NonFiniteError`, `DeadlineExceeded`, `OSError`; the run can then be resumed.
     """
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.session import Session
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -64,6 +65,7 @@ def train(
         raise ValueError("overrides go with a config file, not with a RunConfig")
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
+    look_for_hub(config)
     path = Path(config.runs_dir).expanduser() / config.name
     with naming(path), ExitStack() as stack:
         folder = RunFolder(path, resume=resume, overwrite=overwrite)

@@ -190,12 +190,14 @@ def engine() -> Finding:
 
 def model(config: RunConfig) -> Finding:
     """The folder is whole, and its tokenizer loads."""
+    from rollpacker.cli.hub import HubError, look_for_hub
     from rollpacker.trainer.model import ModelError, context_tokens, load_tokenizer
 
     path = config.model.path
     try:
+        look_for_hub(config)
         tokenizer = load_tokenizer(path)
-    except ModelError as error:
+    except (ModelError, HubError) as error:
         cure = "Set model.path to a Hugging Face folder, or a name on the hub (network needed)."
         return Finding("fail", "model", str(error), cure)
     text = f"{path}: {len(tokenizer)} tokens, context {context_tokens(path) or 'not stated'}"
