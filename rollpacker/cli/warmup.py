@@ -16,7 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "warmup",
         help="fine-tune a model on prompt-completion pairs before reinforcement learning",
-        description="Fine-tune on JSONL rows of prompt and completion, and write a model folder.",
+        description="Fine-tune on JSONL rows of prompt and completion, or of chat messages, and "
+        "write a model folder.",
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument(
