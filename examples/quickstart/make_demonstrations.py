@@ -22,10 +22,9 @@ from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.data.procedural import make_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from arithmetic import prompt  # noqa: E402
+from arithmetic import prompt
 
 STEPS = {2: 0.35, 3: 0.33, 4: 0.18, 5: 0.05, 6: 0.05, 9: 0.01, 10: 0.01, 11: 0.01, 12: 0.01}
 """Number of terms -> share of steps.jsonl."""
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart-demonstrations"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=30_000, help="rows of steps.jsonl")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     arguments = parser.parse_args(argv)
     banned = held_out_prompts(arguments.config)
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
-VERBS = ("train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
+VERBS = ("init", "train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
 
 _EXAMPLES = """\
 examples:
+  rollpacker init quickstart                            a first run, in an empty folder
   rollpacker train configs/quickstart.yaml
   rollpacker train configs/quickstart.yaml rollout.prompts_per_step=32 train.learning_rate=1e-4
   rollpacker train configs/quickstart.yaml --dry-run    batch arithmetic and the first prompt
@@ -100,10 +101,27 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or late)}")
+        hint = _hint_for_flags(unknown) if hasattr(args, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown or late)}{hint}")
     if late:
         args.overrides = [*args.overrides, *late]
     return args
+
+
+def _hint_for_flags(words: list[str]) -> str:
+    """Settings written as other frameworks' flags, `--learning_rate 1e-6`, are `key=value` here."""
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.config.synonyms import all_keys, hint
+
+    known = {*all_keys(RunConfig)}
+    lines = []
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].lstrip("-").replace("-", "_")
+            found = f" Here it is {name}" if name in known else hint(name.split("."), known)
+            if found:
+                lines.append(f"\n  {word.partition('=')[0]}:{found}")
+    return "".join([*lines, "\n  settings are written key=value, without dashes"] if lines else [])
 
 
 def _unknown_verb(verb: str) -> str:

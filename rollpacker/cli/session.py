@@ -9,18 +9,20 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.cli.driving import INTERRUPTED, drive, run_to_end
+from rollpacker.cli.driving import INTERRUPTED, Caller, drive
 
 if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.controller.driver import Controller
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
+    from rollpacker.report.live import LiveReport
     from rollpacker.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -36,9 +38,16 @@ class Session:
     _: KW_ONLY
     resume: bool
     overwrite: bool
+    is_command: bool
+    """The process is this run's alone."""
+    display: bool
+    observers: Sequence[Observer]
+    callbacks: Sequence[Callback]
+    _caller: Caller = field(default_factory=Caller, init=False)
+    _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
 
-    def prepare(self, watch: float, *, display: bool, observers: Sequence[Observer]) -> None:
+    def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
         from rollpacker.controller.driver import Controller, Parts
@@ -47,6 +56,7 @@ class Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
+        build.check_algorithm(config)
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")
@@ -54,8 +64,9 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        tell = _print if display else None
-        policy = build.load_policy(config, threads=before.get("threads"), tell=tell)
+        policy = build.load_policy(
+            config, threads=before.get("threads"), tell=_print if self.display else None
+        )
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity)
@@ -66,15 +77,16 @@ class Session:
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
-        if checkpoint is not None:
-            _load(trainer, checkpoint.folder)
-        run_to_end(hand_over_weights(trainer, policy.engine, trainer.version))
+        _load(trainer, checkpoint)
+        Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
-        watching = self._observers(checkpoint, policy, display=display) + list(observers)
+        live, self._audience = self._report_and_audience(checkpoint, policy)
+        watching = [live, *self.observers]
         log = LogWriter(folder.events)
         self.stack.callback(log.close)
         for observer in watching:
             self.stack.callback(observer.close)
+        samples = SampleWriter(folder.samples, folder.evaluations)
         parts = Parts(
             job=job,
             engine=policy.engine,
@@ -85,19 +97,20 @@ class Session:
             cursor=cursor,
             build_samples=build.build_samples_function(config),
             decode=policy.decode,
+            render=policy.render,
             log=log,
-            samples=SampleWriter(folder.samples) if config.save_samples else None,
+            samples=samples if config.save_samples else None,
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
+            audience=self._audience,
         )
         seconds = time.perf_counter() - watch
         self._controller = Controller(
             config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
         )
-        marks = build.marks(config, policy)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._controller.open(started_at=now, began_s=time_s, marks=marks)
+        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -105,13 +118,18 @@ class Session:
         return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
 
     def drive(self) -> str:
-        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason."""
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
         assert self._controller is not None
         first = self._controller.parts.job.step
-        reason = run_to_end(drive(self._controller))
+        reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
         return reason
+
+    def end(self, reason: str | None) -> None:
+        """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
+        if self._audience is not None:
+            self._audience.end(reason)
 
     def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """A resume must find what the run began with."""
@@ -140,8 +158,8 @@ class Session:
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])
-            if folder.samples.is_dir():
-                cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.evaluations, checkpoint.step)
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)
@@ -158,29 +176,47 @@ class Session:
             return Job(config)
         return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
 
-    def _observers(
-        self, checkpoint: Checkpoint | None, policy: Policy, *, display: bool
-    ) -> list[Observer]:
+    def _report_and_audience(
+        self, checkpoint: Checkpoint | None, policy: Policy
+    ) -> tuple[LiveReport, Audience]:
+        """Metrics and display, and who is told of what they hold."""
         from rollpacker.cli.output import console
+        from rollpacker.cli.parts import build_trackers
+        from rollpacker.config.load import to_plain
+        from rollpacker.controller.audience import Audience, ToldRun
         from rollpacker.report.live import LiveReport
 
-        rollout, train = self.config.rollout, self.config.train
-        steps = train.steps
+        config = self.config
+        steps = config.train.steps
         if steps is None:
-            assert train.epochs is not None
-            rows = len(policy.train_prompts.rows) * train.epochs
-            steps = math.ceil(rows / rollout.prompts_per_step)
-        return [
-            LiveReport(
-                self.folder.path,
-                total_steps=steps,
-                resume=checkpoint is not None,
-                slots=rollout.engine.max_slots,
-                max_response_tokens=rollout.max_response_tokens,
-                console=console() if display else None,
-                show=display,
-            )
-        ]
+            assert config.train.epochs is not None
+            rows = len(policy.train_prompts.rows) * config.train.epochs
+            steps = math.ceil(rows / config.rollout.prompts_per_step)
+        live = LiveReport(
+            self.folder.path,
+            total_steps=steps,
+            resume=checkpoint is not None,
+            slots=config.rollout.engine.max_slots,
+            max_response_tokens=config.rollout.max_response_tokens,
+            console=console() if self.display else None,
+            show=self.display,
+        )
+        run = ToldRun(
+            name=config.name,
+            folder=self.folder.path,
+            config=to_plain(config),
+            total_steps=steps,
+            resumed_step=None if checkpoint is None else checkpoint.step,
+        )
+        audience = Audience(
+            run,
+            callbacks=self.callbacks,
+            trackers=build_trackers(config),
+            call=self._caller.call,
+            row_so_far=live.row_so_far,
+        )
+        live.on_row = audience.row_written
+        return live, audience
 
 
 def _print(line: str) -> None:
@@ -189,12 +225,13 @@ def _print(line: str) -> None:
     console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _load(trainer: Trainer, checkpoint: Path) -> None:
+def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     from rollpacker.controller.errors import RunError
     from rollpacker.trainer.trainer import TrainerStateError
 
     try:
-        trainer.load(checkpoint)
+        if checkpoint is not None:
+            trainer.load(checkpoint.folder)
     except TrainerStateError as error:
         raise RunError(
             f"{error}. The run cannot go on from there (`--overwrite` begins anew)"

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises what `train` raises."""
-    from rollpacker.cli.training import train
+    from rollpacker.cli.training import run_to_end
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.trainer.launch import Torchrun
@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, RunConfig)
     if torchrun is not None:
         config = _with_processes(config, torchrun.world_size)
-    result = train(config, resume=args.resume, overwrite=args.overwrite, display=True)
+    result = run_to_end(
+        config, resume=args.resume, overwrite=args.overwrite, display=True, is_command=True
+    )
     if result.reason != INTERRUPTED:
         return 0
     print("Interrupted. The same command with --resume goes on from here.", file=sys.stderr)
@@ -66,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_dry_run(config: RunConfig) -> None:
     """Batch arithmetic and memory of one step, and the first prompt. No model is loaded."""
-    from rollpacker.cli.parts import first_prompts
+    from rollpacker.cli.parts import check_algorithm, first_prompts
     from rollpacker.trainer.estimate import estimate
 
+    check_algorithm(config)
     print(f"{config.name}: {config.model.path}")
     for line in estimate(config).lines():
         print(f"  {line}")

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.callbacks import CallbackError
 from rollpacker.cli.errors import naming
 
 if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
+    from rollpacker.cli.session import Session
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
 
@@ -44,39 +47,93 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     display: bool = False,
+    callbacks: Sequence[Callback] = (),
     observers: Sequence[Observer] = (),
 ) -> FinishedRun:
     """Run a config to its end.
 
-    `observers` are fed every entry of the event log; `display` shows progress on the terminal.
+    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
+    entry of the event log; `display` shows progress on the terminal.
+    An interrupt (Ctrl-C, a notebook's stop button, SIGTERM) ends the run after the step at hand,
+    saved; a second one at once, with `KeyboardInterrupt`.
+
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `NonFiniteError`, `DeadlineExceeded`, `OSError`; the run can then be resumed.
     """
-    from rollpacker.cli.hub import look_for_hub
-    from rollpacker.cli.session import Session
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.run_folder import RunFolder
 
-    watch = time.perf_counter()
     if not isinstance(config, RunConfig):
         config = load_config(config, overrides, RunConfig)
     elif overrides:
         raise ValueError("overrides go with a config file, not with a RunConfig")
+    return run_to_end(
+        config,
+        resume=resume,
+        overwrite=overwrite,
+        display=display,
+        callbacks=callbacks,
+        observers=observers,
+    )
+
+
+def run_to_end(
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    display: bool,
+    callbacks: Sequence[Callback] = (),
+    observers: Sequence[Observer] = (),
+    is_command: bool = False,
+) -> FinishedRun:
+    """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
+    it."""
+    from rollpacker.cli.hub import look_for_hub
+    from rollpacker.cli.session import Session
+    from rollpacker.controller.run_folder import RunFolder
+
+    watch = time.perf_counter()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
     look_for_hub(config)
     path = Path(config.runs_dir).expanduser() / config.name
-    with naming(path), ExitStack() as stack:
-        folder = RunFolder(path, resume=resume, overwrite=overwrite)
-        stack.callback(folder.close)
-        session = Session(config, folder, stack, resume=resume, overwrite=overwrite)
-        session.prepare(watch, display=display, observers=observers)
-        reason = session.drive()
-        stack.pop_all().close()
-    return FinishedRun(
-        folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
-    )
+    session: Session | None = None
+    try:
+        with naming(path), ExitStack() as stack:
+            folder = RunFolder(path, resume=resume, overwrite=overwrite)
+            stack.callback(folder.close)
+            session = Session(
+                config,
+                folder,
+                stack,
+                resume=resume,
+                overwrite=overwrite,
+                is_command=is_command,
+                display=display,
+                observers=observers,
+                callbacks=callbacks,
+            )
+            session.prepare(watch)
+            reason = session.drive()
+            stack.pop_all().close()
+        run = FinishedRun(
+            folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
+        )
+    except BaseException:
+        if session is not None:
+            _end_in_error(session)
+        raise
+    session.end(reason)
+    return run
+
+
+def _end_in_error(session: Session) -> None:
+    """What a callback says of the end must not hide what the run died of."""
+    try:
+        session.end(None)
+    except CallbackError as error:
+        logger.warning("%s", error)
 
 
 def _finish(folder: Path, *, display: bool) -> dict[str, Any]:

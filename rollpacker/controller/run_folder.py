@@ -4,8 +4,8 @@ runs/NAME/
     config.yaml       as resolved                 metrics.jsonl   one row a step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
-    model             link to the last one's      summary.json, trace.json, timeline.png
-    identity.json     what a resume must find
+    model             link to the last one's      evaluations/    the same of evaluations
+    identity.json     what a resume must find     summary.json, trace.json, timeline.png
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "evaluations": ("step_*",),
 }
 """Folders of a run, and what it writes into them."""
 
@@ -71,6 +72,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
+        self.evaluations = path / "evaluations"
         self.config = path / "config.yaml"
         self._lock_file = path / "run.lock"
         self._made = [p for p in (path, *path.parents) if not p.exists()]
@@ -229,23 +231,17 @@ def check_resume(
         if before[key] != now[key] and not (key == "train_data" and chat):
             refused.append(f"{meaning} changed since the run began")
     refused += chat
+    files = now.get("files", {})
+    for key, digest in before.get("files", {}).items():
+        if key in files and files[key] != digest:
+            harmless.append(f"the file of {key} changed since the run began")
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "
             + "\n  ".join(refused)
             + "\nundo the change, or start a new run with another name=..."
         )
-    return harmless + _reward_changes(before, now)
-
-
-def _reward_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Reward functions whose file is not the one that judged the steps so far."""
-    began = before.get("rewards", {})
-    return [
-        f"{Path(found['file']).name} (reward {name}) has changed: from here on it judges anew"
-        for name, found in now.get("rewards", {}).items()
-        if name in began and began[name]["sha256"] != found["sha256"]
-    ]
+    return harmless
 
 
 def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -133,6 +133,8 @@ class PromptRow:
     """What its task column says."""
     messages: list[dict[str, str]] | None = None
     """What the chat template made the tokens of. None: the text's own tokens."""
+    where: str = ""
+    """The file and line, or the dataset and row, that it came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,10 +92,11 @@ def load_few(
     few = _of(config, split)
     if few.kind != "reasoning_gym":  # whose rows depend on how many there are
         few = replace(few, size=min(few.size or rows, rows))
-    if split == "eval":
-        config = replace(config, eval=few, eval_fraction=0.0)
-    else:
-        config = replace(config, train=few)
+    config = (
+        replace(config, eval=few, eval_fraction=0.0)
+        if split == "eval"
+        else replace(config, train=few, eval_fraction=0.0)
+    )
     chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
     made = _made_rows(few, split, chat)[:rows]
     limit = max_context_tokens or sys.maxsize
@@ -239,6 +240,7 @@ def _prompt_set(
             columns=row.columns,
             task=row.task,
             messages=row.messages,
+            where=row.where,
         )
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit

@@ -1,0 +1,181 @@
+"""The templates of `rollpacker init`: the files in `configs/`, with what they name in `examples/`.
+
+Nothing is listed here. The comment at the head of a config says what it is about and, indented,
+its commands; the files that belong to it are those that it names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollpacker.did_you_mean import did_you_mean
+
+_PACKAGE = Path(__file__).parents[1]
+_CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml")
+_EXAMPLE = re.compile(r"\bexamples[./](\w+)")
+_MODULE_OF_EXAMPLES = re.compile(r"\bfrom examples\.")
+_COMMAND = re.compile(r"#\s{2,}((?:python|rollpacker) .+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A config, and all that it needs to run."""
+
+    name: str
+    """The config's file name without `.yaml`."""
+    about: str
+    """The text at the config's head, without the commands."""
+    commands: tuple[str, ...]
+    """What to type after `init`, in order; as in a checkout."""
+    sources: tuple[str, ...]
+    """Files below `root()`, the config first."""
+
+    def files(self) -> dict[str, str]:
+        """File name in the user's folder -> text, the guide `NAME.md` included."""
+        made = {
+            self._moved(one): self._moved((root() / one).read_text("utf-8")) for one in self.sources
+        }
+        return {**made, f"{self.name}.md": self._guide(made)}
+
+    def preparation(self) -> tuple[str, ...]:
+        """The commands that make data and models, before the run itself."""
+        return tuple(one for one in self.steps() if _prepares(one))
+
+    def steps(self) -> tuple[str, ...]:
+        """The commands, as they are typed in the user's folder."""
+        return tuple(self._moved(one) for one in self.commands)
+
+    def _moved(self, text: str) -> str:
+        """With the places of the user's folder, where all files lie side by side.
+
+        Scripts that import each other by `examples.` keep that folder.
+        """
+        folders = {f"{Path(one).parent}/" for one in self.sources}
+        keeps_examples = any(
+            _MODULE_OF_EXAMPLES.search((root() / one).read_text("utf-8"))
+            for one in self.sources
+            if one.endswith(".py")
+        )
+        for folder in sorted(folders, key=len, reverse=True):
+            if not (keeps_examples and folder.startswith("examples/")):
+                text = text.replace(folder, "")
+        return text
+
+    def _guide(self, files: dict[str, str]) -> str:
+        """A page of a few lines on what was written and what to type."""
+        lines = [f"# {self.name}", "", self._moved(self.about), ""]
+        lines += [f"    {command}" for command in self.steps()]
+        if any(command.startswith("rollpacker train ") for command in self.steps()):
+            lines += [f"    rollpacker {verb} runs/{self.name}" for verb in ("report", "eval")]
+        lines += ["", "| file | what it is |", "|---|---|"]
+        lines += [
+            f"| `{name}` | {first_sentence(_head(name, text))} |"
+            for name, text in files.items()
+            if _head(name, text)
+        ]
+        lines += ["", "`rollpacker init --list` shows the other templates."]
+        return "\n".join(lines) + "\n"
+
+
+def root() -> Path:
+    """The folder that holds `configs/` and `examples/`: inside of an installed package, and at the
+    top of a checkout."""
+    installed = _PACKAGE / "templates"
+    return installed if installed.is_dir() else _PACKAGE.parent
+
+
+def templates() -> dict[str, Template]:
+    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run."""
+    paths = sorted(
+        (root() / "configs").rglob("*.yaml"), key=lambda path: (_is_scenario(path), path)
+    )
+    found = (_template(path) for path in paths if "\nstages:" not in path.read_text("utf-8"))
+    return {one.name: one for one in found}
+
+
+def find_template(asked: str) -> Template:
+    """The template of this name, or the only one whose name goes on from it after a hyphen.
+
+    Raises `ValueError`.
+    """
+    known = templates()
+    longer = [name for name in known if name.startswith(f"{asked}-")]
+    if asked in known:
+        return known[asked]
+    if len(longer) == 1:
+        return known[longer[0]]
+    if longer:
+        raise ValueError(f'there are several templates "{asked}-...": {", ".join(longer)}.')
+    hint = did_you_mean(asked, known)
+    raise ValueError(f'there is no template "{asked}".{hint} The templates are {", ".join(known)}.')
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence; one line."""
+    return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+
+
+def _template(path: Path) -> Template:
+    text = path.read_text("utf-8")
+    source = path.relative_to(root()).as_posix()
+    verbs = ("simulate",) if _is_scenario(path) else ("doctor", "train")
+    commands = tuple(_commands(text)) or tuple(f"rollpacker {verb} {source}" for verb in verbs)
+    return Template(
+        name=path.stem,
+        about=_head(source, text),
+        commands=commands,
+        sources=tuple(_closure(source)),
+    )
+
+
+def _is_scenario(path: Path) -> bool:
+    return path.parent.name == "scenarios"
+
+
+def _head(name: str, text: str) -> str:
+    """The comment that a config begins with, without its commands; a module's docstring."""
+    if name.endswith(".py"):
+        return ast.get_docstring(ast.parse(text)) or ""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not _COMMAND.match(line):
+            lines.append(line.removeprefix("#").strip())
+    return "\n".join(lines).strip()
+
+
+def _commands(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            return
+        if found := _COMMAND.match(line):
+            yield found[1].strip()
+
+
+def _prepares(command: str) -> bool:
+    words = shlex.split(command)
+    return words[0] == "python" or words[1] == "warmup"
+
+
+def _closure(config: str) -> list[str]:
+    """The config, the files that it names, those that these name, and so on."""
+    found = [config]
+    for one in found:  # grows while it is read
+        text = (root() / one).read_text("utf-8")
+        named = sorted({*_CONFIG.findall(text)})
+        for example in sorted({*_EXAMPLE.findall(text)}):
+            named += _files_of(example)
+        found += [name for name in dict.fromkeys(named) if name not in found]
+    return found
+
+
+def _files_of(example: str) -> list[str]:
+    """A folder's files, or the module."""
+    place = root() / "examples" / example
+    files = sorted(place.iterdir()) if place.is_dir() else [place.with_suffix(".py")]
+    return [path.relative_to(root()).as_posix() for path in files if path.is_file()]
