@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
             config, eval=dataclasses.replace(config.eval, samples_per_prompt=args.k)
         )
     result = asyncio.run(_evaluate(config, model))
+    told = result.out_of_reach(config.eval.pass_threshold)
+    if told is not None:
+        print(f"rollpacker: {told}", file=sys.stderr)
     if args.json:
         print(json.dumps({"model": model, **result.metrics}))
     else:

@@ -115,6 +115,12 @@ def load_inputs(
                 tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
     doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
+    largest = reward.largest()
+    if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
+        doubts.append(
+            f"no response can reach eval.pass_threshold={config.eval.pass_threshold:g}: the weights"
+            f" of the rewards add up to {largest:g} at most. Lower the threshold"
+        )
     return dataclasses.replace(inputs, doubts=tuple(doubts))
 
 

@@ -274,7 +274,7 @@ def inputs(config: RunConfig) -> list[Finding]:
     tried = ", ".join(loaded.reward.names)
     if not loaded.doubts:
         return [*found, Finding("ok", "rewards", f"{tried}: each has looked at the rows")]
-    cure = "Nothing needs to be done if only some responses fare so."
+    cure = "A run starts all the same; docs/rewards.md (Tried out) says what these mean."
     return [*found, Finding("warn", "rewards", "\n".join(loaded.doubts), cure)]
 
 

@@ -123,7 +123,7 @@ def test_a_run_of_an_earlier_version_keeps_its_plain_texts(config, capsys, monke
     del saved["data"]["train"]["chat"]
     write_document(saved, run / "config.yaml")
     identity = json.loads((run / "identity.json").read_text())
-    del identity["chat"], identity["rewards"]
+    del identity["chat"], identity["files"]
     (run / "identity.json").write_text(json.dumps(identity))
     capsys.readouterr()
     resume = ["train", str(config), "--resume", "data.eval_fraction=0.3", "train.steps=2"]
