@@ -115,6 +115,12 @@ def load_inputs(
                 tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
     doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
+    largest = reward.largest()
+    if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
+        doubts.append(
+            f"no response can reach eval.pass_threshold={config.eval.pass_threshold:g}: the weights"
+            f" of the rewards add up to {largest:g} at most. Lower the threshold"
+        )
     return dataclasses.replace(inputs, doubts=tuple(doubts))
 
 
@@ -148,9 +154,11 @@ def _as_input(row: PromptRow) -> RewardInput:
 def first_prompts(config: RunConfig) -> list[str]:
     """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
     it from being shown is said in its place."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.data.prompts import load_few
 
     try:
+        look_for_hub(config)
         return list(load_few(config.data, "train", **_of_tokenizer(config, config.model.path)).told)
     except (ValueError, OSError) as error:
         return [f"first prompt  cannot be shown: {error}"]

@@ -69,7 +69,7 @@ class Session:
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:
-            self._check_identity(before, identity)
+            self._check_identity(before, identity, checkpoint.step)
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -138,8 +138,8 @@ class Session:
         if self._audience is not None:
             self._audience.end(reason)
 
-    def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """A resume must find what the run began with."""
+    def _check_identity(self, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
+        """A resume after `step` must find what the run began with."""
         from rollpacker.config.document import ConfigError, parse_document, read_text
         from rollpacker.config.load import differences, to_plain
         from rollpacker.controller.errors import RunError
@@ -153,7 +153,7 @@ class Session:
                 "it is the same run. Restore the file, or begin anew with --overwrite"
             ) from error
         for change in check_resume(differences(old, to_plain(self.config)), before, now):
-            logger.warning("resuming with a change: %s", change)
+            logger.warning("resuming after step %d with a change: %s", step, change)
 
     def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
         """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""

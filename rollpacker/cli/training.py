@@ -96,12 +96,14 @@ def run_to_end(
 ) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.session import Session
     from rollpacker.controller.run_folder import RunFolder
 
     watch = time.perf_counter()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
+    look_for_hub(config)
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
     try:

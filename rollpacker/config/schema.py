@@ -433,7 +433,8 @@ class WarmupStage:
     """One pass of supervised steps over one file."""
 
     path: str
-    """JSONL with `prompt` and `completion`; the loss is on the completion and the end token."""
+    """JSONL with `prompt` and `completion`, texts or chat messages, or with `messages`. The loss is
+    on the completion, or each message of the assistant, and the token that ends it."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3
