@@ -5,7 +5,8 @@ runs/NAME/
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
     identity.json     what a resume must find     evaluations/    the same of evaluations
-                                                  summary.json, trace.json, timeline.png
+                                                  summary.json, report.html, trace.json,
+                                                  timeline.png
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from rollpacker.controller.errors import RunError
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
     *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
-    *("summary.json", "trace.json", "timeline.png"),
-    *("summary.json.tmp", "trace.json.tmp", "timeline.png.tmp"),
+    *("summary.json", "report.html", "trace.json", "timeline.png"),
+    *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
 """What a run writes, and what a kill leaves of it half written."""
 _OWN_FOLDERS = {
