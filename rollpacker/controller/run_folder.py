@@ -6,7 +6,7 @@ runs/NAME/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
     model             link to the last one's      evaluations/    the same of evaluations
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
-    trackers/         which runs of trackers show it, and what these keep here
+    trackers/         what they keep here         report.html
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rollpacker.controller.errors import RunError
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
     *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
-    *("summary.json", "trace.json", "timeline.png"),
-    *("summary.json.tmp", "trace.json.tmp", "timeline.png.tmp"),
+    *("summary.json", "report.html", "trace.json", "timeline.png"),
+    *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
 """What a run writes, and what a kill leaves of it half written."""
 _OWN_FOLDERS = {
