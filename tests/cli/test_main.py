@@ -48,7 +48,7 @@ def test_version(capsys):
     [
         ("trian", "Did you mean 'train'?"),
         ("reprot", "Did you mean 'report'?"),
-        ("frobnicate", "The verbs are train"),
+        ("frobnicate", "The verbs are init, train"),
         ("configs/quickstart.yaml", "Did you mean 'rollpacker train configs/quickstart.yaml'?"),
     ],
 )
