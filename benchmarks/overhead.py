@@ -37,7 +37,7 @@ OVERRIDES = [
 
 def full(config_path: str, steps: int) -> dict[str, float]:
     """Seconds a step of the real thing, and the controller's own account of itself."""
-    from rollpacker.cli.train import train
+    from rollpacker.cli.training import train
 
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*OVERRIDES, f"train.steps={steps}", f"runs_dir={folder}"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cli.train import FinishedRun, train
+    from rollpacker.cli.training import FinishedRun, train
 
 __all__ = ["FinishedRun", "train"]
 
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module("rollpacker.cli.train"), name)
+        return getattr(importlib.import_module("rollpacker.cli.training"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

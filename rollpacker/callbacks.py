@@ -14,6 +14,10 @@ Metrics = Mapping[str, Any]
 """A row of `metrics.jsonl` without its `step`: names as in docs/metrics.md, numbers and texts."""
 
 
+class CallbackError(RuntimeError):
+    """A callback raised; the message names class, method and step. The run can be resumed."""
+
+
 class RunningRun(Protocol):
     """The run, as a callback sees it."""
 
@@ -41,8 +45,9 @@ class RunningRun(Protocol):
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to the row of the step or evaluation that is being told. Only inside
-        `on_step` and `on_evaluation`."""
+        """Add a value to the row of the step or evaluation that is being told, in the log as in
+        `metrics.jsonl`. Only inside `on_step` and `on_evaluation` of a program's own callbacks, and
+        under a name that the run itself does not use."""
         ...
 
     def samples(self) -> list[dict[str, Any]]:
@@ -56,18 +61,21 @@ class RunningRun(Protocol):
 
 
 class Callback:
-    """Override what you need. The run waits while a method runs, and its seconds are shown. What a
-    method raises ends the run, resumable, and is named."""
+    """Override what you need. Methods are called in the thread that called `rollpacker.train`. The
+    run waits meanwhile, and the seconds are shown (`timing_s/callbacks`). What a method raises ends
+    the run, resumable, with a `CallbackError` that names it."""
 
     def on_start(self, run: RunningRun) -> None:
         """Everything is loaded; the first round begins."""
 
     def on_step(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Step number `step`, counted from 1, is committed."""
+        """Step number `step`, counted from 1, is trained; its checkpoint, if one is due, comes
+        next. So a step is told again only where a resume takes it again. `metrics` has no seconds
+        of what still comes; a tracker is told later and gets the whole row."""
 
     def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """The policy as it stands after `step` steps was evaluated."""
+        """The policy as it stands after `step` steps was evaluated. Comes before `on_step`."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
-        """The run has ended; its reports are written. `reason`: why; None: by an error. Called once
-        after `on_start`, whatever happened."""
+        """The run has ended; its reports are written. `reason`: why; None: by an error, or at once
+        by a second interrupt, and then no report is written. Called once if `on_start` was."""

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "config", "controller", "core", "data"),
     *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
-    *("trackers", "trainer"),
+    *("trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
@@ -45,6 +45,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
     "trackers": ("callbacks",),
+    "trl": (
+        *("bus", "core", "data.dataset", "report.history", "report.time_book", "rollout"),
+        *("controller.carried", "controller.clock", "controller.errors"),
+    ),
     "did_you_mean": (),
     "imports": (),
     "warn_once": (),

@@ -8,9 +8,14 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def correct(completions, answer, **columns):
     """1.0 where the last number after `####` equals the solution's, else 0.0."""
     return [
-        float(final_number(messages[-1]["content"]) == final_number(solution))
-        for messages, solution in zip(completions, answer, strict=True)
+        float(final_number(text_of(completion)) == final_number(solution))
+        for completion, solution in zip(completions, answer, strict=True)
     ]
+
+
+def text_of(completion):
+    """A text; where the rows hold chat messages, the assistant's message in a list."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def final_number(text):

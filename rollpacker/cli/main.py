@@ -22,7 +22,7 @@ examples:
   rollpacker init quickstart                            a first run, in an empty folder
   rollpacker train configs/quickstart.yaml
   rollpacker train configs/quickstart.yaml rollout.prompts_per_step=32 train.learning_rate=1e-4
-  rollpacker train configs/quickstart.yaml --dry-run    the batch arithmetic; nothing is loaded
+  rollpacker train configs/quickstart.yaml --dry-run    batch arithmetic and the first prompt
   rollpacker train configs/quickstart.yaml --resume     goes on exactly where it stopped
   rollpacker report runs/quickstart                     the summary table again, and the timeline
   rollpacker simulate configs/scenarios/14b-16k.yaml --compare verl,rollpacker
@@ -101,10 +101,27 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or late)}")
+        hint = _hint_for_flags(unknown) if hasattr(args, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown or late)}{hint}")
     if late:
         args.overrides = [*args.overrides, *late]
     return args
+
+
+def _hint_for_flags(words: list[str]) -> str:
+    """Settings written as other frameworks' flags, `--learning_rate 1e-6`, are `key=value` here."""
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.config.synonyms import all_keys, hint
+
+    known = {*all_keys(RunConfig)}
+    lines = []
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].lstrip("-").replace("-", "_")
+            found = f" Here it is {name}" if name in known else hint(name.split("."), known)
+            if found:
+                lines.append(f"\n  {word.partition('=')[0]}:{found}")
+    return "".join([*lines, "\n  settings are written key=value, without dashes"] if lines else [])
 
 
 def _unknown_verb(verb: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.config.schema import RunConfig
@@ -15,10 +17,12 @@ from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.dataset import TRAIN
 
 if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.core.job import Job
-    from rollpacker.data.dataset import PromptSet
+    from rollpacker.data.dataset import PromptRow, PromptSet
+    from rollpacker.rewards.reward import RewardInput
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.engine import Engine
     from rollpacker.trainer.launch import Ranks
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Tell = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -34,13 +40,29 @@ class Policy:
 
     loaded: LoadedModel
     engine: Engine
-    train_prompts: PromptSet
-    eval_prompts: PromptSet | None
-    reward: WeightedReward
+    inputs: Inputs
     threads: int
+
+    @property
+    def train_prompts(self) -> PromptSet:
+        return self.inputs.train_prompts
+
+    @property
+    def eval_prompts(self) -> PromptSet | None:
+        return self.inputs.eval_prompts
+
+    @property
+    def reward(self) -> WeightedReward:
+        return self.inputs.reward
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str), "a list of tokens is one text"
+        return text
+
+    def render(self, tokens: Sequence[int]) -> str:
+        """The text with special tokens: what the model saw."""
+        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=False)
         assert isinstance(text, str), "a list of tokens is one text"
         return text
 
@@ -51,40 +73,112 @@ class Policy:
         return round(sum(len(row.tokens) for row in rows) / len(rows))
 
 
-def load_policy(
-    config: RunConfig, *, model_path: str | None = None, threads: int | None = None
-) -> Policy:
-    """Prompts and rewards first, since they fail fast; then the model and its engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a policy is asked and judged by."""
 
-    `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides.
-    """
-    import dataclasses
+    train_prompts: PromptSet
+    eval_prompts: PromptSet | None
+    reward: WeightedReward
+    doubts: tuple[str, ...] = ()
+    """What may be wrong with the rewards, a sentence each."""
 
+    @property
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """By their names in the config."""
+        held_out = {} if self.eval_prompts is None else {"eval": self.eval_prompts}
+        return {"train": self.train_prompts} | held_out
+
+
+def load_inputs(
+    config: RunConfig, *, model_path: str | None = None, tell: Tell | None = None
+) -> Inputs:
+    """Prompts and rewards, tried out: all that can fail before the model loads. `tell` is given
+    lines for people. Raises `ValueError` and `RewardError`."""
     from rollpacker.data.prompts import load_prompts
-    from rollpacker.imports import load_function
     from rollpacker.rewards.build import build_reward
-    from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.table import ENGINES
-    from rollpacker.trainer.model import context_tokens, load_model, load_tokenizer
 
-    model_config = config.model
-    if model_path is not None:
-        model_config = dataclasses.replace(model_config, path=model_path)
     reward = build_reward(
         config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer
     )
     train_prompts, eval_prompts = load_prompts(
         config.data,
-        load_tokenizer(model_config.path),
-        chat_template_kwargs=model_config.chat_template_kwargs,
-        max_context_tokens=context_tokens(model_config.path),
         max_response_tokens=max(
             config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
         ),
+        **_of_tokenizer(config, model_path or config.model.path),
     )
-    for prompts in (train_prompts, eval_prompts):
-        if prompts is not None:
-            reward.check([(row.task, row.columns) for row in prompts.rows])
+    inputs = Inputs(train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward)
+    for prompts in inputs.prompt_sets.values():
+        if tell is not None:
+            for line in prompts.told:
+                tell(line)
+        reward.check([(row.task, row.columns) for row in prompts.rows])
+    doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
+    return dataclasses.replace(inputs, doubts=tuple(doubts))
+
+
+def _of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
+    """How prompts become tokens for this model."""
+    from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
+
+    return {
+        "tokenizer": load_tokenizer(path),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
+        "max_context_tokens": context_tokens(path),
+        "end_tokens": end_tokens(path),
+    }
+
+
+def _as_input(row: PromptRow) -> RewardInput:
+    """The row for rewards that are tried out, without a completion."""
+    from rollpacker.rewards.reward import RewardInput
+
+    return RewardInput(
+        prompt=row.prompt,
+        completion="",
+        completion_tokens=(),
+        finish_reason="stop",
+        columns=row.columns,
+        task=row.task,
+        messages=row.messages,
+    )
+
+
+def first_prompts(config: RunConfig) -> list[str]:
+    """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
+    it from being shown is said in its place."""
+    from rollpacker.data.prompts import load_few
+
+    try:
+        return list(load_few(config.data, "train", **_of_tokenizer(config, config.model.path)).told)
+    except (ValueError, OSError) as error:
+        return [f"first prompt  cannot be shown: {error}"]
+
+
+def load_policy(
+    config: RunConfig,
+    *,
+    model_path: str | None = None,
+    threads: int | None = None,
+    tell: Tell | None = None,
+) -> Policy:
+    """Prompts and rewards first, since they fail fast; then the model and its engine.
+
+    `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
+    `tell` is given lines for people.
+    """
+    from rollpacker.imports import load_function
+    from rollpacker.rollout.attention import install_attention
+    from rollpacker.rollout.table import ENGINES
+    from rollpacker.trainer.model import load_model
+
+    model_config = config.model
+    if model_path is not None:
+        model_config = dataclasses.replace(model_config, path=model_path)
+    inputs = load_inputs(config, model_path=model_path, tell=tell)
+    for doubt in inputs.doubts:
+        logger.warning("%s", doubt)
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)
@@ -94,9 +188,7 @@ def load_policy(
         engine=make_engine(
             model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
         ),
-        train_prompts=train_prompts,
-        eval_prompts=eval_prompts,
-        reward=reward,
+        inputs=inputs,
         threads=threads,
     )
 
@@ -166,6 +258,27 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     threads = measure_threads(step)
     logger.info("%d torch threads (measured; set train.threads to choose)", threads)
     return threads
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Try the advantage and the loss that the config names from outside of the package. Raises
+    `ValueError`, one message, for what is wrong with them."""
+    algorithm = config.algorithm
+    algorithm.reload_own()
+    if algorithm.own_advantages is None and algorithm.own_loss is None:
+        return
+    from rollpacker.algo.own_check import check_own, grouped_advantages
+
+    size = config.rollout.samples_per_prompt
+    check_own(algorithm, samples_per_prompt=size)
+    own = algorithm.own_advantages
+    if own is None or not config.stream_trainer.enabled:
+        return
+    if not grouped_advantages(algorithm, samples_per_prompt=size):
+        raise ValueError(
+            f"{own.said_by} compares the groups of a step, which are not all known when a streamed "
+            "gradient begins: switch stream_trainer.enabled off, or compare samples of one group"
+        )
 
 
 def start_trainer_processes(config: RunConfig) -> Ranks | None:
@@ -263,6 +376,12 @@ def build_carried(
     return CarriedTokens(tail, read_carried(checkpoint.folder, tokenizer, expected))
 
 
+def build_trackers(config: RunConfig) -> list[Callback]:
+    """Who shows the run elsewhere. Each is told of a step when its row of `metrics.jsonl` is
+    written."""
+    return []
+
+
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
     """What a resume must find again beyond the config."""
     from rollpacker.trainer.model import fingerprint
@@ -271,5 +390,18 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
         "model": fingerprint(config.model.path),
         "dtype": str(policy.loaded.dtype),
         "train_data": policy.train_prompts.fingerprint,
+        "chat": {name: prompts.chat for name, prompts in policy.inputs.prompt_sets.items()},
         "threads": policy.threads,
+        "files": config.algorithm.own_files()
+        | {
+            f"the reward {name}": _file_sha256(file)
+            for name, file in policy.reward.sources().items()
+        },
     }
+
+
+def _file_sha256(file: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None

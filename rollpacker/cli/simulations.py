@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -80,19 +81,37 @@ def _in_processes(
     steps_done, stop = context.Value("l", 0), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
         try:
-            with _interrupts_held():  # the workers take that over: the main process stops them
-                futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
-            # A Ctrl-C that came meanwhile is raised here.
-            waiting = set(futures.values())
-            while waiting:
-                done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
-                bar.show(steps_done.value)
-                for future in done:
-                    future.result()
+            with _interrupt_noted() as interrupted:
+                with _interrupts_held():  # the workers take that over: the main process stops them
+                    futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
+                waiting = set(futures.values())
+                while waiting and not interrupted.is_set():
+                    done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
+                    bar.show(steps_done.value)
+                    for future in done:
+                        future.result()
         except BaseException:  # whatever it is, the other processes need not go on
             stop.set()
             raise
     return {name: future.result() for name, future in futures.items()}
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, and is raised at the end: raised at any place it could strike between
+    taking a lock that the workers share and the `try` that lets go of it, and they would wait for
+    ever."""
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted.is_set():
+        raise KeyboardInterrupt
 
 
 @contextmanager

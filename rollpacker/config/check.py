@@ -12,12 +12,13 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollpacker.config.document import Path_, nearest
+from rollpacker.config.synonyms import all_keys, hint, of_others
 
 _FAILED = object()
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -91,6 +92,8 @@ class Checker:
 
     def __init__(self, raw: Mapping[Path_, str]) -> None:
         self.problems: list[tuple[Path_, str]] = []
+        self._root: type = object
+        """The schema of the whole config."""
         self._raw = raw
         """What the user typed for an override, for the keys that want a text."""
 
@@ -102,9 +105,11 @@ class Checker:
                 path, f"is {_show(value)}. Allowed: a mapping with keys such as {keys}"
             )
         hints = field_types(schema)
+        if not path:
+            self._root = schema
         for key in value:
             if key not in hints:
-                self._refuse((*path, key), f"is no known key.{nearest(str(key), hints)}")
+                self._refuse_unknown((*path, key), value[key], hints)
         arguments: dict[str, Any] = {}
         complete = all(key in hints for key in value)
         for field in dataclasses.fields(schema):
@@ -162,6 +167,20 @@ class Checker:
             problem += " (put it in quotes)"
         return self._refuse(path, problem)
 
+    def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
+        """A key that other frameworks have gets its hint, also inside of a section that only they
+        have."""
+        known = tuple(all_keys(self._root))
+        if isinstance(value, Mapping):
+            inside = [(*path, *leaf) for leaf in _leaf_paths(value)]
+            hints = [(leaf, found) for leaf in inside if (found := of_others(leaf, known))]
+            for leaf, found in hints:
+                self._refuse(leaf, f"is no known key.{found}")
+            if hints:
+                return
+        found = hint(path, known) or nearest(str(path[-1]), siblings)
+        self._refuse(path, f"is no known key.{found}")
+
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
         """What a dataclass said of itself; its messages mostly begin with a field's name, or with
         the dotted name of a key further down."""
@@ -217,6 +236,14 @@ def _prepared(kind: Any, value: Any) -> Any:
             return value
         return number if math.isfinite(number) else value
     return value
+
+
+def _leaf_paths(value: Mapping[Any, Any]) -> Iterator[Path_]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from ((key, *rest) for rest in _leaf_paths(item))
+        else:
+            yield (key,)
 
 
 def _unprintable(value: Any) -> str:

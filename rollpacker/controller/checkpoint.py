@@ -11,6 +11,7 @@ checkpoints/latest                the newest folder's name, for people; nothing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 CARRIED = "carried"
 """Folder of a checkpoint that a run without carrying does not read."""
+MODEL_LINK = "model"
 FORMAT = 3
 """Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
 had no carried tokens."""
@@ -48,9 +50,16 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    root: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None], keep_last: int
+    root: Path,
+    step: int,
+    state: Mapping[str, Any],
+    save: Callable[[Path], None],
+    keep_last: int,
+    *,
+    run: Path | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable.
+    """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable. `run`:
+    the folder whose link to the last model follows.
 
     Raises `OSError` with nothing left behind; a kill leaves a temporary folder, which the next one
     removes.
@@ -69,6 +78,8 @@ def write_checkpoint(
             newer.rename(root / f"{newer.name}.replaced-{os.getpid()}")
     folder.rename(final)
     _point_latest(root, final.name)
+    if run is not None:
+        link_model(run, final)
     for old in [*_complete(root)[keep_last:], *root.glob("*.replaced-*")]:
         shutil.rmtree(old)
     return final
@@ -177,6 +188,18 @@ def _point_latest(root: Path, name: str) -> None:
     fsync(temporary)
     temporary.replace(root / "latest")
     fsync(root)
+
+
+def link_model(run: Path, checkpoint: Path) -> None:
+    """`run/model`: a link to the checkpoint's model, for people and other tools. Not made where the
+    file system knows no links, or where something else has that name."""
+    link = run / MODEL_LINK
+    if link.exists() and not link.is_symlink():
+        return
+    temporary = run / f"{MODEL_LINK}.tmp-{os.getpid()}"
+    with contextlib.suppress(OSError):
+        temporary.symlink_to(checkpoint.relative_to(run) / "model")
+        temporary.rename(link)
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -3,6 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.audience import Audience
 from rollpacker.controller.carried import CarriedTokens, Waiting, write_carried
 from rollpacker.controller.checkpoint import write_checkpoint
 from rollpacker.controller.desk import Desk
@@ -24,6 +26,9 @@ from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
 from rollpacker.data.dataset import Cursor
 from rollpacker.trainer.trainer import Trainer
+
+CLOSE_S = 10.0
+"""What the writing of a checkpoint may still take when the run is ended at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +53,7 @@ class Commits:
     """Its fingerprint."""
     log: LogWriter
     samples: SampleWriter | None
+    audience: Audience
 
     def routes(self) -> Routes:
         return {Commit: self._on_commit}
@@ -63,17 +69,21 @@ class Commits:
             self.desk.forget(self.scoring.waiting())
         if command.evaluate:
             await self.evaluator.evaluate(command.step)
+        await self.audience.trained(command.step)
         if command.checkpoint:
-            write = in_daemon_thread(
-                write_checkpoint,
-                self.folder,
-                command.step,
-                self._state(job_state),
-                partial(self._save, waiting),
-                self.keep_last,
-            )
-            await self.watch.by("checkpoint_s", write)
+            state = self._state(job_state)
+            write = in_daemon_thread(self._write, command.step, state, waiting)
+            try:
+                await self.watch.by("checkpoint_s", write)
+            except asyncio.CancelledError:
+                # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
+                await asyncio.wait({write}, timeout=CLOSE_S)
+                raise
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+
+    def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
+        save = partial(self._save, waiting)
+        write_checkpoint(self.folder, step, state, save, self.keep_last, run=self.folder.parent)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.trainer.save(folder)

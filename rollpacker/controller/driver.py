@@ -28,11 +28,12 @@ made here: what to do is the core's business. What is known of a sample lies on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollpacker.bus import Bus, Port, Recorded
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import Audience, nobody
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
@@ -46,7 +47,7 @@ from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.reasons import Reasons
-from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.training import Training
@@ -79,6 +80,8 @@ class Parts:
     cursor: Cursor
     build_samples: BuildSamples
     decode: Decode
+    render: Decode
+    """Prompt tokens to text, special tokens included: what the model saw."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
@@ -86,6 +89,7 @@ class Parts:
     tokenizer: str = ""
     """Its fingerprint."""
     observers: Sequence[Observer] = ()
+    audience: Audience = field(default_factory=nobody)
 
 
 class Controller:
@@ -126,6 +130,11 @@ class Controller:
             generate=self._generation.collect,
             reward=parts.reward,
             decode=parts.decode,
+            rows=self._evaluation_rows(),
+            audience=parts.audience,
+        )
+        parts.audience.join(
+            bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
         bus.connect(*self._ports())
 
@@ -155,6 +164,7 @@ class Controller:
         self._generation.start()
         await self.parts.reward.open()
         try:
+            await self.parts.audience.begin(self.parts.job.step)
             await self._begin()
             while True:
                 todo = await self._next()
@@ -182,7 +192,8 @@ class Controller:
         parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
         rows = None
         if parts.samples is not None:
-            rows = SampleRows(desk, parts.samples, parts.prompts.rows, parts.reward.names)
+            prompts = PromptColumns(parts.prompts.rows, parts.render)
+            rows = SampleRows(desk, parts.samples, prompts, parts.reward.names)
         training = Training(
             *(bus, main, desk, watch),
             config=self.config,
@@ -203,6 +214,7 @@ class Controller:
             tokenizer=parts.tokenizer,
             log=parts.log,
             samples=parts.samples,
+            audience=parts.audience,
         )
         return [
             self._generation,
@@ -215,6 +227,14 @@ class Controller:
             self._carried,
             Recorded(Drop),
         ]
+
+    def _evaluation_rows(self) -> EvaluationRows | None:
+        parts = self.parts
+        if parts.samples is None or parts.eval_prompts is None:
+            return None
+        prompts = PromptColumns(parts.eval_prompts.rows, parts.render)
+        threshold = self.config.eval.pass_threshold
+        return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
         """The first event of a new run, or that which a resumed one goes on with."""

@@ -9,7 +9,9 @@ from math import comb
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
+from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
@@ -26,9 +28,12 @@ Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     metrics: Mapping[str, float]
-    """`eval/pass@1`, `eval/pass@k`, `eval/reward`, `eval/response_length`, `eval/no_verdict`."""
+    """`eval/pass@1`, `eval/pass@k`, `eval/reward`, `eval/rewards/NAME/mean`,
+    `eval/response_length`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
     """Row -> (passed, verdicts)."""
+    judged: Sequence[tuple[Response, str, Scored | Failed]]
+    """Responses in order, each with its text and its verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,23 @@ class Evaluator:
     generate: Generate
     reward: Reward
     decode: Decode
+    audience: Audience
+    rows: EvaluationRows | None = None
+    """Keeps the samples' texts."""
 
     async def evaluate(self, step: int) -> None:
-        """The result is a note in the log."""
+        """The result is a note in the log, and its texts are a file."""
         if self.prompts is None:
             return
         began = self.bus.clock.now()
         result = await evaluate(
             self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
         )
-        self.bus.note("evaluation", self.bus.clock.now() - began, step, result.metrics)
+        if self.rows is not None:
+            self.rows.write(step, result.judged)
+        logged = await self.audience.evaluated(step, result.metrics)
+        seconds = self.bus.clock.now() - began
+        self.bus.note("evaluation", seconds, step, {**result.metrics, **logged})
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""
@@ -65,6 +77,7 @@ class Evaluator:
         async def judge(places: Sequence[int]) -> None:
             batch = [inputs[place] for place in places]
             found = await self.reward.score(batch, timeout_s=limits[places[0]])
+            self.watch.check_rewards()
             verdicts.update(zip(places, found, strict=True))
 
         def lives() -> bool:
@@ -103,7 +116,8 @@ async def evaluate(
         for index in range(settings.samples_per_prompt)
     ]
     responses = sorted(await generate(requests), key=lambda response: response.sample)
-    verdicts = await score([reward_input(rows[r.sample.prompt.row], r, decode) for r in responses])
+    inputs = [reward_input(rows[r.sample.prompt.row], r, decode) for r in responses]
+    verdicts = await score(inputs)
     values: dict[int, list[float]] = {}
     for response, verdict in zip(responses, verdicts, strict=True):
         if isinstance(verdict, Scored):
@@ -116,11 +130,25 @@ async def evaluate(
     metrics = pass_at_k(passed, settings.samples_per_prompt)
     if scored:
         metrics["eval/reward"] = sum(scored) / len(scored)
+    metrics.update(_means_by_reward(verdicts))
     if responses:
         lengths = [len(response.tokens) for response in responses]
         metrics["eval/response_length"] = sum(lengths) / len(lengths)
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
-    return EvalResult(metrics=metrics, passed=passed)
+    texts = [one.completion for one in inputs]
+    judged = tuple(zip(responses, texts, verdicts, strict=True))
+    return EvalResult(metrics=metrics, passed=passed, judged=judged)
+
+
+def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
+    """`eval/rewards/NAME/mean` of each reward, over the responses with a verdict that it judged."""
+    values: dict[str, list[float]] = {}
+    for verdict in verdicts:
+        if isinstance(verdict, Scored):
+            for name, value in verdict.parts.items():
+                if value is not None:
+                    values.setdefault(name, []).append(value)
+    return {f"eval/rewards/{name}/mean": sum(of) / len(of) for name, of in values.items()}
 
 
 def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardInput:
@@ -131,6 +159,7 @@ def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardIn
         finish_reason=response.finish_reason,
         columns=row.columns,
         task=row.task,
+        messages=row.messages,
     )
 
 

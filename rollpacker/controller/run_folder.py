@@ -4,6 +4,7 @@ runs/NAME/
     config.yaml       as resolved                 metrics.jsonl   one row a step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
+    model             link to the last one's      evaluations/    the same of evaluations
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
 """
 
@@ -21,8 +22,10 @@ from typing import Any
 from rollpacker.controller.checkpoint import (
     CARRIED,
     FORMAT,
+    MODEL_LINK,
     Checkpoint,
     has_checkpoint,
+    link_model,
     newest_checkpoint,
     tidy,
 )
@@ -39,6 +42,7 @@ _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "evaluations": ("step_*",),
 }
 """Folders of a run, and what it writes into them."""
 
@@ -49,8 +53,12 @@ RESUME_MUST_KEEP = (
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""
 
-RESUME_MAY_DIFFER = ("rollout.engine",)
-"""Exceptions to that: they change speed, not the rules."""
+RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
+"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
+compared by identity."""
+
+ADDED_LATER = ("chat", "max_failed_calls")
+"""Last parts of keys that configs of earlier versions lack."""
 
 
 class RunFolder:
@@ -64,6 +72,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
+        self.evaluations = path / "evaluations"
         self.config = path / "config.yaml"
         self._lock_file = path / "run.lock"
         self._made = [p for p in (path, *path.parents) if not p.exists()]
@@ -123,6 +132,9 @@ class RunFolder:
         for pattern in _OWN_FILES:
             for path in self.path.glob(pattern):
                 path.unlink()
+        for link in [self.path / MODEL_LINK, *self.path.glob(f"{MODEL_LINK}.tmp-*")]:
+            if link.is_symlink():
+                link.unlink()
         for name, path in folders.items():
             if path.is_symlink():
                 for written in [one for own in _OWN_FOLDERS[name] for one in path.glob(own)]:
@@ -146,6 +158,7 @@ class RunFolder:
                     "--from read the run as it is"
                 )
             tidy(self.checkpoints, newest)
+            link_model(self.path, newest.folder)
             return newest
         for log in (self.events, self.events.with_suffix(".lost.jsonl")):
             if log.exists() and _tells_of_a_checkpoint(log):
@@ -204,16 +217,24 @@ def check_resume(
     refused: list[str] = []
     harmless: list[str] = []
     for key, old, new in changes:
+        if old is None and key.rpartition(".")[2] in ADDED_LATER:
+            continue
         text = f"{key}: {old!r} -> {new!r}"
         must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
         (refused if must_keep else harmless).append(text)
+    chat = _chat_changes(before, now)
     for key, meaning in (
         ("model", "the model's or tokenizer's files"),
         ("dtype", "the weights' dtype"),
         ("train_data", "the training data"),
     ):
-        if before[key] != now[key]:
+        if before[key] != now[key] and not (key == "train_data" and chat):
             refused.append(f"{meaning} changed since the run began")
+    refused += chat
+    files = now.get("files", {})
+    for key, digest in before.get("files", {}).items():
+        if key in files and files[key] != digest:
+            harmless.append(f"the file of {key} changed since the run began")
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "
@@ -221,6 +242,19 @@ def check_resume(
             + "\nundo the change, or start a new run with another name=..."
         )
     return harmless
+
+
+def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Data sets whose text prompts go through the chat template now and did not, or the other way
+    round. A run of an earlier version rendered none unless there was a system prompt."""
+    began = before.get("chat", {})
+    words = {True: "rendered by the chat template", False: "plain texts"}
+    return [
+        f"data.{name}: prompts were {words[not renders]} when the run began, and are"
+        f" {words[renders]} now: set data.{name}.chat={str(not renders).lower()} to go on as it was"
+        for name, renders in now.get("chat", {}).items()
+        if renders != began.get(name, False)
+    ]
 
 
 def _tells_of_a_checkpoint(log: Path) -> bool:

@@ -1,22 +1,82 @@
-"""The rows of `samples/*.parquet`: what was trained on, and what was slowest to check."""
+"""The rows of `samples/*.parquet`: what was trained on, what was slowest to check, and what an
+evaluation generated."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.errors import Decode
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
+from rollpacker.rewards.reward import Failed, Scored
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10
 """So many of a step's slowest checks are kept with their text, trained on or not."""
+
+MAX_VALUE_CHARS = 4096
+"""Longer values of a data row are cut off in samples: the tests of one programming problem can
+weigh megabytes, and every sample of it would have them."""
+
+
+@dataclass(slots=True)
+class PromptColumns:
+    """What a sample's row says of its prompt. The samples of a group share the texts."""
+
+    rows: Sequence[PromptRow]
+    render: Decode
+    """Prompt tokens to text, special tokens included."""
+    _last: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
+
+    def __call__(self, number: int) -> Mapping[str, Any]:
+        if self._last[0] != number:
+            row = self.rows[number]
+            told = {
+                "row_where": row.where,
+                "row": row_text(row.columns),
+                "prompt": row.prompt if isinstance(row.prompt, str) else plain_text(row.prompt),
+                "rendered_prompt": self.render(row.tokens),
+            }
+            self._last = number, told
+        return self._last[1]
+
+
+def row_text(columns: Mapping[str, Any]) -> str:
+    """The columns as JSON. What JSON does not have (dates, arrays, objects) is told as text, and
+    long values are cut off."""
+    return plain_text({str(name): _shortened(value) for name, value in columns.items()})
+
+
+def plain_text(value: Any) -> str:
+    """Readable JSON, whatever `value` holds."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks; a circle
+        return json.dumps(repr(value)[:MAX_VALUE_CHARS], ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    to_list = getattr(value, "tolist", None)  # arrays, and numpy's numbers
+    if callable(to_list):
+        return to_list()
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, int | float | None):  # the most, and short
+        return value
+    text = value if isinstance(value, str) else plain_text(value)
+    if len(text) <= MAX_VALUE_CHARS:
+        return value
+    return f"{text[:MAX_VALUE_CHARS]}… ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +85,7 @@ class SampleRows:
 
     desk: Desk
     writer: SampleWriter
-    prompts: Sequence[PromptRow]
+    prompts: PromptColumns
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
@@ -35,34 +95,75 @@ class SampleRows:
         weights = (
             chain(*command.weights) if command.weights is not None else repeat(1.0, len(asked))
         )
+        rows = []
         for sample, weight in zip(asked, weights, strict=True):
             row = self._row(command.step, sample)
             row["trained"] = True
             row["advantage"] = trained[sample].advantage
             row["loss_weight"] = weight
-            self.writer.add(row)
-        for sample in self.desk.slowest(NUM_SLOWEST):
-            if sample not in trained:
-                self.writer.add(self._row(command.step, sample))
+            rows.append(row)
+        slowest = self.desk.slowest(NUM_SLOWEST)
+        rows += [self._row(command.step, sample) for sample in slowest if sample not in trained]
+        self.writer.add(rows)
 
     def _row(self, step: int, sample: SampleId) -> dict[str, Any]:
-        prompt = self.prompts[sample.prompt.row].prompt
         known = self.desk[sample]
         verdict = known.verdict
-        parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
         return {
             "step": step,
             "round_kind": str(self.desk.round_kind),
-            "prompt_id": str(sample.prompt),
-            "sample_id": str(sample),
-            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
-            "completion": known.completion,
-            "finish_reason": known.response.finish_reason,
-            "num_tokens": len(known.response.tokens),
+            **_sample_columns(sample, self.prompts, known.response, known.completion),
             "reward": None if verdict is None else verdict.value,
-            **{f"reward/{name}": parts.get(name) for name in self.reward_names},
+            **_parts(verdict, self.reward_names),
             "check_s": known.check_s,
             "trained": False,
             "advantage": None,
             "loss_weight": 0.0,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRows:
+    """Makes the rows of an evaluation."""
+
+    writer: SampleWriter
+    prompts: PromptColumns
+    reward_names: Sequence[str]
+    pass_threshold: float
+
+    def write(self, step: int, judged: Iterable[tuple[Response, str, Scored | Failed]]) -> None:
+        """`judged`: responses with their text and their verdict."""
+        self.writer.write_evaluation(step, [self._row(step, *one) for one in judged])
+
+    def _row(
+        self, step: int, response: Response, completion: str, verdict: Scored | Failed
+    ) -> dict[str, Any]:
+        reward = verdict.value if isinstance(verdict, Scored) else None
+        return {
+            "step": step,
+            **_sample_columns(response.sample, self.prompts, response, completion),
+            "reward": reward,
+            **_parts(verdict, self.reward_names),
+            "check_s": verdict.seconds,
+            "passed": None if reward is None else reward >= self.pass_threshold,
+            "failure": verdict.reason if isinstance(verdict, Failed) else None,
+        }
+
+
+def _sample_columns(
+    sample: SampleId, prompts: PromptColumns, response: Response, completion: str | None
+) -> dict[str, Any]:
+    return {
+        "prompt_id": str(sample.prompt),
+        "sample_id": str(sample),
+        **prompts(sample.prompt.row),
+        "completion": completion,
+        "finish_reason": response.finish_reason,
+        "num_tokens": len(response.tokens),
+    }
+
+
+def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
+    """Each reward's own value."""
+    parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
+    return {f"reward/{name}": parts.get(name) for name in names}

@@ -51,7 +51,8 @@ class DatasetConfig:
     """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """Its value reaches rewards as `answer`, whatever it is called in the file."""
+    """Its value reaches rewards as `answer` too, whatever it is called in the file. Another column
+    of that name is then not passed on."""
     task_column: str | None = None
     """Says which kind of task a row is; rewards can choose rows by it (`rewards[].tasks`). None:
     `task` if the rows have it, else `data_source`."""
@@ -61,8 +62,13 @@ class DatasetConfig:
     prompt_function: str | None = None
     """`module:function` or `file.py:function`: takes the row as a dict and returns the prompt.
     Instead of `prompt_template`."""
+    chat: Literal["auto"] | bool = "auto"
+    """Whether a text prompt goes through the tokenizer's chat template, as one user message. auto:
+    if there is a template and the model stops where that ends an assistant's turn, as instruct
+    models do and base models do not. Chat messages always go through it. Rewards see what the data
+    has: texts for texts, messages for messages."""
     system_prompt: str | None = None
-    """Put in front of chat messages (a string prompt becomes a user message then). Messages that
+    """Put in front of chat messages (a text prompt goes through the template then). Messages that
     begin with a system message keep their own."""
 
     def __post_init__(self) -> None:
@@ -81,6 +87,10 @@ class DatasetConfig:
             raise ValueError(f"size must be at least 1, not {self.size}")
         if self.prompt_template is not None and self.prompt_function is not None:
             raise ValueError("prompt_template and prompt_function exclude each other")
+        if self.chat is False and self.system_prompt is not None:
+            raise ValueError(
+                "chat=false and system_prompt exclude each other: it is a chat message"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +125,16 @@ class PromptRow:
     """One usable prompt."""
 
     prompt: str | list[dict[str, str]]
+    """As the data has it, and as rewards see it."""
     tokens: tuple[int, ...]
+    """As the model gets it."""
     columns: Mapping[str, Any]
     task: str | None = None
     """What its task column says."""
+    messages: list[dict[str, str]] | None = None
+    """What the chat template made the tokens of. None: the text's own tokens."""
+    where: str = ""
+    """The file and line, or the dataset and row, that it came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +143,13 @@ class PromptSet:
 
     rows: tuple[PromptRow, ...]
     fingerprint: str
-    """SHA-256 over prompts, tokens and columns; resume compares it."""
+    """SHA-256 over prompts, tokens and columns; a resume compares it."""
     num_dropped: Mapping[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
+    chat: bool = False
+    """`chat` let text prompts go through the chat template."""
+    told: tuple[str, ...] = ()
+    """How prompts are made of the rows, and the first of them, for people: a line each."""
 
 
 class Cursor(Protocol):

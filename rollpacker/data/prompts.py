@@ -8,16 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from rollpacker.data.chat import Chat, chat_of, shown_prompt
 from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
 from rollpacker.data.files import RawRow, read_rows
 from rollpacker.data.procedural import make_rows
-from rollpacker.data.rendering import NUM_SHOWN, Prompt, PromptMaker, tokenize
+from rollpacker.data.rendering import NUM_SHOWN, Messages, Prompt, PromptMaker, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class _Made:
 
     where: str
     prompt: Prompt
+    messages: Messages | None
     columns: dict[str, Any]
     task: str | None
 
@@ -42,24 +45,65 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_context_tokens: int | None = None,
     max_response_tokens: int = 0,
+    end_tokens: Collection[int] = (),
 ) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and the held-out ones (None if the config has none).
 
     A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
-    `max_context_tokens` together with `max_response_tokens`. Raises `DataError`.
+    `max_context_tokens` together with `max_response_tokens`. `end_tokens`: where the model's
+    responses stop, besides the tokenizer's own end token. Raises `DataError`.
     """
     limit = _prompt_limit(config, max_context_tokens, max_response_tokens)
-    train = _made_rows(config.train, "train")
+    chat = partial(
+        chat_of,
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    train_chat = eval_chat = chat(config.train, "train")
+    train = _made_rows(config.train, "train", train_chat)
     held_out: list[_Made] | None = None
     dropped: Counter[str] = Counter()
     if config.eval is not None:
-        held_out = _made_rows(config.eval, "eval")
+        eval_chat = chat(config.eval, "eval")
+        held_out = _made_rows(config.eval, "eval", eval_chat)
         train = _without(train, held_out, dropped)
     elif config.eval_fraction:
         train, held_out = _split(train, config.eval_fraction)
     finish = partial(_prompt_set, config, tokenizer, chat_template_kwargs, limit)
-    train_set = finish("train", train, dropped)
-    return train_set, None if held_out is None else finish("eval", held_out, Counter())
+    train_set = finish("train", train, dropped, train_chat)
+    if held_out is None:
+        return train_set, None
+    return train_set, finish("eval", held_out, Counter(), eval_chat)
+
+
+def load_few(
+    config: DataConfig,
+    split: str,
+    tokenizer: Any,
+    *,
+    rows: int = 1,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_context_tokens: int | None = None,
+    end_tokens: Collection[int] = (),
+) -> PromptSet:
+    """The prompts of the first rows of data set `split`, to be looked at; whatever their length.
+    Raises `DataError`."""
+    few = _of(config, split)
+    if few.kind != "reasoning_gym":  # whose rows depend on how many there are
+        few = replace(few, size=min(few.size or rows, rows))
+    config = (
+        replace(config, eval=few, eval_fraction=0.0)
+        if split == "eval"
+        else replace(config, train=few, eval_fraction=0.0)
+    )
+    chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
+    made = _made_rows(few, split, chat)[:rows]
+    limit = max_context_tokens or sys.maxsize
+    looked_at = _prompt_set(
+        config, tokenizer, chat_template_kwargs, limit, split, made, Counter(), chat
+    )
+    return replace(looked_at, told=_told(split, looked_at.rows, chat, tokenizer, few=True))
 
 
 def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int:
@@ -73,15 +117,16 @@ def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int
     return min(config.max_prompt_tokens, context - response)
 
 
-def _made_rows(config: DatasetConfig, split: str) -> list[_Made]:
+def _made_rows(config: DatasetConfig, split: str, chat: Chat) -> list[_Made]:
     is_gym = config.kind == "reasoning_gym"
     rows: list[RawRow] = make_rows(config, split) if is_gym else read_rows(config)
-    maker = PromptMaker(config, list(rows[0].columns))
+    maker = PromptMaker(config, list(rows[0].columns), chat=chat.renders)
     made, problems = [], []
     for row in rows:
         try:
-            columns = maker.columns(row)
-            made.append(_Made(row.where, maker.prompt(row), columns, maker.task(row)))
+            columns, prompt = maker.columns(row), maker.prompt(row)
+            messages = maker.messages(prompt)
+            made.append(_Made(row.where, prompt, messages, columns, maker.task(row)))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -94,7 +139,23 @@ def _made_rows(config: DatasetConfig, split: str) -> list[_Made]:
             + "\n  ".join(shown)
             + more
         )
+    _report_other_answer(config, split, rows)
     return made
+
+
+def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRow]) -> None:
+    name = config.answer_column
+    if name in (None, "answer"):
+        return
+    other = (
+        row for row in rows if row.columns.get("answer", row.columns[name]) != row.columns[name]
+    )
+    if (first := next(other, None)) is not None:
+        logger.warning(
+            "data.%s: rewards get the column %s as `answer`; the rows' own column answer, which"
+            " says something else (%s), does not reach them",
+            *(split, name, first.where),
+        )
 
 
 def _key(prompt: Prompt) -> bytes:
@@ -162,8 +223,10 @@ def _prompt_set(
     name: str,
     rows: list[_Made],
     dropped: Counter[str],
+    chat: Chat,
 ) -> PromptSet:
-    tokens = tokenize([row.prompt for row in rows], tokenizer, chat_template_kwargs)
+    made: list[Prompt] = [row.messages or row.prompt for row in rows]
+    tokens = tokenize(made, tokenizer, chat_template_kwargs)
     _report_tokens(name, rows, tokens, tokenizer)
     lengths = zip((row.where for row in rows), map(len, tokens), strict=True)
     too_long = [f"{where} ({length})" for where, length in lengths if length > limit]
@@ -171,11 +234,48 @@ def _prompt_set(
         dropped[TOO_LONG] = len(too_long)
         _report_too_long(name, len(rows), too_long, config, limit)
     kept = tuple(
-        PromptRow(prompt=row.prompt, tokens=ids, columns=row.columns, task=row.task)
+        PromptRow(
+            prompt=row.prompt,
+            tokens=ids,
+            columns=row.columns,
+            task=row.task,
+            messages=row.messages,
+            where=row.where,
+        )
         for row, ids in zip(rows, tokens, strict=True)
         if len(ids) <= limit
     )
-    return PromptSet(rows=kept, fingerprint=_fingerprint(kept), num_dropped=dict(dropped))
+    has_texts = any(isinstance(row.prompt, str) for row in kept)
+    return PromptSet(
+        rows=kept,
+        fingerprint=_fingerprint(kept, _twice(_of(config, name))),
+        num_dropped=dict(dropped),
+        chat=has_texts and chat.renders and _of(config, name).system_prompt is None,
+        told=_told(name, kept, chat, tokenizer),
+    )
+
+
+def _of(config: DataConfig, name: str) -> DatasetConfig:
+    """The data set that the rows of `train` or `eval` come from."""
+    return config.eval if name == "eval" and config.eval is not None else config.train
+
+
+def _twice(config: DatasetConfig) -> str | None:
+    return None if config.answer_column == "answer" else config.answer_column
+
+
+def _told(
+    name: str, rows: Sequence[PromptRow], chat: Chat, tokenizer: Any, *, few: bool = False
+) -> tuple[str, ...]:
+    """`few`: there are more rows than these."""
+    kinds = {isinstance(row.prompt, str) for row in rows}
+    how = [chat.why] if True in kinds else []
+    how += ["chat messages by the chat template"] if False in kinds else []
+    first = rows[0].tokens
+    return (
+        f"data.{name}: {'' if few else f'{len(rows)} prompts, '}{'; '.join(how)}",
+        f"first prompt, {len(first)} tokens: {shown_prompt(first, tokenizer)}",
+    )
 
 
 def _report_tokens(
@@ -221,10 +321,12 @@ def _report_too_long(
     logger.warning("%s. They are left out.", what)
 
 
-def _fingerprint(rows: Sequence[PromptRow]) -> str:
+def _fingerprint(rows: Sequence[PromptRow], twice: str | None) -> str:
+    """`twice`: a column that is there as `answer` too, and counts as that alone."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(_canonical([row.prompt, row.tokens, dict(row.columns)]).encode())
+        columns = {key: value for key, value in row.columns.items() if key != twice}
+        digest.update(_canonical([row.prompt, row.tokens, columns]).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 

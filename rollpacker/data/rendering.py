@@ -12,7 +12,8 @@ from rollpacker.data.files import RawRow
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import ImportSpecError, load_function
 
-Prompt = str | list[dict[str, str]]
+Messages = list[dict[str, str]]
+Prompt = str | Messages
 
 NUM_SHOWN = 3
 """How many bad rows a message lists."""
@@ -21,8 +22,12 @@ NUM_SHOWN = 3
 class PromptMaker:
     """Turns rows into prompts as the config says: function, template, or column."""
 
-    def __init__(self, config: DatasetConfig, columns: Sequence[str]) -> None:
+    def __init__(
+        self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
+    ) -> None:
+        """`chat`: texts go through the chat template."""
         self._config = config
+        self._chat = chat
         self._column = config.prompt_column
         if config.kind == "reasoning_gym" and self._column == "prompt":
             self._column = "question"
@@ -36,7 +41,8 @@ class PromptMaker:
             require_column(self._column, columns, "prompt_column", config.path)
 
     def columns(self, row: RawRow) -> dict[str, Any]:
-        """What rewards get to see: the row without its prompt, the answer under its usual name."""
+        """What rewards get to see: the row without its prompt, the answer under its usual name
+        too."""
         columns = dict(row.columns)
         is_prompt = self._function is None and self._config.prompt_template is None
         if is_prompt and self._config.kind != "reasoning_gym":  # its scorers want the whole row
@@ -45,7 +51,7 @@ class PromptMaker:
         if answer is not None:
             if answer not in row.columns:
                 require_column(answer, list(row.columns), "answer_column", row.where)
-            columns.pop(answer, None)
+            columns[answer] = row.columns[answer]  # though it may be the prompt's own
             columns["answer"] = row.columns[answer]
         return columns
 
@@ -61,8 +67,10 @@ class PromptMaker:
         return None if value is None else str(value)
 
     def prompt(self, row: RawRow) -> Prompt:
-        """Raises `DataError` that says what is wrong with the row."""
-        prompt = self._with_system(_checked(self._bare_prompt(row), row.where))
+        """As rewards see it. Raises `DataError` that says what is wrong with the row."""
+        prompt = _checked(self._bare_prompt(row), row.where)
+        if not isinstance(prompt, str):
+            prompt = self._with_system(prompt)
         texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
         for text in texts:
             try:
@@ -72,6 +80,12 @@ class PromptMaker:
                     f"{row.where}: the prompt holds half a character (a lone surrogate)."
                 ) from None
         return prompt
+
+    def messages(self, prompt: Prompt) -> Messages | None:
+        """What the chat template gets of a prompt. None: it has no part in it."""
+        if not isinstance(prompt, str):
+            return prompt
+        return self._with_system([{"role": "user", "content": prompt}]) if self._chat else None
 
     def _bare_prompt(self, row: RawRow) -> Any:
         if self._function is not None:
@@ -88,15 +102,11 @@ class PromptMaker:
             require_column(self._column, list(row.columns), "prompt_column", row.where)
         return row.columns[self._column]
 
-    def _with_system(self, prompt: Prompt) -> Prompt:
+    def _with_system(self, messages: Messages) -> Messages:
         system = self._config.system_prompt
-        if system is None:
-            return prompt
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if prompt[0]["role"] == "system":
-            return prompt
-        return [{"role": "system", "content": system}, *prompt]
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
 
 def require_column(name: str, columns: Sequence[str], setting: str, where: str | None) -> None:
@@ -179,8 +189,6 @@ def tokenize(
 def _rendered(
     chats: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
 ) -> list[str]:
-    import jinja2
-
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "the prompts are chat messages, but the tokenizer has no chat template. Use an"
@@ -192,5 +200,5 @@ def _rendered(
                 list(chats), tokenize=False, add_generation_prompt=True, **chat_template_kwargs
             )
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a template's author wrote
         raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from None

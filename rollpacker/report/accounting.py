@@ -23,6 +23,8 @@ class Accounting:
         self.time = TimeBook(slots)
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
+        self._bias_so_far: dict[str, float] | None = None
+        """Of a step that was looked at before it was committed: it counts once."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds by cause up to the last entry; they add up to the wall time."""
@@ -34,6 +36,13 @@ class Accounting:
         session = self.history.session
         return () if session is None else session.marks
 
+    def so_far(self, step: int) -> StepSummary:
+        """The step that is being committed, of what was fed. What still comes of it are seconds."""
+        done = self.history.so_far(step, self.time.now_s)
+        if self._bias_so_far is None:
+            self._bias_so_far = self._length_bias.add(done)
+        return summarize_step(done, self.time.step_seconds(done.peak_live), self._bias_so_far)
+
     def feed(self, entry: Entry) -> StepSummary | None:
         history = self.history
         step = history.step
@@ -41,7 +50,10 @@ class Accounting:
         done = history.feed(entry)
         if done is not None:
             seconds = self.time.close_step(done.peak_live)
-            return summarize_step(done, seconds, self._length_bias.add(done))
+            bias, self._bias_so_far = self._bias_so_far, None
+            return summarize_step(
+                done, seconds, self._length_bias.add(done) if bias is None else bias
+            )
         if history.step is not step:
             self.time.abandon_step(step.peak_live)
         if isinstance(entry, Session):

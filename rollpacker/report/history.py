@@ -9,9 +9,11 @@ and nowhere else in `report`; what has none tells nothing of a step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
+    Abort,
     Command,
     Commit,
     Defer,
@@ -97,6 +99,12 @@ class History:
             self._begin_session(entry)
         return None
 
+    def so_far(self, step: int, now: float) -> StepHistory:
+        """The step that is being committed, as it stands: a view of what goes on."""
+        self.step.prompts.long_queue = len(self.queue)
+        _settle(self.step)
+        return dataclasses.replace(self.step, step=step, end_s=now)
+
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
         """The same for an event and the core's answer, for those who keep no `Record`."""
         done = self._event(event, now)
@@ -172,10 +180,7 @@ class History:
         sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
         sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
         if self.step.rounds:
-            round_ = self.step.rounds[-1]
-            if event.num_redraws:  # steps of the engine that its tokens do not tell
-                round_.is_irregular = True
-            self._carrying.end(sample, round_.version)
+            self._carrying.end(sample, self.step.rounds[-1].version)
 
     def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
         step = self.step
@@ -239,6 +244,9 @@ class History:
                 self._ask(command, now)
             case Launch():
                 self._launch(command, now)
+            case Abort():
+                if step.rounds:
+                    step.rounds[-1].told_to_stop_s = now
             case Defer():
                 step.prompts.deferred.update(command.prompts)
                 self.queue.update(command.prompts)

@@ -5,9 +5,11 @@ as if nothing had happened."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.callbacks import Metrics
 from rollpacker.core.records import Entry, Note
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.display import Display, make_display
@@ -16,6 +18,10 @@ from rollpacker.report.metrics import MetricsWriter, step_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+RowWritten = Callable[[int, Metrics, bool], None]
+"""Of a step, or (if the last is true) of the evaluation after it."""
 
 
 class LiveReport:
@@ -46,11 +52,17 @@ class LiveReport:
         self._metrics = MetricsWriter(
             folder, resume_step=resume_step, log_rows=rows, tensorboard=tensorboard
         )
+        self.on_row: RowWritten | None = None
+        """Told of every row that was written."""
         self._display: Display | None = None
         if show:
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1])
+
+    def row_so_far(self, step: int) -> dict[str, Any]:
+        """The row of the step that is being committed, as far as it is known."""
+        return step_metrics(self.accounting.so_far(step))
 
     def _read_log(self, path: Path) -> list[dict[str, Any]]:
         """The metrics of what is in the log already."""
@@ -69,13 +81,22 @@ class LiveReport:
     def feed(self, entry: Entry) -> None:
         step = self.accounting.feed(entry)
         if step is not None:
-            self._metrics.write(step.step, step_metrics(step))
+            self._write(step.step, step_metrics(step))
             if self._display is not None:
                 self._display.on_step(step)
         elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
-            self._metrics.write_evaluation(entry.step, entry.metrics, self.accounting.marks)
+            marks = dict.fromkeys(self.accounting.marks, 1)
+            self._write(entry.step, {**entry.metrics, **marks}, is_evaluation=True)
             if self._display is not None:
                 self._display.on_evaluation(entry.step, entry.metrics)
+
+    def _write(self, step: int, row: Mapping[str, Any], *, is_evaluation: bool = False) -> None:
+        if not is_evaluation:
+            self._metrics.write(step, row)
+        elif not self._metrics.write_evaluation(step, row):
+            return
+        if self.on_row is not None:
+            self.on_row(step, row, is_evaluation)
 
     def close(self) -> None:
         """Flush and let go of the terminal. Idempotent."""

@@ -35,6 +35,7 @@ TIMING_NAMES = {
     "checkpoint": "save_checkpoint",
     "controller": "controller",
     "evaluation": "testing",
+    "callbacks": "callbacks",
     "startup": "startup",
 }
 """Cause of time -> its name under `timing_s/`."""
@@ -67,6 +68,7 @@ def step_metrics(step: StepSummary) -> dict[str, Value]:
         **_timing(step),
         **check_metrics(step.checks),
         **dict.fromkeys(step.marks, 1),
+        **step.logged,
     }
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -103,7 +105,11 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
     return {
         "timing_s/step": step.step_s,
         "timing_s/gen": step.rollout_s,
-        **{f"timing_s/{TIMING_NAMES[cause]}": value for cause, value in step.seconds.items()},
+        **{
+            f"timing_s/{TIMING_NAMES[cause]}": value
+            for cause, value in step.seconds.items()
+            if value or cause != "callbacks"  # most runs have none
+        },
         "perf/throughput": _ratio(step.tokens.trained, step.step_s),
         "perf/gen_throughput": _ratio(step.tokens.generated, step.rollout_s),
         "perf/tail_idle_ratio": _ratio(step.seconds["tail_idle"], step.rollout_s),
@@ -155,14 +161,14 @@ class MetricsWriter:
         """One row. Non-finite numbers become null, since JSON has none."""
         self._append(step, metrics)
 
-    def write_evaluation(
-        self, step: int, metrics: Mapping[str, float], marks: Sequence[str] = ()
-    ) -> None:
-        """A row of its own, with the names that the evaluation gave (`eval/...`) and the session's
-        marks; a step that has one keeps it."""
-        if step not in self._evaluated:
-            self._evaluated.add(step)
-            self._append(step, {**metrics, **dict.fromkeys(marks, 1)})
+    def write_evaluation(self, step: int, metrics: Mapping[str, Value]) -> bool:
+        """A row of its own, with the names that the evaluation gave (`eval/...`) and what goes with
+        them. False: the step has one, and keeps it."""
+        if step in self._evaluated:
+            return False
+        self._evaluated.add(step)
+        self._append(step, metrics)
+        return True
 
     def close(self) -> None:
         self._file.close()

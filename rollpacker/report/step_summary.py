@@ -119,10 +119,12 @@ class StepSummary:
     """What these numbers must be read with, such as "unsandboxed"."""
     trainer: Mapping[str, float]
     """Metrics of the optimizer step."""
+    logged: Mapping[str, float]
+    """What callbacks logged."""
 
     @property
     def step_s(self) -> float:
-        """The step's seconds without evaluation and startup."""
+        """The step's seconds without evaluation, callbacks and startup."""
         return sum(self.seconds[cause] for cause in STEP_CAUSES)
 
     @property
@@ -178,6 +180,12 @@ def summarize_step(
         checks=step_checks(step.checks),
         marks=() if step.session is None else step.session.marks,
         trainer=step.trainer,
+        logged={
+            name: value
+            for note in step.notes
+            if note.name == "callbacks"
+            for name, value in note.metrics.items()
+        },
     )
 
 

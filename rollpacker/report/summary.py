@@ -72,7 +72,11 @@ def summarize_entries(
         "sessions": history.num_sessions,
         "steps": _steps(steps),
         "wall_s": accounting.time.wall_s,
-        "seconds": accounting.seconds(),
+        "seconds": {
+            cause: seconds
+            for cause, seconds in accounting.seconds().items()
+            if seconds or cause != "callbacks"  # most runs have none
+        },
         "evaluations": [
             {"step": step, **metrics} for step, metrics in sorted(history.evaluations.items())
         ],

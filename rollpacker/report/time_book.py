@@ -14,11 +14,17 @@ CAUSES: dict[str, str] = {
     "checkpoint": "making the step durable",
     "controller": "decisions, fetching prompts, gaps",
     "evaluation": "held-out evaluation",
+    "callbacks": "the program's own callbacks",
     "startup": "loading before the first event",
 }
 """Every cause of time, with what it means."""
 
-STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in ("evaluation", "startup"))
+AROUND_STEPS = ("evaluation", "callbacks", "startup")
+
+STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
+
+CALLBACK_SECONDS = "timing_s/callbacks"
+"""A metric of an evaluation's note: so many of its seconds were callbacks'."""
 
 
 class TimeBook:
@@ -29,7 +35,7 @@ class TimeBook:
     "slots empty while the rest of the round finished". `slots` caps both where an engine has fewer
     slots than samples. What the controller spent on a record (`cost_s`) is taken out of the
     interval that follows it and booked under controller, and so is whatever has no other name. A
-    note's span goes to evaluation or startup."""
+    note's span goes to evaluation, callbacks or startup."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
@@ -60,7 +66,13 @@ class TimeBook:
                 self.start_s = self.now_s = entry.time_s - entry.seconds
             # Gradients are a phase of the run, not a span beside it.
             span_s = 0.0 if entry.name == "gradients" else entry.seconds
-            cause = entry.name if entry.name in ("evaluation", "startup") else "controller"
+            cause = entry.name if entry.name in AROUND_STEPS else "controller"
+            told_s = entry.metrics.get(CALLBACK_SECONDS, 0.0)
+            if told_s:  # they came last
+                self._advance(
+                    entry.time_s - told_s, phase, num_live, cause=cause, span_s=span_s - told_s
+                )
+                cause, span_s = "callbacks", told_s
             self._advance(entry.time_s, phase, num_live, cause=cause, span_s=span_s)
         else:
             self._advance(entry.time_s, phase, num_live)
@@ -68,6 +80,10 @@ class TimeBook:
 
     def begin_session(self, session: Session) -> None:
         self.slots = self._given_slots if session.slots is None else session.slots
+
+    def step_seconds(self, peak_live: int) -> dict[str, float]:
+        """Seconds by cause since the last committed step, so far."""
+        return self._seconds_so_far(peak_live)
 
     def close_step(self, peak_live: int) -> dict[str, float]:
         """Seconds by cause since the last committed step."""

@@ -24,7 +24,7 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """As in the dataset: text or chat messages."""
+    """As in the dataset: text or chat messages. Functions get completions of the same kind."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]
@@ -34,6 +34,13 @@ class RewardInput:
     task: str | None = None
     """What the row's task column says; rewards choose their samples by it. None: nothing is
     routed."""
+    messages: list[dict[str, str]] | None = None
+    """What the chat template made the prompt of. None: it had no part in it."""
+
+    @property
+    def asked(self) -> str | list[dict[str, str]]:
+        """What the model was asked, as it was: what judges and reward models go by."""
+        return self.prompt if self.messages is None else self.messages
 
 
 class Cause(StrEnum):
@@ -95,6 +102,10 @@ class Reward(Protocol):
         """What the rewards wait for outside of this machine, in words, while it is down."""
         ...
 
+    def broken(self) -> str | None:
+        """Why there will be no verdict any more, in words."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Counts since the start that some parts keep, as `PART/NAME`."""
         ...
@@ -149,6 +160,10 @@ class RewardConfig:
     """What it is called in metrics. None: the function's own name."""
     shape: Shape = "auto"
     """How the function wants to be called. auto: by its signature."""
+    max_failed_calls: int | None = 32
+    """A function that gives no sample a verdict in so many calls in a row (it raises, overruns,
+    returns what is no number) ends the run, resumable. Lost workers, endpoints that are down and
+    what the sandbox does are not counted. None: never."""
     workers: int | Literal["auto"] = "auto"
     """Checks at a time, each in a worker of its own; more are started as work waits. auto: one per
     processor (judge: 16 requests)."""
@@ -165,5 +180,7 @@ class RewardConfig:
             raise ValueError("timeout_s must be more than 0")
         if self.workers != "auto" and self.workers < 1:
             raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
+        if self.max_failed_calls is not None and self.max_failed_calls < 1:
+            raise ValueError(f"max_failed_calls must be at least 1, not {self.max_failed_calls}")
         if self.tasks is not None and not self.tasks:
             raise ValueError("tasks must name at least one task; leave it out to judge every row")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
 from rollpacker.rewards.reward import (
     Cause,
@@ -126,6 +127,31 @@ class WeightedReward:
             *(", ".join(there[:5]), more),
         )
 
+    def try_out(self, rows: Sequence[RewardInput]) -> list[str]:
+        """Let each function judge made-up completions of the first row that is its own. Returns
+        what may be wrong. Raises `RewardError` for one that could judge no response."""
+        firsts = [
+            (one.part, next((r for r in rows if one.applies_to(r.task)), None))
+            for one in self._parts
+        ]
+        trials = [
+            (part.try_out, row)
+            for part, row in firsts
+            if row is not None and isinstance(part, RewardFunction)
+        ]
+        if not trials:
+            return []
+
+        async def try_all() -> list[str | None]:
+            return await asyncio.gather(*(try_out(row) for try_out, row in trials))
+
+        return [warning for warning in self.shared.run(try_all) if warning is not None]
+
+    def sources(self) -> dict[str, str]:
+        """The files of the functions that are not built in, by reward."""
+        parts = (one.part for one in self._parts)
+        return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
+
     def kinds(self) -> dict[str | None, Kind]:
         """By task (None: any other): how its checks are scheduled, all rewards that apply taken
         together."""
@@ -233,6 +259,11 @@ class WeightedReward:
         """What the rewards wait for, in words, while it is down."""
         outages = [outage for one in self._parts if (outage := one.part.outage())]
         return "; ".join(outages) or None
+
+    def broken(self) -> str | None:
+        """Why there will be no verdict any more, in words."""
+        parts = (one.part for one in self._parts if isinstance(one.part, RewardFunction))
+        return next((why for part in parts if (why := part.broken())), None)
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start that some rewards keep, as `NAME/COUNT`."""

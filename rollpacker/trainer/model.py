@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -152,6 +153,22 @@ def context_tokens(path: str) -> int | None:
         raise ModelError(f"cannot load the config of {path}: {_short(error)}") from error
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
+
+
+def end_tokens(path: str) -> frozenset[int]:
+    """Where the model's responses stop, besides the tokenizer's own end token: as its generation
+    config says, or without one its config. Raises `ModelError`."""
+    folder = _checked_path(path)
+    try:
+        configured: Any = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:  # there is none
+        try:
+            text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+        except _LOAD_ERRORS as error:
+            raise ModelError(f"cannot load the config of {path}: {_short(error)}") from error
+        configured = getattr(text, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(one for one in ids if isinstance(one, int))
 
 
 def _check_loaded(info: Mapping[str, Any], path: str) -> None:

@@ -173,6 +173,7 @@ def asked(folder, monkeypatch) -> list[tuple[str, list[str]]]:
             predicted_same=system(*[step(total_s=60.0)] * 5, tail_trained_share=math.nan),
             predicted=RACING,
             fit_text="decode step: 2 ms",
+            outside="480 samples at once, 192 were measured.",
             scenario={"name": "real", "limit": math.inf},
         )
 
@@ -191,6 +192,7 @@ def test_what_if_shows_the_run_its_simulation_and_the_change(folder, asked, caps
         ["what-if", "60.0", "1.00x"],
     ]
     assert "Simulated as it was, the run's step is 9% shorter than measured (66.0 s)" in out
+    assert "480 samples at once, 192 were measured." in out
     assert "The timeline is in real-what-if.png." in out
     assert (folder / "real-what-if.png").exists()
 
@@ -312,6 +314,22 @@ def test_ctrl_c_ends_all_processes(folder):
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "rollpacker: interrupted"
+
+
+def test_ctrl_c_is_raised_where_it_cannot_leave_a_lock_of_the_workers_taken(folder, monkeypatch):
+    """It used to be raised wherever the main process was: between taking the lock of the counter of
+    steps and the `try` that lets go of it, the workers waited for ever."""
+    went_on = []
+
+    def interrupted_inside(bar, done):
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(done)
+
+    monkeypatch.setattr(simulations._Bar, "show", interrupted_inside)
+    endless = load_scenario("small.yaml", ["steps=1000000"])
+    with pytest.raises(KeyboardInterrupt):
+        simulations.simulate_all({"one": endless, "other": endless}, jobs=2)
+    assert len(went_on) == 1
 
 
 def test_ctrl_c_while_the_processes_are_started_ends_them_too(folder, monkeypatch):

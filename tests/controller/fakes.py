@@ -229,6 +229,12 @@ class FakeTrainer:
         for sample in self._gradient:
             self._gradient[sample] *= factor
 
+    async def update(self) -> dict[str, float]:
+        self.calls.append("update")
+        self.trained.append(list(self._gradient))
+        self._gradient = {}
+        return {"actor/loss": 3.0, "train/tokens": 5.0}
+
     async def apply(self) -> dict[str, float]:
         self.calls.append("apply")
         self.trained.append(list(self._gradient))
@@ -260,6 +266,8 @@ class FakeReward:
 
     down: str | None = None
     """What it says that it waits for."""
+    gave_up: str | None = None
+    """Why it says that there will be no verdict any more."""
     closed: bool = False
 
     async def open(self) -> None:
@@ -281,6 +289,9 @@ class FakeReward:
     def outage(self) -> str | None:
         return self.down
 
+    def broken(self) -> str | None:
+        return self.gave_up
+
     def metrics(self) -> dict[str, float]:
         return {}
 
@@ -300,6 +311,8 @@ def build_samples(
     weights: Sequence[Sequence[float]] | None = None,
     scores: object = None,
     partial: bool = False,
+    updates: Sequence[int] | None = None,
+    reward_parts: object = None,
 ) -> tuple[list, dict]:
     num_samples = 1 if partial else sum(map(len, groups))
     of_sample = None if weights is None else iter([w for group in weights for w in group])
@@ -387,8 +400,9 @@ def make(
         cursor=cursor or PromptCursor("train", len(PROMPTS.rows), 0, True, None),
         build_samples=build_samples,
         decode=lambda tokens: "x" * len(tokens),
+        render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples"),
+        samples=SampleWriter(folder / "samples", folder / "evaluations"),
         observers=[recorder],
     )
     controller = controller_class(

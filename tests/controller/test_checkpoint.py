@@ -100,15 +100,17 @@ def test_pruning_keeps_what_was_just_written(tmp_path: Path) -> None:
 
 def test_samples_are_cut_back_and_other_files_left_alone(tmp_path: Path) -> None:
     for first in (1, 3):
-        writer = SampleWriter(tmp_path)
-        writer.add({"step": first})
-        writer.add({"step": first + 1})
+        writer = SampleWriter(tmp_path, tmp_path)
+        writer.add([{"step": first}])
+        writer.add([{"step": first + 1}])
         writer.write()
+        writer.write_evaluation(first + 1, [{"step": first + 1, "passed": True}])
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     cut_back_samples(tmp_path, 2)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".ipynb_checkpoints", "notes.txt", "steps_000001-000002.parquet"]
+    kept = ["notes.txt", "step_000002.parquet", "steps_000001-000002.parquet"]
+    assert names == [".ipynb_checkpoints", *kept]
 
 
 def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
@@ -169,6 +171,31 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
             check_resume([change], same, same)
     with pytest.raises(RunError, match="the training data changed"):
         check_resume([], same, {**same, "train_data": "d"})
+
+
+def test_how_prompts_were_made_is_kept_over_a_resume() -> None:
+    same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
+    chat = {**same, "chat": {"train": True, "eval": False}}
+    # A run of an earlier version, which had no such key and rendered nothing.
+    earlier = [("data.train.chat", None, "auto"), ("rewards[0].max_failed_calls", None, 32)]
+    assert check_resume(earlier, same, {**same, "chat": {"train": False}}) == []
+    with pytest.raises(RunError, match=r"set data\.train\.chat=false to go on") as caught:
+        check_resume(earlier, same, {**chat, "train_data": "d"})
+    assert "training data changed" not in str(caught.value)
+    with pytest.raises(RunError, match=r"set data\.eval\.chat=false to go on"):
+        check_resume([], chat, {**same, "chat": {"train": True, "eval": True}})
+    # The key may change where that changes nothing.
+    changes = [("data.train.chat", "auto", True)]
+    assert check_resume(changes, chat, chat) == ["data.train.chat: 'auto' -> True"]
+
+
+def test_a_changed_reward_file_is_named() -> None:
+    same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
+    before = {**same, "rewards": {"f": {"file": "/a/my_reward.py", "sha256": "1"}}}
+    now = {**same, "rewards": {"f": {"file": "/b/my_reward.py", "sha256": "2"}}}
+    assert check_resume([], before, before) == check_resume([], same, now) == []
+    (line,) = check_resume([], before, now)
+    assert line.startswith("my_reward.py (reward f) has changed")
 
 
 def test_a_log_is_cut_back_and_the_rest_kept(tmp_path: Path) -> None:
@@ -255,6 +282,26 @@ def test_what_a_kill_left_half_done_is_tidied(run: RunFolder) -> None:
     assert found is not None and found.step == 5
     assert (run.checkpoints / "latest").read_text() == "step_000005\n"
     assert not list(run.checkpoints.glob("*.tmp-*"))
+
+
+def test_the_last_model_is_where_a_link_says(run: RunFolder) -> None:
+    link = run.path / "model"
+    for step in (4, 5):
+        write_checkpoint(run.checkpoints, step, {}, save, 1, run=run.path)
+        assert link.resolve() == (run.checkpoints / f"step_{step:06d}" / "model").resolve()
+    link.unlink()
+    link.symlink_to("checkpoints/step_000004/model")  # a kill came between checkpoint and link
+    run.find_checkpoint()
+    assert link.readlink() == Path("checkpoints/step_000005/model")
+    run.clear()
+    assert not link.is_symlink()
+
+
+def test_what_the_user_calls_model_stays(run: RunFolder) -> None:
+    (run.path / "model").mkdir()
+    write_checkpoint(run.checkpoints, 4, {}, save, 1, run=run.path)
+    run.clear()
+    assert (run.path / "model").is_dir()
 
 
 def test_a_run_of_another_version_is_refused_by_one_message(run: RunFolder) -> None:

@@ -247,7 +247,8 @@ def _line(entry: Record | Note | Session) -> str:
             commands=tuple(map(_rounded, entry.commands)),
         )
     elif isinstance(entry, Note):
-        entry = replace(entry, time_s=0.0, seconds=0.0)
+        of_old = {k: v for k, v in entry.metrics.items() if not k.startswith("eval/rewards/")}
+        entry = replace(entry, time_s=0.0, seconds=0.0, metrics=of_old)
     else:
         return f"session at step {entry.step}"
     plain = json.loads(encode(entry))
@@ -282,7 +283,11 @@ def _rows(folder: Path) -> list[str]:
         for path in sorted((folder / "samples").glob("*.parquet"))
         for row in pyarrow.parquet.read_table(path).to_pylist()
     ]
-    return [json.dumps({**row, "loss_weight": round(row["loss_weight"], 4)}) for row in rows]
+    for row in rows:
+        row["loss_weight"] = round(row["loss_weight"], 4)
+        for column in ("row_where", "row", "rendered_prompt"):  # told since the runs were frozen
+            del row[column]
+    return [json.dumps(row) for row in rows]
 
 
 def digest(lines: Sequence[str]) -> dict[str, Any]:

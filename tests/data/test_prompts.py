@@ -119,7 +119,8 @@ def test_chat_messages_and_system_prompt(tmp_path: Path) -> None:
         "<system>be brief<user>yo<assistant>!",
         "<system>own<user>hi<assistant>!",
     ]
-    assert loaded.rows[1].prompt == [
+    assert loaded.rows[1].prompt == "yo"  # rewards see what the data has
+    assert loaded.rows[1].messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "yo"},
     ]
@@ -144,7 +145,26 @@ def test_template_and_answer_column(tmp_path: Path) -> None:
         answer_column="solution",
     )
     assert loaded.rows[0].prompt == "2+2 at 1 {x} 1="
-    assert loaded.rows[0].columns == {"q": "2+2", "metadata": {"level": 1}, "answer": 4}
+    columns = {"q": "2+2", "metadata": {"level": 1}, "solution": 4, "answer": 4}
+    assert loaded.rows[0].columns == columns
+
+
+def test_the_answer_under_both_names_is_the_same_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "city": "Rome"}])
+    # What a run of an earlier version recorded, whose rewards got the column as `answer` alone.
+    renamed = jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "answer": "Rome"}])
+    loaded = load(path, answer_column="city")
+    assert loaded.rows[0].columns == {"city": "Rome", "answer": "Rome"}
+    assert loaded.fingerprint == load(renamed).fingerprint
+    assert not caplog.records
+    other = [{"prompt": "p", "city": "Rome", "answer": "Rome"}] * 2
+    other.append({"prompt": "p", "city": "Rome", "answer": "Italy"})
+    loaded = load(jsonl(tmp_path / "c.jsonl", other), answer_column="city")
+    assert loaded.rows[2].columns == {"city": "Rome", "answer": "Rome"}
+    (record,) = caplog.records
+    assert "the column city as `answer`" in record.message and "c.jsonl, line 3" in record.message
 
 
 def test_prompt_function(tmp_path: Path) -> None:

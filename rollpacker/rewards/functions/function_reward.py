@@ -18,8 +18,10 @@ from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.processes.output import OutputQuota
+from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
+from rollpacker.rewards.functions.trying import finding_of, made_up
 from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerLost
 from rollpacker.rewards.functions.worker_pool import WorkerPool
 from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
@@ -45,6 +47,7 @@ class RewardFunction:
         asked about rows too."""
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
+        self._is_built_in = factory is not None
         self._cwd = str(Path.cwd())
         spec, is_factory = factory or config.function, factory is not None
         self._load = pickle.dumps((spec, is_factory, dict(config.arguments)))
@@ -54,6 +57,8 @@ class RewardFunction:
         self.name: str = config.name or hello["name"]
         self._spares[0].child.name = f"{self.name}-1"
         self._is_async: bool = hello["is_async"]
+        self.source: str | None = None if factory is not None else hello.get("file")
+        """The file that the function is in; a built-in has none."""
         try:
             self._binding = Binding(self._config, Signature.of(hello["parameters"]))
         except RewardError:
@@ -62,6 +67,7 @@ class RewardFunction:
         self._pools: dict[asyncio.AbstractEventLoop, WorkerPool] = {}
         self._reported: set[str] = set()
         self._told_shape = False
+        self._patience = Patience(self.name, config.max_failed_calls)
 
     def _start(self, name: str) -> WorkerProcess:
         return WorkerProcess(name, self._load, self._cwd, self._quota)
@@ -100,6 +106,32 @@ class RewardFunction:
         if self._own_check is not None:
             self._own_check(rows)
 
+    async def try_out(self, row: RewardInput) -> str | None:
+        """Call the function once for a row, with made-up completions. Returns what may be wrong
+        with it. Raises `RewardError` if no response could get a verdict."""
+        limit = _Limit.of(self._config.timeout_s, None)
+        samples, replies = made_up(row), []
+        try:
+            if not self._binding.per_sample:
+                replies = [await self._called(samples, limit)]
+            if self._binding.per_sample or "error" in replies[0]:
+                replies = [await self._called([sample], limit) for sample in samples]
+        except Overran:
+            why = f"did not answer a test completion within {limit.name}"
+            raise RewardError(f"reward {self.name} {why}.") from None
+        except (WorkerLost, NoWorker) as error:
+            why = f"could not judge a test completion: {shortened(str(error))}"
+            raise RewardError(f"reward {self.name} {why}.") from None
+        found = finding_of(replies, row, self._binding.all_columns)
+        if found is None:
+            return None
+        if found.certain:
+            raise RewardError(f"reward {self.name} {found.text}")
+        return f"reward {self.name} {found.text}\nResponses that fare so get no verdict"
+
+    async def _called(self, samples: Sequence[RewardInput], limit: _Limit) -> dict[str, Any]:
+        return await self._pool().call(self._payload(samples), limit.seconds, alone=True)
+
     # -- workers ----------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -130,6 +162,10 @@ class RewardFunction:
 
     def outage(self) -> str | None:
         return None
+
+    def broken(self) -> str | None:
+        """Why the function will not give a verdict any more, if it has not for so many calls."""
+        return self._patience.ended
 
     async def close(self) -> None:
         """End every worker. Scoring again starts new ones."""
@@ -166,6 +202,8 @@ class RewardFunction:
     async def _judge(
         self, samples: Sequence[RewardInput], limit: _Limit, *, alone: bool = False
     ) -> list[Verdict]:
+        if (why := self._patience.ended) is not None:
+            return [Failed(reason=why)] * len(samples)
         try:
             payload = self._payload(samples)
         except Exception as error:
@@ -176,17 +214,30 @@ class RewardFunction:
             reply = await self._pool().call(payload, limit.seconds, alone=alone)
         except NoWorker as error:
             why = f"no worker: {shortened(str(error))}"
-            return [self._failed(why, why, Cause.INFRASTRUCTURE)] * len(samples)
+            failed = self._failed(why, why, Cause.INFRASTRUCTURE)
+            self._count([failed], even_so=True)
+            return [failed] * len(samples)
         except (Overran, WorkerLost) as error:
             if len(samples) > 1:
                 return await self._one_by_one(samples, limit, alone=True)
-            return [await self._second_chance(samples[0], payload, limit, error, alone)]
+            return self._count(
+                [await self._second_chance(samples[0], payload, limit, error, alone)]
+            )
         if "error" in reply and len(samples) > 1:
             self._raised(reply)
             return await self._one_by_one(samples, limit, alone=False)
-        return self._verdicts(reply, len(samples))
+        return self._count(self._verdicts(reply, len(samples)))
+
+    def _count(self, verdicts: list[Verdict], *, even_so: bool = False) -> list[Verdict]:
+        """Hand on what a call came to. After too many without a verdict nobody is called again."""
+        if self._patience.saw(verdicts, even_so=even_so) and self._patience.ended is not None:
+            for pool in self._pools.values():
+                pool.give_up_waiting(self._patience.ended)
+        return verdicts
 
     def _payload(self, samples: Sequence[RewardInput]) -> bytes:
+        if self._is_built_in:
+            samples = [dataclasses.replace(sample, prompt=sample.asked) for sample in samples]
         args, named = self._binding.bind(samples)
         return pickle.dumps((self._binding.shape, len(samples), args, named))
 

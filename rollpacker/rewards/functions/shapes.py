@@ -39,6 +39,8 @@ class Signature:
     positional_only: tuple[str, ...]
     takes_all: bool
     """It takes any further name (`**kwargs`)."""
+    all_name: str | None = None
+    """What it calls the mapping of these."""
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
@@ -51,6 +53,7 @@ class Signature:
             required=tuple(p["name"] for p in named if not p["has_default"]),
             positional_only=tuple(p["name"] for p in parameters if p["kind"] == "POSITIONAL_ONLY"),
             takes_all=any(p["kind"] == "VAR_KEYWORD" for p in parameters),
+            all_name=next((p["name"] for p in parameters if p["kind"] == "VAR_KEYWORD"), None),
         )
 
 
@@ -176,6 +179,8 @@ class Binding:
         self._style = _STYLES[self.shape]
         self.per_sample = self._style.per_sample
         """Each call judges one sample."""
+        self.all_columns = signature.all_name
+        """What the function calls the mapping of its further columns."""
         self._config = config
         self._signature = signature
         num = self._style.num_positional

@@ -282,9 +282,13 @@ class WorkerPool:
         if not for_good and self._num_failed_starts < MAX_FAILED_STARTS:
             return
         if not any(worker.ready for worker in self._workers):
-            waiting, self._waiting = self._waiting, deque()
-            for call in waiting:
-                call.settle(NoWorker(why))
+            self.give_up_waiting(why)
+
+    def give_up_waiting(self, why: str) -> None:
+        """Settle the calls that no worker has."""
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.settle(NoWorker(why))
 
     def _retire_idle(self) -> None:
         self._idle_timer = None

@@ -103,8 +103,15 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
         "name": getattr(function, "__name__", type(function).__name__),
         "is_async": is_async,
         "parameters": _parameters(function),
+        "file": _file_of(function),
     }
     return hello, LoadedFunction(function, arguments)
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
+    """The file of the module that the function, or its class, is from."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    return getattr(module, "__file__", None)
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:

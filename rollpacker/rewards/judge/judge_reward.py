@@ -180,11 +180,11 @@ class JudgeReward:
         if not has_content(answer, min_chars=self._config.min_answer_chars, reference=reference):
             self._counts["no_content"] += 1
             return Scored(value=0.0, seconds=0.0, correct=False)
-        if canary := self._pick(sample.prompt, answer):
+        if canary := self._pick(sample.asked, answer):
             self._start_canary(canary, sample, reference, timeout_s)
         votes = await asyncio.gather(
             *(
-                self._vote(sample.prompt, answer, reference, timeout_s)
+                self._vote(sample.asked, answer, reference, timeout_s)
                 for _ in range(self._config.votes)
             )
         )
@@ -259,7 +259,7 @@ class JudgeReward:
         self, canary: str, sample: RewardInput, reference: str | None, timeout_s: float
     ) -> None:
         """Ask it beside the sample, which does not wait for it."""
-        task = asyncio.create_task(self._canary(canary, sample.prompt, reference, timeout_s))
+        task = asyncio.create_task(self._canary(canary, sample.asked, reference, timeout_s))
         self._canaries.add(task)
         task.add_done_callback(self._canaries.discard)
 

@@ -1,0 +1,238 @@
+"""One process's share of a run: it takes the folder, loads and joins the parts, drives them."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.cli.driving import INTERRUPTED, Caller, drive
+
+if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
+    from rollpacker.cli.parts import Policy
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.audience import Audience
+    from rollpacker.controller.checkpoint import Checkpoint
+    from rollpacker.controller.driver import Controller
+    from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.core.records import Observer
+    from rollpacker.report.live import LiveReport
+    from rollpacker.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One process's share of a run."""
+
+    config: RunConfig
+    folder: RunFolder
+    stack: ExitStack
+    _: KW_ONLY
+    resume: bool
+    overwrite: bool
+    is_command: bool
+    """The process is this run's alone."""
+    display: bool
+    observers: Sequence[Observer]
+    callbacks: Sequence[Callback]
+    _caller: Caller = field(default_factory=Caller, init=False)
+    _audience: Audience | None = field(default=None, init=False)
+    _controller: Controller | None = field(default=None, init=False)
+
+    def prepare(self, watch: float) -> None:
+        """Load everything and put it together. `watch` is when the process began to work."""
+        from rollpacker.cli import parts as build
+        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.event_log import LogWriter
+        from rollpacker.controller.hand_over import hand_over_weights
+        from rollpacker.controller.samples import SampleWriter
+
+        config, folder = self.config, self.folder
+        build.check_algorithm(config)
+        checkpoint = self._find_checkpoint()
+        if self.resume and checkpoint is None:
+            logger.warning("the run ended before its first checkpoint; it begins anew")
+        before = folder.read_identity() if checkpoint else {}
+        ranks = build.start_trainer_processes(config)
+        if ranks is not None:
+            self.stack.callback(ranks.close)
+        policy = build.load_policy(
+            config, threads=before.get("threads"), tell=_print if self.display else None
+        )
+        identity = build.identity(config, policy)
+        if checkpoint is not None:
+            self._check_identity(before, identity)
+        cursor = build.build_cursor(config, policy, checkpoint)
+        job = self._job(checkpoint, cursor, policy)
+        tokenizer = build.tokenizer_fingerprint(policy)
+        carried = build.build_carried(config, checkpoint, job, tokenizer)
+        self._take_folder(checkpoint, identity)
+        trainer = build.build_trainer(config, policy, ranks)
+        self.stack.callback(trainer.close)
+        _load(trainer, checkpoint)
+        Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
+        time_s = checkpoint.state["time_s"] if checkpoint else 0.0
+        live, self._audience = self._report_and_audience(checkpoint, policy)
+        watching = [live, *self.observers]
+        log = LogWriter(folder.events)
+        self.stack.callback(log.close)
+        for observer in watching:
+            self.stack.callback(observer.close)
+        samples = SampleWriter(folder.samples, folder.evaluations)
+        parts = Parts(
+            job=job,
+            engine=policy.engine,
+            trainer=trainer,
+            reward=policy.reward,
+            prompts=policy.train_prompts,
+            eval_prompts=policy.eval_prompts,
+            cursor=cursor,
+            build_samples=build.build_samples_function(config),
+            decode=policy.decode,
+            render=policy.render,
+            log=log,
+            samples=samples if config.save_samples else None,
+            carried=carried,
+            tokenizer=tokenizer,
+            observers=watching,
+            audience=self._audience,
+        )
+        seconds = time.perf_counter() - watch
+        self._controller = Controller(
+            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+        )
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        if not self.resume:
+            return None
+        return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+
+    def drive(self) -> str:
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
+        assert self._controller is not None
+        first = self._controller.parts.job.step
+        reason = drive(self._controller, self._caller, is_command=self.is_command)
+        if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
+            logger.warning("nothing was left to do: %s", reason)
+        return reason
+
+    def end(self, reason: str | None) -> None:
+        """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
+        if self._audience is not None:
+            self._audience.end(reason)
+
+    def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """A resume must find what the run began with."""
+        from rollpacker.config.document import ConfigError, parse_document, read_text
+        from rollpacker.config.load import differences, to_plain
+        from rollpacker.controller.errors import RunError
+        from rollpacker.controller.run_folder import check_resume
+
+        try:
+            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
+        except ConfigError as error:
+            raise RunError(
+                f"{error} This is what the run was started with, so it cannot be told whether "
+                "it is the same run. Restore the file, or begin anew with --overwrite"
+            ) from error
+        for change in check_resume(differences(old, to_plain(self.config)), before, now):
+            logger.warning("resuming with a change: %s", change)
+
+    def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
+        """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""
+        from rollpacker.config.load import save_config
+        from rollpacker.controller.event_log import cut_back
+        from rollpacker.controller.samples import cut_back as cut_back_samples
+
+        folder = self.folder
+        if checkpoint is not None:
+            state = checkpoint.state
+            cut_back(folder.events, state["log_bytes"], state["log_sha256"])
+            cut_back_samples(folder.samples, checkpoint.step)
+            cut_back_samples(folder.evaluations, checkpoint.step)
+        elif self.overwrite or self.resume:
+            folder.clear()
+        save_config(self.config, folder.config)
+        folder.write_identity(identity)
+
+    def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
+        from rollpacker.cli.parts import reward_kinds
+        from rollpacker.core.job import Job
+
+        config = self.config.job(
+            prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
+        )
+        if checkpoint is None:
+            return Job(config)
+        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+
+    def _report_and_audience(
+        self, checkpoint: Checkpoint | None, policy: Policy
+    ) -> tuple[LiveReport, Audience]:
+        """Metrics and display, and who is told of what they hold."""
+        from rollpacker.cli.output import console
+        from rollpacker.cli.parts import build_trackers
+        from rollpacker.config.load import to_plain
+        from rollpacker.controller.audience import Audience, ToldRun
+        from rollpacker.report.live import LiveReport
+
+        config = self.config
+        steps = config.train.steps
+        if steps is None:
+            assert config.train.epochs is not None
+            rows = len(policy.train_prompts.rows) * config.train.epochs
+            steps = math.ceil(rows / config.rollout.prompts_per_step)
+        live = LiveReport(
+            self.folder.path,
+            total_steps=steps,
+            resume=checkpoint is not None,
+            slots=config.rollout.engine.max_slots,
+            max_response_tokens=config.rollout.max_response_tokens,
+            console=console() if self.display else None,
+            show=self.display,
+        )
+        run = ToldRun(
+            name=config.name,
+            folder=self.folder.path,
+            config=to_plain(config),
+            total_steps=steps,
+            resumed_step=None if checkpoint is None else checkpoint.step,
+        )
+        audience = Audience(
+            run,
+            callbacks=self.callbacks,
+            trackers=build_trackers(config),
+            call=self._caller.call,
+            row_so_far=live.row_so_far,
+        )
+        live.on_row = audience.row_written
+        return live, audience
+
+
+def _print(line: str) -> None:
+    from rollpacker.cli.output import console
+
+    console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    from rollpacker.controller.errors import RunError
+    from rollpacker.trainer.trainer import TrainerStateError
+
+    try:
+        if checkpoint is not None:
+            trainer.load(checkpoint.folder)
+    except TrainerStateError as error:
+        raise RunError(
+            f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
+        ) from error

@@ -1,0 +1,126 @@
+"""What other frameworks call our keys: the hint for a key that we do not know.
+
+The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever in a config it
+stands, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+
+TABLE = Path(__file__).with_name("synonyms.yaml")
+MOST_PLACES = 2
+"""A key of ours that stands in the wrong section is pointed to its own, if it has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synonym:
+    """A line of the table."""
+
+    framework: str
+    theirs: str
+    ours: tuple[str, ...]
+    """Keys, or `key=value`. Empty: there is none."""
+    note: str
+    """What differs; why there is none."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Ours, without values."""
+        return tuple(one.partition("=")[0] for one in self.ours)
+
+
+@functools.cache
+def synonyms() -> tuple[Synonym, ...]:
+    """The whole table, in its order."""
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return tuple(
+        Synonym(framework, theirs, tuple(ours.split(", ")) if ours else (), note)
+        for framework, rows in table.items()
+        for theirs, entry in rows.items()
+        for ours, note in [(entry, "") if isinstance(entry, str) else entry]
+    )
+
+
+def hint(path: Collection[str | int], known: Collection[str]) -> str:
+    """` Here it is ...`, or why there is no such key; empty where nothing is known of it.
+
+    `known` are the dotted keys of the schema at hand, `N` for a number: what does not exist there
+    is not named. A key of ours in the wrong section is pointed to its own.
+    """
+    return of_others(path, known) or _elsewhere(str([*path][-1]), known)
+
+
+def of_others(path: Collection[str | int], known: Collection[str]) -> str:
+    """The same for other frameworks' keys alone."""
+    parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
+    found = _best(parts, known)
+    return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
+
+
+def _elsewhere(name: str, known: Collection[str]) -> str:
+    places = [key for key in known if key.rpartition(".")[2] == name and ".N." not in key]
+    return f" Here it is {' or '.join(places)}" if 0 < len(places) <= MOST_PLACES else ""
+
+
+def _best(parts: list[str], known: Collection[str]) -> list[Synonym]:
+    """The lines that share most of the path; those that say the same only once."""
+    best: list[Synonym] = []
+    most = (1, False)
+    for one in synonyms():
+        theirs = one.theirs.split(".")
+        count = _num_shared(parts, theirs)
+        shared = (count, count == len(theirs))
+        if shared < most or not _applies(one, known):
+            continue
+        if shared > most:
+            best, most = [], shared
+        if (one.ours, bool(one.ours) or one.note) not in [
+            (other.ours, bool(other.ours) or other.note) for other in best
+        ]:
+            best.append(one)
+    return best
+
+
+def _applies(one: Synonym, known: Collection[str]) -> bool:
+    """Where a config has no optimizer step, such as a simulation's, other frameworks' keys mean
+    nothing."""
+    return "algorithm.name" in known and all(key in known for key in one.keys)
+
+
+def _num_shared(parts: list[str], theirs: list[str]) -> int:
+    """How many names at the end are the same: all of one of the two, or a last one that says what
+    it is by itself, as `ppo_mini_batch_size` does and `path` does not."""
+    count = 0
+    for own, their in zip(reversed(parts), reversed(theirs), strict=False):
+        if own != their:
+            break
+        count += 1
+    whole = count == min(len(parts), len(theirs))
+    return count if whole or (count and "_" in parts[-1]) else 0
+
+
+def _sentence(one: Synonym, among_others: bool) -> str:
+    of = f" (as in {one.framework})" if among_others else ""
+    note = f": {one.note}" if one.note else ""
+    if not one.ours:
+        return f"There is none{of}{note}"
+    return f"Here it is {' and '.join(one.ours)}{of}{note}"
+
+
+def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, `N` for a list's index."""
+    from rollpacker.config.check import field_types, item_schema, nested_schema
+
+    for name, kind in field_types(schema).items():
+        yield prefix + name
+        inner, items = nested_schema(kind), item_schema(kind)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.")
+        elif items is not None:
+            yield from all_keys(items, f"{prefix}{name}.N.")

@@ -1,0 +1,121 @@
+"""Whether text prompts go through the tokenizer's chat template, and how a prompt is shown.
+
+`chat: auto` renders them where the model expects it: the tokenizer has a template, and a response
+would stop where that ends an assistant's turn. Base models often have their sibling's template too,
+but would write on behind the end of its turn.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.data.dataset import DataError, DatasetConfig
+
+MAX_SHOWN = 600
+"""Characters of a prompt that is shown."""
+_REPLY = "reply"
+_WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What becomes of a data set's texts."""
+
+    renders: bool
+    """Each text is a user's message for the template. Messages always go through it."""
+    why: str
+    """One line, with the key that changes it."""
+
+
+def chat_of(
+    config: DatasetConfig,
+    split: str,
+    tokenizer: Any,
+    end_tokens: Collection[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Chat:
+    """What `config.chat` means for this tokenizer. `end_tokens`: where the model's responses stop,
+    besides the tokenizer's own end token. Raises `DataError` for `chat: true` without a template.
+    """
+    key = f"data.{split}.chat"
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat is False:
+        return Chat(False, f"texts as they are ({key}=false)")
+    if config.system_prompt is not None:
+        return Chat(
+            True, f"texts as user messages by the chat template (data.{split}.system_prompt)"
+        )
+    if config.chat is True:
+        if not has_template:
+            raise DataError(f"{key}=true, but the tokenizer has no chat template; leave it out.")
+        return Chat(True, f"texts as user messages by the chat template ({key}=true)")
+    if not has_template:
+        return Chat(False, "texts as they are (the tokenizer has no chat template)")
+    token = end_of_turn(tokenizer, chat_template_kwargs)
+    if token is None:
+        why = "the chat template ends an assistant's turn with no token of its own"
+        return Chat(False, f"texts as they are: {why} ({key}=true renders them all the same)")
+    shown = visible(str(tokenizer.convert_ids_to_tokens(token)))
+    if token in {*end_tokens, tokenizer.eos_token_id}:
+        return Chat(
+            True,
+            "texts as user messages by the chat template, which ends a turn with"
+            f" {shown}, as this model does ({key}=false leaves it out)",
+        )
+    return Chat(
+        False,
+        f"texts as they are: the chat template ends a turn with {shown}, where this model does not"
+        f" stop, so it looks like a base model ({key}=true renders them all the same)",
+    )
+
+
+def end_of_turn(
+    tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int | None:
+    """The token that the template puts behind an assistant's message. None: it puts none there, or
+    refuses a plain exchange."""
+    exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
+    try:
+        text = tokenizer.apply_chat_template(
+            exchange, tokenize=False, **(chat_template_kwargs or {})
+        )
+    except Exception:  # whatever a template's author wrote
+        return None
+    _, found, rest = str(text).rpartition(_REPLY)
+    rest = rest.strip()
+    if not found or not rest:
+        return None
+    ids = tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids or ids[0] == tokenizer.unk_token_id:
+        return None
+    return int(ids[0])
+
+
+def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:
+    """The prompt as the model gets it: with its special tokens, on one line, what does not show
+    made visible, the middle of a long one left out."""
+    text = tokenizer.decode(
+        list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    if len(text) > MAX_SHOWN:
+        head = MAX_SHOWN * 2 // 3
+        left_out = len(text) - MAX_SHOWN
+        tail = visible(text[len(text) - (MAX_SHOWN - head) :])
+        return f"{visible(text[:head])} [... {left_out} characters ...] {tail}"
+    return visible(text)
+
+
+def visible(text: str) -> str:
+    """The text on one line, without anything that steers a terminal or does not show."""
+    return "".join(_WRITTEN.get(c) or (_escaped(c) if _hidden(c) else c) for c in text)
+
+
+def _hidden(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,82 @@
+"""The order of the prompts: TRL's own, up to the last step of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trl.trainer.utils import RepeatSampler
+
+from rollpacker.core.ids import PromptId
+
+SOURCE = "train"
+
+
+class SamplerCursor:
+    """Every row that TRL's sampler would draw, in its order. As there, what is left of an epoch
+    that does not fill a step is not trained on.
+
+    It ends with the last step's prompts: whatever was begun early for a later one, no step would
+    be left for it.
+    """
+
+    def __init__(
+        self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
+    ) -> None:
+        """`num_steps`: how often TRL asks for responses."""
+        self._sampler = RepeatSampler(
+            range(num_rows),
+            mini_repeat_count=1,
+            batch_size=prompts_per_step,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._left = num_steps * prompts_per_step
+        self._epoch = -1
+        self._position = 0
+        self._order: list[int] = []
+        self._begin_epoch()
+
+    def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
+        """See `Cursor`."""
+        if self.ended:
+            return (), True, True
+        count = min(count, self._left)
+        rows = self._order[self._position : self._position + count]
+        prompts = tuple(PromptId(SOURCE, self._epoch, row) for row in rows)
+        self._position += len(rows)
+        self._left -= len(rows)
+        epoch_ended = self._position == len(self._order)
+        if epoch_ended:
+            self._begin_epoch()
+        return prompts, epoch_ended or self.ended, self.ended
+
+    @property
+    def ended(self) -> bool:
+        """No step is left for another prompt."""
+        return self._left == 0
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, for `restore`."""
+        return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Of a new cursor only.
+
+        Raises `ValueError` if the data or the batch has another size.
+        """
+        if state["order"] != len(self._order):
+            raise ValueError(
+                f"cannot resume: an epoch had {state['order']} prompts, and now has "
+                f"{len(self._order)}. Restore the data and the batch size, or start a new training"
+            )
+        while self._epoch < state["epoch"]:
+            self._left -= len(self._order)
+            self._begin_epoch()
+        self._position = state["position"]
+        self._left = max(0, self._left - self._position)
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._position = 0
+        self._order = list(self._sampler)
