@@ -1,9 +1,10 @@
-"""The Dockerfile's steps: what they copy exists and is sent to the daemon, and how they read."""
+"""The Dockerfile: what it copies is there and is sent to the daemon; how its steps are read."""
 
 from __future__ import annotations
 
 import fnmatch
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,6 @@ def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("try_steps", ROOT / "docker/try_steps.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
 
     sys.modules["try_steps"] = module  # its dataclasses look themselves up here
     spec.loader.exec_module(module)
