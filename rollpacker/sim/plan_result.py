@@ -102,10 +102,10 @@ def measure(
             tokens=result.mean["tokens_trained"],
         )
     of_step = {kind: tokens[kind] / len(values) for kind, values in seconds.items()}
-    trained = sum(share * tokens[kind] / samples[kind] for kind, share in shares.items())
+    length = sum(share * tokens[kind] / samples[kind] for kind, share in shares.items())
     return Measure(
         step_s=sum(share * kinds_s[kind] for kind, share in shares.items()),
-        shift=trained / result.policy_length_mean - 1,
+        shift=length / result.policy_length_mean - 1,
         kinds_s=kinds_s,
         tokens=sum(share * of_step[kind] for kind, share in shares.items()),
     )
