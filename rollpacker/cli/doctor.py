@@ -124,6 +124,7 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
         yield _NamedCheck("config", lambda: problem or Finding("ok", "config", path))
     if config is not None:
         yield _NamedCheck("model", lambda: trials.model(config))
+        yield _NamedCheck("run", lambda: trials.run_folder(config))
         yield _NamedCheck("training", lambda: trials.training(config))
         yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
         yield _NamedCheck("memory fit", lambda: trials.fit(config))

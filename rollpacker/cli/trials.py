@@ -191,7 +191,13 @@ def engine() -> Finding:
 def model(config: RunConfig) -> Finding:
     """The folder is whole, and its tokenizer loads."""
     from rollpacker.cli.hub import HubError, look_for_hub
-    from rollpacker.trainer.model import ModelError, context_tokens, load_tokenizer
+    from rollpacker.trainer.model import (
+        ModelError,
+        check_weights,
+        context_tokens,
+        load_tokenizer,
+        model_device,
+    )
 
     path = config.model.path
     try:
@@ -200,8 +206,29 @@ def model(config: RunConfig) -> Finding:
     except (ModelError, HubError) as error:
         cure = "Set model.path to a Hugging Face folder, or a name on the hub (network needed)."
         return Finding("fail", "model", str(error), cure)
+    try:
+        model_device(config.model.device)
+        check_weights(path)
+    except ModelError as error:
+        return Finding("fail", "model", str(error), "Correct model.path or model.device.")
     text = f"{path}: {len(tokenizer)} tokens, context {context_tokens(path) or 'not stated'}"
     return Finding("ok", "model", text)
+
+
+def run_folder(config: RunConfig) -> list[Finding]:
+    """Whether a run of this name is there already. Only what is in the way is found."""
+    from rollpacker.controller.errors import RunError
+    from rollpacker.controller.run_folder import RunFolder
+
+    path = Path(config.runs_dir).expanduser() / config.name
+    if not path.exists():
+        return []
+    try:
+        RunFolder(path, resume=False, overwrite=False).close()
+    except RunError as error:
+        level: Literal["fail", "warn"] = "warn" if "already holds a run" in str(error) else "fail"
+        return [Finding(level, "run", str(error), "Choose one of these.")]
+    return []
 
 
 def training(config: RunConfig) -> list[Finding]:

@@ -87,8 +87,8 @@ for _ in range(20):
     except OSError:
         break
 print("tried", flush=True)
-time.sleep(0.1)
 """
+"""Who runs it adds how long it stays."""
 
 MEMORY = """
 small = bytearray(8 << 20)

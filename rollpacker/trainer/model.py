@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -202,6 +202,24 @@ def no_load_report() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+
+
+def check_weights(path: str) -> None:
+    """Raise `ModelError` if a file of a folder's weights is missing or cut off. Reads headers
+    alone; what is on the hub is not looked at."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return
+    index = folder / "model.safetensors.index.json"
+    names = [file.name for file in sorted(folder.glob("*.safetensors"))]
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        for name in names:
+            with safe_open(folder / name, framework="numpy"):
+                pass
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"the weights of {path} cannot be read: {_short(error)}") from error
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

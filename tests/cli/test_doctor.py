@@ -231,6 +231,24 @@ def test_a_model_without_weights(capsys, config, model_folder, tmp_path):
     assert code == 1 and "no weights (*.safetensors)" in found["model"].text
 
 
+def test_a_model_whose_weights_are_cut_off(capsys, config, model_folder, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(model_folder, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, found = look(capsys, config, f"model.path={cut}")
+    assert code == 1 and "cannot be read" in found["model"].text
+
+
+def test_a_run_that_is_there_already(capsys, config, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    code, found = look(capsys, config)
+    assert code == 0 and "run" not in found
+    (tmp_path / "runs" / "mine" / "events.jsonl").touch()
+    code, found = look(capsys, config)
+    assert code == 0 and found["run"].level == "warn" and "--resume" in found["run"].text
+
+
 def test_a_sandbox_is_a_must_only_for_those_who_need_it(capsys, config, monkeypatch):
     missing = [Finding("warn", "bubblewrap", "not installed", "Install it.")]
     monkeypatch.setattr(trials, "_bubblewrap", lambda: missing)
