@@ -205,6 +205,7 @@ def model(config: RunConfig) -> Finding:
 def training(config: RunConfig) -> list[Finding]:
     """The schedule is one, adapters fit the model, and the further models that the algorithm asks
     are there. Only what is wrong is found."""
+    from rollpacker.cli.parts import check_algorithm
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
 
@@ -215,6 +216,7 @@ def training(config: RunConfig) -> list[Finding]:
         further["train.critic.path"] = config.train.critic.path
     try:
         check_schedule(config.train)
+        check_algorithm(config)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
         _try_adapter(config)

@@ -49,6 +49,12 @@ def test_a_wrong_loss_is_refused_at_the_start_and_in_a_dry_run(command):
     assert "no argument log_prob" in command.err
 
 
+def test_doctor_tries_it_too(command):
+    wrong = loss(command, "def f(log_probs):\n    return log_probs.mean()\n")
+    assert command("doctor", command.config(algorithm__loss_function=wrong)) != 0
+    assert "a loss of shape () for 8 tokens" in " ".join((command.out + command.err).split())
+
+
 def test_a_changed_file_is_said_at_a_resume(command, caplog):
     spec = loss(command)
     assert command.train(algorithm__loss_function=spec, train__steps=1) == 0
