@@ -43,16 +43,8 @@ _OWN_FOLDERS = {
 """Folders of a run, and what it writes into them."""
 
 RESUME_MUST_KEEP = (
-    *(
-        "seed",
-        "model.path",
-        "model.quantization",
-        "data",
-        "rollout",
-        "tail_batching.race",
-        "tail_batching.tiers",
-    ),
-    *("rewards", "train.threads"),
+    *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
+    *("rewards", "train.threads", "model.quantization"),
 )
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""

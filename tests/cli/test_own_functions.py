@@ -33,9 +33,11 @@ def weights(command: Command) -> dict:
     return load_file(newest.folder / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("processes", [None, 1])
+@pytest.mark.parametrize("processes", [None, 1, 2])
 def test_a_loss_is_called_wherever_training_is(command, processes):
-    changes = {} if processes is None else {"train__processes": processes}
+    changes = {"train__updates_per_round": 2}
+    if processes is not None:
+        changes["train__processes"] = processes
     assert command.train(algorithm__loss_function=loss(command), **changes) == 0, command.err
     assert {row["actor/mine"] for row in rows(command)} == {0.25}
     assert all("actor/clip_ratio_low" not in row for row in rows(command))
