@@ -234,6 +234,7 @@ def run_folder(config: RunConfig) -> list[Finding]:
 def training(config: RunConfig) -> list[Finding]:
     """The schedule is one, adapters fit the model, and the further models that the algorithm asks
     are there. Only what is wrong is found."""
+    from rollpacker.cli.parts import check_algorithm
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
 
@@ -244,6 +245,7 @@ def training(config: RunConfig) -> list[Finding]:
         further["train.critic.path"] = config.train.critic.path
     try:
         check_schedule(config.train)
+        check_algorithm(config)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
         _try_adapter(config)

@@ -50,7 +50,7 @@ _OWN_FOLDERS = {
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
-    *("rewards", "train.threads"),
+    *("rewards", "train.threads", "model.quantization"),
 )
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""

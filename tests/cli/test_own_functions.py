@@ -33,9 +33,11 @@ def weights(command: Command) -> dict:
     return load_file(newest.folder / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("processes", [None, 1])
+@pytest.mark.parametrize("processes", [None, 1, 2])
 def test_a_loss_is_called_wherever_training_is(command, processes):
-    changes = {} if processes is None else {"train__processes": processes}
+    changes = {"train__updates_per_round": 2}
+    if processes is not None:
+        changes["train__processes"] = processes
     assert command.train(algorithm__loss_function=loss(command), **changes) == 0, command.err
     assert {row["actor/mine"] for row in rows(command)} == {0.25}
     assert all("actor/clip_ratio_low" not in row for row in rows(command))
@@ -47,6 +49,12 @@ def test_a_wrong_loss_is_refused_at_the_start_and_in_a_dry_run(command):
     assert 'no argument log_prob to give it. Did you mean "log_probs"' in said
     assert command.train("--dry-run", algorithm__loss_function=wrong) == 2
     assert "no argument log_prob" in command.err
+
+
+def test_doctor_tries_it_too(command):
+    wrong = loss(command, "def f(log_probs):\n    return log_probs.mean()\n")
+    assert command("doctor", command.config(algorithm__loss_function=wrong)) != 0
+    assert "a loss of shape () for 8 tokens" in " ".join((command.out + command.err).split())
 
 
 def test_a_changed_file_is_said_at_a_resume(command, caplog):

@@ -205,6 +205,8 @@ def test_a_run_of_4_bits_trains_and_resumes_exactly(command: Command, model):
     assert command.train("--resume") == 0, command.err
     found = load_file(newest / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert command.train("--resume", model__quantization=None, train__steps=5) == 2
+    assert "model.quantization: '4bit' -> None" in command.err
     rows = [json.loads(r) for r in (command.run / "metrics.jsonl").read_text().splitlines()]
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
 
