@@ -151,4 +151,4 @@ def test_a_warm_up_call_is_waited_for_once(tmp_path: Path) -> None:
     assert max(measured[1:]) < 0.1 < measured[0]
     assert sum(simulated) < 2 * sum(measured)
     assert max(simulated[1:]) < 0.3
-    assert max(step.reward_s for step in model.simulate(seed=1).steps) < 0.1  # a plan's workers
+    assert max(step.reward_s for step in model.simulate(seed=1).steps) < 0.3  # a plan's workers
