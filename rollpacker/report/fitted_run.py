@@ -155,7 +155,11 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
             ),
             ("decode step, base", _micro(step.bytes_s), "+ n x sample, with"),
             ("decode step, per sample", _micro(step.per_sequence_s), "and n samples running"),
-            ("admissions to the engine", _milli(step.admission_s), "each time samples are admitted"),
+            (
+                "admissions to the engine",
+                _milli(step.admission_s),
+                "each time samples are admitted",
+            ),
             ("end of a sample", _micro(step.per_ended_s), "its slot is cleared, its end reported"),
         ]
     rows += [
