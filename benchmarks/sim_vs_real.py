@@ -164,7 +164,7 @@ def _by_kind(steps: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
 
 def compare(workload: Workload, plain: Path, race: Path, num_steps: int) -> dict[str, Any]:
     """A row of results."""
-    fitted = fit_run(EventLog(events_path(plain)))
+    fitted = fit_run(EventLog(events_path(plain)), may_draft=True)
     real = real_seconds(race)
     settings = [*workload.race, "tail_batching.enabled=true"]
     simulated = simulated_seconds(plain, settings, num_steps)
@@ -178,7 +178,9 @@ def compare(workload: Workload, plain: Path, race: Path, num_steps: int) -> dict
         "with_recorded_lengths": {
             form: {
                 kind: errors.ratio
-                for kind, errors in predict_rounds(getattr(fitted, form), entries).items()
+                for kind, errors in predict_rounds(
+                    getattr(fitted, form), entries, may_draft=True
+                ).items()
             }
             for form in FORMS
         },

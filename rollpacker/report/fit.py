@@ -68,13 +68,14 @@ def fit_run(
 
 
 def predict_rounds(
-    fit: DecodeFit, entries: Iterable[Entry], *, slots: int | None = None
+    fit: DecodeFit, entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> dict[str, RoundErrors]:
     """Another log's rounds, by kind and "all", predicted from their own lengths with these
     constants. Raises `ValueError` if the log holds no round whose token clock can be told."""
-    clocked = _Clocked(slots)
+    clocked = _Clocked(slots, may_draft)
     for round_ in iterate_rounds(entries):
         clocked.add(round_)
+    clocked.settle()
     if not clocked.rounds:
         raise ValueError(f"the log holds no round that can be predicted {clocked.reason}".rstrip())
     return _round_errors(fit, clocked.rounds)

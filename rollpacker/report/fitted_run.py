@@ -143,15 +143,28 @@ class FittedRun:
 def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
     """(constant, value, remark) for `describe`."""
     step, train, rewards = run.step_with_ends, run.train, run.rewards
-    rows = [
-        ("fitted to", f"{run.num_rounds} rounds", f"{run.num_skipped} left out"),
-        ("decode step, floor", _micro(step.launch_s), "a step takes max(floor, base + K x token)"),
-        ("decode step, base", _micro(step.bytes_s), "+ n x sample, with"),
-        ("... per cached response token", _micro(step.per_cached_token_s), "K tokens in the cache"),
-        ("... per running sample", _micro(step.per_sequence_s), "and n samples running"),
-        ("admission to the engine", _milli(step.admission_s), "each time samples are admitted"),
-        ("... per sample", _micro(step.per_admitted_s), "prefill"),
-        ("end of a sample", _micro(step.per_ended_s), "its slot is cleared, its end reported"),
+    rows = [("fitted to", f"{run.num_rounds} rounds", f"{run.num_skipped} left out")]
+    if run.drafted:
+        rows.append(("drafts", "yes", "a decode step stands for a token; fitted to whole rounds"))
+    else:
+        rows += [
+            (
+                "decode step, floor",
+                _micro(step.launch_s),
+                "a step takes max(floor, base + K x token)",
+            ),
+            ("decode step, base", _micro(step.bytes_s), "+ n x sample, with"),
+            ("decode step, per sample", _micro(step.per_sequence_s), "and n samples running"),
+            (
+                "admissions to the engine",
+                _milli(step.admission_s),
+                "each time samples are admitted",
+            ),
+            ("end of a sample", _micro(step.per_ended_s), "its slot is cleared, its end reported"),
+        ]
+    rows += [
+        ("decode step, per cached token", _micro(step.per_cached_token_s), "K tokens in the cache"),
+        ("admission of a sample", _micro(step.per_admitted_s), "prefill"),
         ("stop of a sample", _milli(run.stop_s), "until the engine lets go of it"),
         ("stalls", f"{100 * (step.stalls - 1):+.1f} %", "contained in the constants"),
     ]
@@ -167,6 +180,13 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
         (f"verdict, {100 * q:g} % quantile", _milli(seconds), "after the response")
         for q, seconds in rewards.quantiles.items()
     ]
+    if rewards.calls is not None:
+        calls = rewards.calls
+        at_once = f"{calls.num_workers} at once" if calls.num_workers > 1 else "one at a time"
+        rows += [
+            ("call of the rewards", _milli(calls.fixed_s), f"{at_once}, where they are batches"),
+            ("... per sample", _milli(calls.per_sample_s), ""),
+        ]
     rows += [
         ("wait for verdicts", _milli(rewards.exposed_s), "exposed, a round"),
         ("training step", _milli(train.fixed_s), f"mean error {100 * train.mean_error:.0f} %"),
@@ -182,6 +202,8 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
 
 def _told(run: FittedRun, kind: str) -> str:
     form, *others = (run.errors[name][kind] for name in ("step_with_ends", "table", "step"))
+    if run.drafted:
+        return f"fit/log {form.ratio:.2f}, mean error {100 * form.mean_error:.0f} %"
     table, without = (f"{100 * other.mean_error:.0f} %" for other in others)
     return (
         f"fit/log {form.ratio:.2f}, mean error {100 * form.mean_error:.0f} % "

@@ -115,9 +115,12 @@ class Checks:
             of_row.append(Check(num_tokens, seconds, held_s, *told))
 
     def _gather(self, verdict: Verdict) -> None:
-        """Samples of one batch are answered together, with the seconds of all."""
+        """Samples of one batch are answered together, with the seconds of all; each was asked for
+        before the first answer."""
         seconds, members = self._open
-        if verdict.event.seconds is None or verdict.event.seconds != seconds:
+        is_other = verdict.event.seconds is None or verdict.event.seconds != seconds
+        asked_s = verdict.asked_s
+        if is_other or (members and asked_s is not None and asked_s > members[0].time_s):
             self._close()
             self._open = (verdict.event.seconds, [verdict])
         else:

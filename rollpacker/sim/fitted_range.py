@@ -8,7 +8,7 @@ that are it are named, or what a quarter more of it would add, by simulating tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollpacker.config.schema import RunConfig
@@ -41,6 +41,8 @@ SLOWER = {
 """Constants of a machine that nobody measured, and by what each makes it a quarter slower."""
 OUTSIDE_STEPS = 20
 """Of a plan's best setting, simulated once more for its sentence."""
+ASSUMED_MISMATCH = 1e-3
+"""Per token and update: of a policy that learns fast."""
 LEAST = 0.005
 """Of a step: what moves less is not named."""
 
@@ -218,10 +220,6 @@ def _other_carrying(model: RunModel, config: RunConfig, predicted: SystemResult)
     ]
 
 
-ASSUMED_MISMATCH = 1e-3
-"""Per token and update: of a policy that learns fast."""
-
-
 def _streams_anew(model: RunModel, config: RunConfig) -> Sequence[str]:
     if not config.stream_trainer.enabled or model.config.stream_trainer.enabled:
         return []
@@ -235,6 +233,3 @@ def _streams_anew(model: RunModel, config: RunConfig) -> Sequence[str]:
 def _s(seconds: float, *, sign: bool = False) -> str:
     digits = 1 if abs(seconds) >= 10 else 2 if abs(seconds) >= 1 else 3
     return f"{seconds:{'+' if sign else ''},.{digits}f} s"
-
-
-assert SLOWER.keys() <= {constant.name for constant in fields(Calibration)}

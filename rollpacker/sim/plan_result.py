@@ -74,7 +74,7 @@ def measure(
         of_kind = {
             kind: statistics.fmean(s.total_s for s in steps if s.kind == kind) for kind in kinds
         }
-        trained = {
+        tokens_of = {
             kind: statistics.fmean(s.tokens_trained for s in steps if s.kind == kind)
             for kind in kinds
         }
@@ -84,7 +84,7 @@ def measure(
             step_s=sum(share * of_kind[kind] for kind, share in shares.items()),
             shift=result.paired_shift,
             kinds_s=of_kind,
-            tokens=sum(share * trained[kind] for kind, share in shares.items()),
+            tokens=sum(share * tokens_of[kind] for kind, share in shares.items()),
         )
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, float] = {}

@@ -42,7 +42,7 @@ class CostedRun:
 
     A stretch between two ends of samples takes up to `noise` (relative, normal) more or less;
     `stall_s` seconds are lost in every hundredth. `streamed`: half of each training step is done
-    before the last verdict.
+    before the last verdict. `warm_up_s`: the first call of the reward takes so much longer.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class CostedRun:
         noise: float = 0.0,
         stall_s: float = 0.0,
         streamed: bool = False,
+        warm_up_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.step_s = step_s
         self.admission_s, self.admitted_s, self.ended_s = admission_s, admitted_s, ended_s
         self.slots, self.race, self.p0, self.r0, self.cap = slots, race, p0, r0, cap
         self.noise, self.stall_s, self.streamed = noise, stall_s, streamed
+        self.warm_up_s = warm_up_s
         self.random = random.Random(seed)
         self.now, self.row = 1.0, 0
         self.queue: list[PromptId] = []
@@ -174,7 +176,7 @@ class CostedRun:
         return [StartGradients(step=step, groups=(tuple(kept),))] if self.streamed else []
 
     def learn(self, step: int, kept: list[SampleId]) -> None:
-        self.now += REWARD_S
+        self.now += REWARD_S + self.warm_up_s * (step == 1)
         training_s = TRAIN_FIXED_S + TRAIN_TOKEN_S * sum(self.lengths[s] for s in kept)
         for sample in kept[:-2]:
             value = float(sample.index % 2)

@@ -293,6 +293,9 @@ def test_an_engine_that_drafts_is_fitted_by_whole_rounds():
     assert (fitted.num_rounds, fitted.num_skipped) == (30, 0)
     for errors in fitted.errors["step"].values():
         assert errors.ratio == pytest.approx(1.0, abs=0.05)
+    others = predict_rounds(fitted.step, drafted_log(30, seed=1), may_draft=True)
+    assert others["all"].num == 30
+    assert others["all"].ratio == pytest.approx(1.0, abs=0.1)
 
 
 def test_an_engine_that_may_draft_and_does_not_is_fitted_as_ever():

@@ -1,10 +1,11 @@
 """Datasheet and measured latency models."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
+from rollpacker.sim.decode_time import DecodeTimes
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import (
     Calibration,
@@ -154,3 +155,25 @@ def test_measured_model_answers_the_same_questions() -> None:
     assert measured.train_s(1000, 4) == pytest.approx(0.05)
     with pytest.raises(ValueError, match="weight_sync_s must be 0 or more"):
         MeasuredModel(step=cost, weight_sync_s=-1.0)
+
+
+KNOTS = ((1.0, 1e-3), (4.0, 1e-3), (16.0, 4e-3), (64.0, 4e-3))
+
+
+def test_a_step_by_a_table() -> None:
+    cost = StepCost(launch_s=0, bytes_s=0, per_cached_token_s=1e-6, per_sequence_s=0, knots=KNOTS)
+    seconds = [cost.step_s(n, 0) for n in (1, 2, 4, 10, 16, 64, 128)]
+    assert seconds == pytest.approx([1e-3, 1e-3, 1e-3, 2.5e-3, 4e-3, 4e-3, 4e-3])
+    assert cost.step_s(10, 1000) == pytest.approx(3.5e-3)
+    steeper = replace(cost, knots=((1.0, 1e-3), (11.0, 2e-3)))
+    assert steeper.step_s(21, 0) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize(("num", "cached"), [(1, 0), (3, 50), (10, 700), (40, 0)])
+def test_many_steps_by_a_table_are_their_sum_and_back(num: int, cached: int) -> None:
+    cost = StepCost(launch_s=0, bytes_s=0, per_cached_token_s=1e-6, per_sequence_s=0, knots=KNOTS)
+    times = DecodeTimes(cost)
+    times.extend(num)
+    one_by_one = sum(cost.step_s(num, cached + step * num) for step in range(30))
+    assert times.seconds(30, num, cached) == pytest.approx(one_by_one)
+    assert times.steps_by(one_by_one, num, cached) == 30

@@ -32,13 +32,15 @@ def step_s(n: int, cached: int) -> float:
     return 1e-3 + 2e-5 * n + 5e-7 * cached
 
 
-def record(folder: Path, *settings: str, race: bool) -> Path:
+def record(folder: Path, *settings: str, race: bool, warm_up_s: float = 0.0) -> Path:
     folder.mkdir()
     switch = f"tail_batching.enabled={str(race).lower()}"
     overrides = [*SIZE, switch, f"train.steps={STEPS}", *settings]
     config = load_config(QUICKSTART, overrides, RunConfig)
     save_config(config, folder / "config.yaml")
-    lines = [encode(entry) for entry in CostedRun(step_s, race=race).run(STEPS)]
+    lines = [
+        encode(entry) for entry in CostedRun(step_s, race=race, warm_up_s=warm_up_s).run(STEPS)
+    ]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -139,3 +141,14 @@ def test_workers_and_deadlines_of_a_run_hold_in_its_simulation(tmp_path: Path) -
     bounded = replace(model, fitted=replace(model.fitted, job=job))
     waits = bounded.simulate().mean["reward_s"]
     assert waits > 20 * free
+
+
+def test_a_warm_up_call_is_waited_for_once(tmp_path: Path) -> None:
+    """It was the highest quantile of a law from which every check of every step was drawn."""
+    model = load_run(record(tmp_path / "cold", race=False, warm_up_s=3.0))
+    measured = [step.reward_s for step in model.measured().steps]
+    simulated = [step.reward_s for step in model.simulate().steps]
+    assert max(measured[1:]) < 0.1 < measured[0]
+    assert sum(simulated) < 2 * sum(measured)
+    assert max(simulated[1:]) < 0.3
+    assert max(step.reward_s for step in model.simulate(seed=1).steps) < 0.3  # a plan's workers
