@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test sandbox lint bench docs clean
+.PHONY: help quickstart test sandbox lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
@@ -19,6 +19,8 @@ help:
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make bench        run every benchmark, rewriting benchmarks/results (about two hours, quiet machine)"
 	@echo "make docs         rewrite the generated parts of docs/"
+	@echo "make site         build the pages into site/"
+	@echo "make package      build wheel and source archive into dist/"
 	@echo "make clean        remove .venv and caches; runs/ stays"
 
 $(BIN)/python:
@@ -39,6 +41,8 @@ quickstart: sandbox $(VENV)/.installed
 	$(BIN)/python examples/quickstart/make_demonstrations.py
 	$(BIN)/rollpacker warmup configs/quickstart-warmup.yaml --overwrite
 	$(BIN)/rollpacker train configs/quickstart.yaml --overwrite
+	@echo
+	@echo "The command is in $(VENV). To use it:  source $(BIN)/activate"
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.
 # As root it installs the package; it asks for no password and runs no sudo.
@@ -93,5 +97,11 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_simulation.py
 	$(BIN)/python docs/make_tail_batching.py
 
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+package: $(VENV)/.installed-dev
+	$(BIN)/python -m build
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -1,6 +1,7 @@
 """Every key of a config with its type, default and meaning, read off the schema's own source.
 
-`python docs/make_configuration.py` writes docs/configuration.md, the reference that users read.
+`python docs/make_configuration.py` writes docs/configuration.md and docs/scenarios.md, the
+references that users read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from rollpacker.config.check import allowed, allowed_value, field_types, item_schema, nested_schema
 
-PAGE = Path(__file__).resolve().parent / "configuration.md"
+DOCS = Path(__file__).resolve().parent
 _MISSING = dataclasses.MISSING
 
 
@@ -130,5 +131,39 @@ allowed. The resolved config, every default written out, is saved beside the run
 """
 
 
+def scenario_page() -> str:
+    """The text of `docs/scenarios.md`."""
+    from rollpacker.sim.presets import describe_presets
+    from rollpacker.sim.scenario import Scenario
+
+    return f"""# Scenarios
+
+Generated from the schema: `python docs/make_configuration.py`.
+
+A scenario says what `rollpacker simulate` and `rollpacker plan` simulate: a model on a cluster, its
+prompts, and the system that runs them ([simulation.md](simulation.md)). It is a YAML file, and any
+key can be set from the command line as `a.b.c=value`, an entry of a list by its number
+(`rewards.0.share=0.5`). `configs/scenarios/` holds four. `system` names a preset of the five
+sections `tail_batching`, `reward_scheduler`, `parallelism_planner`, `stream_trainer` and `oracle`:
+what the file says of them wins over the preset, and the defaults below are those of a system that
+sets nothing.
+
+{markdown_table(Scenario)}
+
+## Names that may be used
+
+`rollpacker simulate --presets` prints them. Shapes and datasheets are public numbers. The constants
+of the simulator were fitted to Qwen2.5 of 7B, 14B and 32B on H800s: what a simulation of another
+model or GPU extrapolates, it says below its table.
+
+```text
+{describe_presets()}
+```
+"""
+
+
+PAGES = {"configuration.md": reference_page, "scenarios.md": scenario_page}
+
 if __name__ == "__main__":
-    PAGE.write_text(reference_page())
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())

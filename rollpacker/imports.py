@@ -113,6 +113,22 @@ def load_function(spec: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def file_of(spec: str) -> Path | None:
+    """The file of `path/to/file.py:function`; None if there is none, as with a module's name."""
+    place = Path(spec.rpartition(":")[0]).expanduser().resolve()
+    return place if place.suffix == ".py" and place.is_file() else None
+
+
+def forget_file(path: Path) -> None:
+    """Let the next `load_function` run this file again."""
+    sys.modules.pop(_name_of_file(path), None)
+
+
+def _name_of_file(path: Path) -> str:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    return f"rollpacker_file_{path.stem}_{digest}"
+
+
 def _module_by_name(name: str, spec: str) -> ModuleType:
     here = str(Path.cwd())
     added = here not in sys.path and "" not in sys.path
@@ -139,8 +155,7 @@ def _module_of_file(place: str, spec: str) -> ModuleType:
     if not path.is_file():
         hint = did_you_mean(path.name, (p.name for p in path.parent.glob("*.py")))
         raise ImportSpecError(f'"{spec}": there is no file {path}.{hint}')
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    name = f"rollpacker_file_{path.stem}_{digest}"
+    name = _name_of_file(path)
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

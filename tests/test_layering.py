@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "callbacks": (),
     "trackers": ("callbacks",),
     "trl": (
-        *("bus", "core", "data.dataset", "report.accounting", "rollout"),
+        *("bus", "core", "data.dataset", "report.history", "report.time_book", "rollout"),
         *("controller.carried", "controller.clock", "controller.errors"),
     ),
     "did_you_mean": (),

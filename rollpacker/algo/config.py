@@ -11,7 +11,14 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from rollpacker.algo.own import Algorithm, own_algorithm
+from rollpacker.algo.own import (
+    Algorithm,
+    OwnFunction,
+    file_digests,
+    own_algorithm,
+    own_function,
+    reload_changed,
+)
 from rollpacker.algo.row import (
     Advantage,
     ImportanceRatio,
@@ -52,6 +59,12 @@ class AlgorithmConfig:
     function: str | None = None
     """Your own algorithm instead: `module:function` or `path/to/file.py:function`, without
     arguments, which returns a `rollpacker.algo.Algorithm`. Its row takes the place of `name`'s."""
+    advantage_function: str | None = None
+    """Your own advantages, in any algorithm: `path/to/file.py:function` or `module:function`, from
+    the rewards of a step to one number per sample, or per token. See docs/algorithms.md."""
+    loss_function: str | None = None
+    """Your own loss instead of `objective`, in any algorithm: `path/to/file.py:function` or
+    `module:function`, from log-probs and advantages to one loss per token."""
 
     # -- from rewards to advantages ----------------------------------------------------
     advantage: Advantage | None = None
@@ -97,8 +110,9 @@ class AlgorithmConfig:
     """What "fixed-length" divides each response's sum by. None: rollout.max_response_tokens."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
     """What the ratio's denominator is. "recomputed": the trainer's own, under the weights that
-    sampled; with one optimizer step a round the ratio is then exactly 1. "rollout": the engine's,
-    so that the ratio also corrects the difference between the two implementations."""
+    sampled; the ratio is then exactly 1 in a step's first update (train.updates_per_round).
+    "rollout": the engine's, so that the ratio also corrects the difference between the two
+    implementations."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
@@ -129,12 +143,14 @@ class AlgorithmConfig:
     """A value may move so far from its old one before its loss is clipped. None: off."""
 
     def __post_init__(self) -> None:
+        self.reload_own()
         if self.name not in ALGORITHMS:
             raise ValueError(f"name must be one of {', '.join(ALGORITHMS)}, not {self.name}")
         row = ALGORITHMS[self.name] if self.own is None else self.own.row
         for switch in fields(Row):
             if getattr(self, switch.name) is None:
                 object.__setattr__(self, switch.name, getattr(row, switch.name))
+        self._check_own()
         self._check_numbers()
         self._check_advantages()
         self._check_kl(row)
@@ -144,6 +160,35 @@ class AlgorithmConfig:
     def own(self) -> Algorithm | None:
         """What `function` returned. Raises `ValueError` if it cannot be had."""
         return None if self.function is None else own_algorithm(self.function)
+
+    @property
+    def own_advantages(self) -> OwnFunction | None:
+        """Advantages from outside of the package. Raises `ValueError` if they cannot be had."""
+        if self.advantage_function is not None:
+            return own_function("advantages", "advantage_function", self.advantage_function)
+        if self.own is None or self.own.advantages is None:
+            return None
+        assert self.function is not None, "own"
+        return own_function("advantages", "function", self.function)
+
+    @property
+    def own_loss(self) -> OwnFunction | None:
+        """A loss from outside of the package. Raises `ValueError` if it cannot be had."""
+        if self.loss_function is not None:
+            return own_function("loss", "loss_function", self.loss_function)
+        if self.own is None or self.own.loss is None:
+            return None
+        assert self.function is not None, "own"
+        return own_function("loss", "function", self.function)
+
+    def reload_own(self) -> None:
+        """Take up what changed in files from outside of the package since they were loaded."""
+        reload_changed((self.function, self.advantage_function, self.loss_function))
+
+    def own_files(self) -> dict[str, str]:
+        """SHA-256 of the files from outside of the package, by the keys that name them."""
+        keys = ("function", "advantage_function", "loss_function")
+        return file_digests({f"algorithm.{key}": getattr(self, key) for key in keys})
 
     @property
     def needs_critic(self) -> bool:
@@ -157,17 +202,34 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         """A frozen copy of the first model is kept."""
-        return self.kl_coef > 0
+        return self.reference_in_loss or self.reference_in_scores
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """A KL penalty is taken from the rewards."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def reference_in_loss(self) -> bool:
+        """The reference model is asked with the loss."""
+        in_penalty = self.kl_coef > 0 and self.kl_in == "loss"
+        return in_penalty or _takes(self.own_loss, "ref_log_probs")
 
     @property
     def reference_in_scores(self) -> bool:
-        """The reference model is asked before there are advantages, not with the loss."""
-        return self.needs_reference and self.kl_in == "reward"
+        """The reference model is asked before there are advantages."""
+        return self.kl_in_reward or _takes(self.own_advantages, "ref_log_probs")
+
+    @property
+    def policy_in_scores(self) -> bool:
+        """The policy itself is asked before there are advantages."""
+        asks_others = self.reference_in_scores or self.needs_teacher
+        return asks_others or _takes(self.own_advantages, "log_probs")
 
     @property
     def needs_scores(self) -> bool:
         """Advantages depend on more than rewards: `Trainer.score` comes first."""
-        return self.needs_critic or self.needs_teacher or self.reference_in_scores
+        return self.needs_critic or self.policy_in_scores
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -178,6 +240,15 @@ class AlgorithmConfig:
     def needs_groups(self) -> bool:
         """A group of one sample teaches nothing: its advantage is always 0."""
         return self.normalize_mean in ("group", "leave-one-out")
+
+    def _check_own(self) -> None:
+        """The functions themselves are loaded where they are used; `own_check` tries them."""
+        for key in ("advantage_function", "loss_function"):
+            spec = getattr(self, key)
+            if spec is not None and not all(spec.rpartition(":")):
+                raise ValueError(
+                    f'{key} must be "path/to/file.py:function" or "module:function", not "{spec}"'
+                )
 
     def _check_numbers(self) -> None:
         self._check_range("gamma", 0, 1)
@@ -235,7 +306,7 @@ class AlgorithmConfig:
         in_loss = self.kl_coef > 0 and self.kl_in == "loss"
         if self.kl_in == "reward" and self.kl_coef == 0 and row.kl_in != "reward":
             raise ValueError("kl_in=reward does nothing while kl_coef is 0: set kl_coef")
-        if self.reference_in_scores and self.advantage == "teacher":
+        if self.kl_in_reward and self.advantage == "teacher":
             raise ValueError("advantage=teacher has no reward for kl_in=reward: set kl_in=loss")
         if self.kl_bias_correction and not in_loss:
             raise ValueError(
@@ -269,3 +340,7 @@ class AlgorithmConfig:
                     f"mismatch_min ({self.mismatch_min:g}) must be less than mismatch_max "
                     f"({self.mismatch_max:g})"
                 )
+
+
+def _takes(function: OwnFunction | None, argument: str) -> bool:
+    return function is not None and argument in function.takes

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.kl import kl_estimate
+from rollpacker.algo.own import OwnFunction
 from rollpacker.algo.weights import token_weights
 
 MAX_LOG_RATIO = 20.0
@@ -28,8 +29,9 @@ class TokenLoss:
     per_token: Tensor
     """[K], differentiable."""
     sums: Mapping[str, Tensor]
-    """Detached sums over the tokens. Of the policy, always `clip_ratio_low` and `clip_ratio_high`:
-    tokens whose ratio was clipped with an effect on the loss. If their part is on:
+    """Detached sums over the tokens. Of the policy, `clip_ratio_low` and `clip_ratio_high`: tokens
+    whose ratio was clipped with an effect on the loss; or instead of these whatever a loss from
+    outside of the package counts. If their part is on:
     `clip_ratio_dual`, the same of the dual clip; `kl`, the estimate; `mismatch_weight` and
     `mismatch_weight_squared`, of the weights as applied (the effective sample size is the first,
     squared, over the second); `mismatch_outside`, tokens beyond the bounds, cut or left out."""
@@ -59,29 +61,32 @@ def token_loss(
     _check_present(config, ref_log_probs, rollout_log_probs, entropy)
     old_log_probs = old_log_probs.detach()
     ratio = _importance_ratio(log_probs - old_log_probs, sample_ids, num_samples, config)
-    if config.own is not None and config.own.loss is not None:
-        loss = config.own.loss(log_probs, old_log_probs, advantages, sample_ids, config=config)
-        if loss.shape != log_probs.shape:
-            raise ValueError(
-                f"algorithm.function={config.function}: a loss of shape {tuple(loss.shape)} for "
-                f"{len(log_probs)} tokens; give one of each token"
-            )
-        flags = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), torch.zeros_like(ratio))
+    own = config.own_loss
+    if own is None:
+        loss, sums = _surrogate(ratio, log_probs, advantages, config)
     else:
-        loss, flags = _surrogate(ratio, log_probs, advantages, config)
-    sums: dict[str, Tensor] = dict(flags)
+        loss, sums = _from_outside(
+            own,
+            log_probs,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            sample_ids=sample_ids,
+            num_samples=num_samples,
+            ref_log_probs=ref_log_probs,
+            rollout_log_probs=rollout_log_probs,
+            entropy=entropy,
+            config=config,
+        )
     if config.mismatch_correction != "none":
         assert rollout_log_probs is not None  # _check_present
         difference = old_log_probs - rollout_log_probs
-        weight, outside = _mismatch_weight(difference, sample_ids, num_samples, config)
-        loss = loss * weight
-        sums["mismatch_weight"] = weight
-        sums["mismatch_weight_squared"] = weight.square()
-        sums["mismatch_outside"] = outside
+        numbers = _mismatch_weight(difference, sample_ids, num_samples, config)
+        loss = loss * numbers["mismatch_weight"]
+        sums.update(numbers)
     if ref_log_probs is not None:
         assert config.kl_estimator is not None, "its row has one"
         kl = kl_estimate(log_probs, ref_log_probs.detach(), config.kl_estimator)
-        if config.kl_in == "loss":
+        if config.kl_in == "loss" and config.kl_coef > 0:
             penalty = kl * ratio if config.kl_bias_correction else kl
             loss = loss + config.kl_coef * penalty
         sums["kl"] = kl.detach()
@@ -180,6 +185,23 @@ def _importance_ratio(
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def _from_outside(
+    own: OwnFunction, log_probs: Tensor, **known: object
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token [K], and numbers of each token to be averaged for metrics [K]."""
+    found = own(log_probs=log_probs, **known)
+    loss, numbers = found if isinstance(found, tuple) else (found, {})
+    named = {"a loss": loss, **{f"a metric {name}": value for name, value in numbers.items()}}
+    for what, value in named.items():
+        if not isinstance(value, Tensor) or value.shape != log_probs.shape:
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ValueError(
+                f"{own.said_by}: {what} {shape} for {len(log_probs)} tokens; give one of each "
+                "token, unweighted (algorithm.loss_aggregation adds them up)"
+            )
+    return loss, {name: value.detach() for name, value in numbers.items()}
+
+
 def _surrogate(
     ratio: Tensor, log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -204,16 +226,22 @@ def _surrogate(
 @torch.no_grad()
 def _mismatch_weight(
     difference: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
-    """The weights [K], and which ratios lay outside of the bounds [K]."""
+) -> dict[str, Tensor]:
+    """The weights [K], their squares, and which ratios lay outside of the bounds [K]."""
     if config.mismatch_correction.startswith("sequence"):
         difference = _sample_sums(difference, sample_ids, num_samples)[sample_ids]
     ratio = difference.exp()
     low = 0.0 if config.mismatch_min is None else config.mismatch_min
     outside = (ratio < low) | (ratio > config.mismatch_max)
     if config.mismatch_correction.endswith("mask"):
-        return ratio.masked_fill(outside, 0.0), outside
-    return ratio.clamp(low, config.mismatch_max), outside
+        weight = ratio.masked_fill(outside, 0.0)
+    else:
+        weight = ratio.clamp(low, config.mismatch_max)
+    return {
+        "mismatch_weight": weight,
+        "mismatch_weight_squared": weight.square(),
+        "mismatch_outside": outside,
+    }
 
 
 def _sample_sums(values: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:

@@ -1,69 +1,66 @@
-"""An algorithm from outside of the package, which `algorithm.function` names. Light: no torch."""
+"""Algorithms from outside of the package: whole ones (`algorithm.function`), or an advantage or a
+loss alone (`algorithm.advantage_function`, `algorithm.loss_function`). Light: no torch.
+
+A function is given what its signature names, by name, as reward functions are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Any
 
 from rollpacker.algo.row import Row
-from rollpacker.imports import load_function
+from rollpacker.did_you_mean import did_you_mean
+from rollpacker.imports import ImportSpecError, file_of, forget_file, load_function
 
-if TYPE_CHECKING:
-    from torch import Tensor
+ADVANTAGE_ARGUMENTS = (
+    *("rewards", "group_ids", "lengths", "rewards_by_name", "truncated", "tokens"),
+    *("token_rewards", "log_probs", "rollout_log_probs", "ref_log_probs"),
+    *("teacher_log_probs", "values", "config"),
+)
+"""What an advantage function may ask for; docs/algorithms.md says what each is."""
+LOSS_ARGUMENTS = (
+    *("log_probs", "old_log_probs", "advantages", "sample_ids", "num_samples"),
+    *("ref_log_probs", "rollout_log_probs", "entropy", "config"),
+)
+"""What a loss function may ask for."""
 
-    from rollpacker.algo.config import AlgorithmConfig
-
-
-class AdvantageFunction(Protocol):
-    """From the rewards of a step to its advantages."""
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        lengths: Sequence[int],
-        *,
-        config: AlgorithmConfig,
-    ) -> Tensor:
-        """`rewards` [N] (float64, on the CPU), `group_ids` [N] (integers, the same for samples of
-        one prompt) and `lengths`, the N samples' response tokens. Gives one advantage per sample
-        [N], or one per response token, sample after sample."""
-        ...
-
-
-class LossFunction(Protocol):
-    """From log-probs and advantages to the loss of each token."""
-
-    def __call__(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        sample_ids: Tensor,
-        *,
-        config: AlgorithmConfig,
-    ) -> Tensor:
-        """All are [K], the response tokens of some whole samples; `sample_ids` (integers) says
-        whose each is. Gives [K], differentiable in `log_probs`. How tokens add up to one number
-        is said by `algorithm.loss_aggregation`; nothing may depend on which other samples are in
-        the call."""
-        ...
+_KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """Everything that is left out is as in the package."""
+    """What `algorithm.function` returns. Everything that is left out is as in the package."""
 
     row: Row = field(default_factory=Row)
     """The values of the switches that the config leaves at null. They also say what a run must
     know: an advantage that compares the step's samples needs normalize_mean="batch", which keeps it
     from being streamed; one that can do with a single sample per prompt needs "none"."""
-    advantages: AdvantageFunction | None = None
-    """Instead of what normalize_mean and normalize_std make of rewards."""
-    loss: LossFunction | None = None
-    """Instead of the objective. Mismatch correction, KL penalty and entropy bonus come on top."""
+    advantages: Callable[..., Any] | None = None
+    """Instead of what normalize_mean and normalize_std make of rewards; as
+    `algorithm.advantage_function`, which takes its place if it is set."""
+    loss: Callable[..., Any] | None = None
+    """Instead of the objective; as `algorithm.loss_function`, which takes its place if it is
+    set."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFunction:
+    """Somebody's function and what it wants to know."""
+
+    said_by: str
+    """The key and value that name it, for messages: algorithm.loss_function=my.py:g."""
+    function: Callable[..., Any]
+    takes: frozenset[str]
+
+    def __call__(self, **known: object) -> Any:
+        """Call it with those of `known` that it takes."""
+        return self.function(**{name: known[name] for name in known if name in self.takes})
 
 
 @cache
@@ -76,3 +73,73 @@ def own_algorithm(function: str) -> Algorithm:
             f'"{function}" must return a rollpacker.algo.Algorithm, not a {type(made).__name__}'
         )
     return made
+
+
+@cache
+def own_function(kind: str, key: str, spec: str) -> OwnFunction:
+    """The function for `kind` ("advantages" or "loss") that algorithm.`key` names. Raises
+    `ValueError` if there is none, or if its signature asks for what is not known."""
+    said_by = f"algorithm.{key}={spec}"
+    if key == "function":
+        made = own_algorithm(spec)
+        function = made.advantages if kind == "advantages" else made.loss
+        assert function is not None, "whoever asks has looked"
+    else:
+        try:
+            function = load_function(spec)
+        except ImportSpecError as error:
+            raise ValueError(f"algorithm.{key}={error}") from None
+    return OwnFunction(said_by, function, _taken(function, _KINDS[kind], said_by))
+
+
+def file_digests(specs: Mapping[str, str | None]) -> dict[str, str]:
+    """SHA-256 of the files in these `path/to/file.py:function`s, by key. Modules, which are named
+    without a file, are left out."""
+    files = {key: file_of(spec) for key, spec in specs.items() if spec is not None}
+    return {
+        key: hashlib.sha256(path.read_bytes()).hexdigest()
+        for key, path in files.items()
+        if path is not None
+    }
+
+
+_loaded: dict[Path, str] = {}
+"""The digests of the files as they were when a config named them last."""
+
+
+def reload_changed(specs: Iterable[str | None]) -> None:
+    """Let files that changed since they were loaded be run again: a notebook's process stays while
+    its user edits them."""
+    for spec in specs:
+        path = None if spec is None else file_of(spec)
+        if path is None:
+            continue
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if _loaded.setdefault(path, digest) != digest:
+            _loaded[path] = digest
+            forget_file(path)
+            own_algorithm.cache_clear()
+            own_function.cache_clear()
+
+
+def _taken(function: Callable[..., Any], known: tuple[str, ...], said_by: str) -> frozenset[str]:
+    """The arguments that it is to be given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(f"{said_by}: its signature cannot be read; wrap it in a def") from None
+    taken: set[str] = set()
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return frozenset(known)
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        if parameter.name in known and parameter.kind is not parameter.POSITIONAL_ONLY:
+            taken.add(parameter.name)
+        elif parameter.default is parameter.empty:
+            hint = did_you_mean(parameter.name, known)
+            raise ValueError(
+                f"{said_by}: there is no argument {parameter.name} to give it.{hint} Arguments are"
+                f" given by name; there are: {', '.join(known)}"
+            )
+    return frozenset(taken)

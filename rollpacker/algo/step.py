@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +41,15 @@ def step_advantages(
     ref_log_probs: Tensor | None = None,
     teacher_log_probs: Tensor | None = None,
     values: Tensor | None = None,
+    known: Mapping[str, object] | None = None,
 ) -> StepAdvantages:
     """The advantages of N samples with K response tokens, `lengths` of each.
 
     `rewards` [N] and `group_ids` [N] (integers); NaN is "no verdict". `log_probs`,
     `ref_log_probs`, `teacher_log_probs` and `values` are [K], sample after sample, and needed where
     `config` says so: the first two for a KL penalty in the reward, the first and third for a
-    teacher, the last for a critic. With `config.needs_whole_batch` these must be all samples of
+    teacher, the last for a critic. `known` is what else a function from outside of the package may
+    ask for. With `config.needs_whole_batch` these must be all samples of
     the step.
 
     Metrics, where they apply: `critic/kl_reward/mean` (per token), `critic/returns/mean`,
@@ -55,13 +59,30 @@ def step_advantages(
     """
     rewards = rewards.double()
     penalty, metrics = _penalty(log_probs, ref_log_probs, config)
+    own = None
+    if config.own_advantages is not None:
+        own = partial(
+            config.own_advantages,
+            group_ids=group_ids,
+            lengths=lengths,
+            log_probs=log_probs,
+            ref_log_probs=ref_log_probs,
+            teacher_log_probs=teacher_log_probs,
+            values=values,
+            config=config,
+            **(known or {}),
+        )
     if config.advantage == "teacher":
         step = _from_teacher(teacher_log_probs, log_probs)
     elif config.advantage == "gae":
         token_rewards = _token_rewards(rewards, penalty, lengths)
         step = _from_critic(token_rewards, values, lengths, config)
     else:
-        step = _from_rewards(rewards, group_ids, penalty, lengths, config)
+        step = _from_rewards(rewards, group_ids, penalty, lengths, config, own)
+    if own is not None and config.advantage != "reward":
+        token_rewards = _token_rewards(rewards, penalty, lengths)
+        found = _checked_own(own(rewards=rewards, token_rewards=token_rewards), lengths, config)
+        step = replace(step, advantages=found, per_token=_is_per_token(found, lengths))
     found = step.advantages
     if config.whiten:
         found = _whitened(found, None if step.per_token else lengths)
@@ -99,31 +120,44 @@ def _from_rewards(
     penalty: Tensor | None,
     lengths: Sequence[int],
     config: AlgorithmConfig,
+    own: Callable[..., Any] | None,
 ) -> StepAdvantages:
     """Penalties are a matter of the whole response if it is compared with others of its group, else
     each counts for the tokens before it."""
+    token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         rewards = rewards.index_add(0, of_token, penalty)
-    own = config.own
-    if own is not None and own.advantages is not None:
-        found = own.advantages(rewards, group_ids, lengths, config=config).double()
-        if found.shape == (sum(lengths),):
+    if own is not None:
+        found = _checked_own(own(rewards=rewards, token_rewards=token_rewards), lengths, config)
+        if _is_per_token(found, lengths):
             if penalty is not None and not config.needs_groups:
                 found = found + discounted_sums(penalty, lengths, config.gamma)
             return StepAdvantages(advantages=found, per_token=True)
-        if found.shape != rewards.shape:
-            raise ValueError(
-                f"algorithm.function={config.function}: advantages of shape {tuple(found.shape)} "
-                f"for {len(lengths)} samples with {sum(lengths)} tokens; give one of each sample, "
-                "or one of each token"
-            )
     else:
         found = relative_rewards(rewards, group_ids, config=config)
     per_token = not config.needs_groups and (penalty is not None or config.gamma != 1)
     if per_token:
         found = discounted_sums(_token_rewards(found, penalty, lengths), lengths, config.gamma)
     return StepAdvantages(advantages=found, per_token=per_token)
+
+
+def _is_per_token(advantages: Tensor, lengths: Sequence[int]) -> bool:
+    """Where each sample has one token, both are the same."""
+    return len(advantages) != len(lengths)
+
+
+def _checked_own(found: Any, lengths: Sequence[int], config: AlgorithmConfig) -> Tensor:
+    """Advantages from outside of the package: float64 on the CPU, of each sample or each token."""
+    assert config.own_advantages is not None, "they come from there"
+    said_by = config.own_advantages.said_by
+    if not isinstance(found, Tensor) or found.shape not in ((len(lengths),), (sum(lengths),)):
+        shape = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.40}"
+        raise ValueError(
+            f"{said_by}: advantages {shape} for {len(lengths)} samples with {sum(lengths)} tokens; "
+            "give a tensor with one of each sample, or one of each token"
+        )
+    return found.detach().double().cpu()
 
 
 def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[int]) -> Tensor:
@@ -138,7 +172,7 @@ def _penalty(
 ) -> tuple[Tensor | None, dict[str, float]]:
     """What the KL penalty adds to each token's reward [K], and its metric; None if it is not in the
     reward."""
-    if not config.reference_in_scores:
+    if not config.kl_in_reward:
         return None, {}
     own = _present(log_probs, "the policy's log-probs")
     reference = _present(ref_log_probs, "the reference model's log-probs")

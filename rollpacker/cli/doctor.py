@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 """A check that takes longer is given up."""
+INPUTS_PATIENCE_S = 600.0
+"""For data and rewards, which may have much to look at."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 
 _HELP = """\
 Look at what this machine can do: software, processors, memory, GPUs, sandbox, engine; with a
-config also whether its model, data and sandbox can be reached. Changes nothing.
+config also whether its model, data, rewards and sandbox can be had: every row is read, and every
+reward function is called once, as at a run's start. Changes nothing.
 
 exit codes:
   0    training can start (there may be warnings)
@@ -89,6 +92,8 @@ class _NamedCheck:
     check: Check
     must: bool = True
     """Training cannot start if the check itself breaks."""
+    patience_s: float | None = None
+    """None: `PATIENCE_S`."""
 
 
 def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck]:
@@ -119,7 +124,7 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
     if config is not None:
         yield _NamedCheck("model", lambda: trials.model(config))
         yield _NamedCheck("training", lambda: trials.training(config))
-        yield _NamedCheck("data", lambda: trials.data(config))
+        yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
         yield _NamedCheck("memory fit", lambda: trials.fit(config))
 
 
@@ -151,20 +156,22 @@ class _Later:
         except Exception as error:  # handed on to who asks for the result
             self._error = error
 
-    def result(self) -> Finding | list[Finding]:
-        """Raises what the check raised, and `TimeoutError` after `PATIENCE_S`."""
-        self._thread.join(PATIENCE_S)
+    def result(self, patience_s: float | None = None) -> Finding | list[Finding]:
+        """Raises what the check raised, and `TimeoutError` after `patience_s` (None:
+        `PATIENCE_S`)."""
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._thread.join(patience_s)
         if self._error is not None:
             raise self._error
         if self._found is None:
-            raise TimeoutError(f"no answer within {PATIENCE_S:g} s")
+            raise TimeoutError(f"no answer within {patience_s:g} s")
         return self._found
 
 
 def _outcome(one: _NamedCheck) -> list[Finding]:
     """What a check found; one that breaks is itself a finding."""
     try:
-        found = _Later(one.check).result()
+        found = _Later(one.check).result(one.patience_s)
     except ModuleNotFoundError as error:
         cure = "Run make again, or: pip install --editable ."
         return [Finding("fail", one.name, f"the package {error.name} is missing", cure)]

@@ -260,6 +260,27 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     return threads
 
 
+def check_algorithm(config: RunConfig) -> None:
+    """Try the advantage and the loss that the config names from outside of the package. Raises
+    `ValueError`, one message, for what is wrong with them."""
+    algorithm = config.algorithm
+    algorithm.reload_own()
+    if algorithm.own_advantages is None and algorithm.own_loss is None:
+        return
+    from rollpacker.algo.own_check import check_own, grouped_advantages
+
+    size = config.rollout.samples_per_prompt
+    check_own(algorithm, samples_per_prompt=size)
+    own = algorithm.own_advantages
+    if own is None or not config.stream_trainer.enabled:
+        return
+    if not grouped_advantages(algorithm, samples_per_prompt=size):
+        raise ValueError(
+            f"{own.said_by} compares the groups of a step, which are not all known when a streamed "
+            "gradient begins: switch stream_trainer.enabled off, or compare samples of one group"
+        )
+
+
 def start_trainer_processes(config: RunConfig) -> Ranks | None:
     """Let them load their libraries while this process loads its own. None if there are none."""
     if config.train.processes is None:
@@ -371,8 +392,9 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
         "train_data": policy.train_prompts.fingerprint,
         "chat": {name: prompts.chat for name, prompts in policy.inputs.prompt_sets.items()},
         "threads": policy.threads,
-        "rewards": {
-            name: {"file": file, "sha256": _file_sha256(file)}
+        "files": config.algorithm.own_files()
+        | {
+            f"the reward {name}": _file_sha256(file)
             for name, file in policy.reward.sources().items()
         },
     }

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rollpacker.config.schema import RunConfig
     from rollpacker.sim.plan_result import Finding, Plan
+    from rollpacker.sim.scenario import Scenario
+    from rollpacker.sim.whatif import RunModel
 
+MIN_FEWER, MIN_FASTER = 0.08, 0.02
+"""Trained tokens fewer by more than this share are said; a rate within the other is the same."""
 NO_TAIL_SHARE = 0.3
 """With more responses than this at the cap, the cap is what ends a round."""
 _EXAMPLES = """\
@@ -70,16 +75,16 @@ def run(args: argparse.Namespace) -> int:
 
     from rollpacker.cli.errors import naming
     from rollpacker.config.load import save_config
-    from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
     from rollpacker.sim import plan_ideas
-    from rollpacker.sim.scenario import Scenario, load_scenario
+    from rollpacker.sim.scenario import load_scenario
     from rollpacker.sim.whatif import load_run
 
     _check_numbers(args)
     out = _checked_out(args.write)
     config: Scenario | RunConfig
     evaluate: plan_ideas.Evaluate
+    model: RunModel | None = None
     if Path(args.target).suffix in (".yaml", ".yml"):
         config = load_scenario(args.target, args.overrides)
         base, evaluate = plan_ideas.plan_base(config), plan_ideas.ScenarioEvaluate(scenario=config)
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         corrected = config.tail_batching.debias != "none"
         console.print(_table(found))
-        for line in explain(found, corrected=corrected):
+        for line in [*explain(found, corrected=corrected), _outside(config, model, best)]:
             console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out is not None:  # last, so that a full disk does not cost the results
         with naming(out.parent):
@@ -117,6 +122,18 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def _outside(config: Scenario | RunConfig, model: RunModel | None, best: Any) -> str:
+    """What of the best setting lies outside of what was fitted or measured."""
+    from rollpacker.sim.fitted_range import OUTSIDE_STEPS, outside_of_run, outside_of_scenario
+    from rollpacker.sim.scenario import Scenario
+
+    if model is None:
+        assert isinstance(config, Scenario)
+        return outside_of_scenario(config)
+    predicted = model.simulate_config(best, steps=OUTSIDE_STEPS, seed=1)
+    return outside_of_run(model, best, predicted)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -149,7 +166,7 @@ def _table(plan: Plan) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("setting", overflow="fold")
-    for name in ("step s", "saved s", "short/cascade/long s", "shift", "oracle"):
+    for name in ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [("current", plan.current)]
     rows += [(_label(finding), finding) for finding in plan.ranked[:5]]
@@ -177,7 +194,8 @@ def _cells(finding: Finding, plan: Plan) -> list[str]:
         rounds = "/".join("-" if s is None else _seconds(s, plan) for s in kinds)
     oracle = plan.oracle
     gap = "" if oracle is None else f"{finding.step_s / oracle.step_s - 1:+.0%}"
-    return [_seconds(finding.step_s, plan), saved, rounds, f"{finding.shift:+.1%}", gap]
+    tokens = f"{finding.tokens_per_s:,.0f}"
+    return [_seconds(finding.step_s, plan), saved, tokens, rounds, f"{finding.shift:+.1%}", gap]
 
 
 def _seconds(value: float, plan: Plan) -> str:
@@ -240,6 +258,14 @@ def _what_to_do(plan: Plan) -> list[str]:
             f"The step takes {best.saved_s / now.step_s:.1%}{error} less: "
             f"{_seconds(best.step_s, plan)} s instead of {_seconds(now.step_s, plan)} s."
         )
+        fewer = 1 - best.tokens / now.tokens if now.tokens else 0.0
+        if fewer > MIN_FEWER:
+            rate = best.tokens_per_s / now.tokens_per_s
+            why = "is shorter only because it trains" if rate < 1 + MIN_FASTER else "trains"
+            lines.append(
+                f"It {why} on {fewer:.0%} fewer tokens: in trained tokens per second it is "
+                f"{rate:.2f}x the current settings."
+            )
     lines += ["", "Changes:"]
     lines += [f"  {key}={_shown(value)}" for key, value in sorted(best.candidate.changes.items())]
     return lines

@@ -56,6 +56,7 @@ class Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
+        build.check_algorithm(config)
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             logger.warning("the run ended before its first checkpoint; it begins anew")

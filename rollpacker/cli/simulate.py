@@ -92,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
 
         steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"
         print(f"{own.name}: {_machine_text(own)}, {steps}\n")
+        from rollpacker.sim.fitted_range import outside_of_scenario
+
         print(render(results))
         _print_meaning(explain(results))
+        _print_meaning(outside_of_scenario(own))
     _draw(results, picture, own.name, told=not args.json)
     return 0
 
@@ -246,6 +249,7 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
         # Idle time is left out: of a real run empty slots are known, here empty engines.
         print(render(results, reference=SIMULATED, idle=False))
         _print_meaning(explain_what_if(results))
+        _print_meaning(found.outside)
     _draw(results, picture, _run_name(args.from_run), reference=SIMULATED, told=not args.json)
     return 0
 

@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_dry_run(config: RunConfig) -> None:
     """Batch arithmetic and memory of one step, and the first prompt. No model is loaded."""
-    from rollpacker.cli.parts import first_prompts
+    from rollpacker.cli.parts import check_algorithm, first_prompts
     from rollpacker.trainer.estimate import estimate
 
+    check_algorithm(config)
     print(f"{config.name}: {config.model.path}")
     for line in estimate(config).lines():
         print(f"  {line}")

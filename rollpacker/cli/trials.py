@@ -241,34 +241,43 @@ def _try_adapter(config: RunConfig) -> None:
         add_adapter(model, config.model.lora)
 
 
-def data(config: RunConfig) -> list[Finding]:
-    """The first rows of each data set become prompts."""
+def inputs(config: RunConfig) -> list[Finding]:
+    """Data and rewards, as a run takes them up: every row becomes a prompt, every reward looks at
+    the rows and is tried out."""
+    from rollpacker.cli.parts import load_inputs
     from rollpacker.data.dataset import DataError
-    from rollpacker.data.prompts import load_prompts
-    from rollpacker.trainer.model import ModelError, load_tokenizer
+    from rollpacker.rewards.reward import RewardError
+    from rollpacker.sandbox.sandbox import SandboxUnavailable
+    from rollpacker.trainer.model import ModelError
 
+    told: list[str] = []
     try:
-        tokenizer = load_tokenizer(config.model.path)
+        loaded = load_inputs(config, tell=told.append)
     except ModelError:
         return [Finding("warn", "data", "not looked at, without a tokenizer", "Mend the model.")]
-    found = []
-    for name in ("train", "eval"):
-        part = getattr(config.data, name)
-        if part is None:
-            continue
-        few = dataclasses.replace(part, size=min(part.size or 32, 32))
-        only = dataclasses.replace(
-            config.data, train=few, eval=None, eval_fraction=0.0, max_dropped_fraction=1.0
+    except DataError as error:
+        name = "data.train" if config.data.eval is None else "data"
+        return [Finding("fail", name, str(error), f"Correct {name}.")]
+    except MissingPackageError:
+        raise
+    except (RewardError, SandboxUnavailable, ValueError) as error:
+        found = [Finding("ok", "data", line) for line in told[:1]]
+        return [*found, Finding("fail", "rewards", str(error), "Correct the reward.")]
+    found = [
+        Finding(
+            "ok", f"data.{name}", "\n".join((_without_name(prompts.told[0]), *prompts.told[1:]))
         )
-        kwargs = config.model.chat_template_kwargs
-        try:
-            rows = load_prompts(only, tokenizer, chat_template_kwargs=kwargs)[0].rows
-        except DataError as error:
-            found.append(Finding("fail", f"data.{name}", str(error), f"Correct data.{name}."))
-            continue
-        where = part.path or ", ".join(dict.fromkeys(task.task for task in part.tasks))
-        found.append(Finding("ok", f"data.{name}", f"{where}: first {len(rows)} rows usable"))
-    return found
+        for name, prompts in loaded.prompt_sets.items()
+    ]
+    tried = ", ".join(loaded.reward.names)
+    if not loaded.doubts:
+        return [*found, Finding("ok", "rewards", f"{tried}: each has looked at the rows")]
+    cure = "Nothing needs to be done if only some responses fare so."
+    return [*found, Finding("warn", "rewards", "\n".join(loaded.doubts), cure)]
+
+
+def _without_name(line: str) -> str:
+    return line.partition(": ")[2]
 
 
 def fit(config: RunConfig) -> list[Finding]:

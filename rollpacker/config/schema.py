@@ -216,6 +216,12 @@ class RunConfig:
 
     def _check_algorithm(self) -> None:
         algorithm = self.algorithm
+        prompts, updates = self.rollout.prompts_per_step, self.train.updates_per_round
+        if prompts % updates:
+            raise ValueError(
+                f"train.updates_per_round ({updates}) must divide rollout.prompts_per_step "
+                f"({prompts}), so that every update has as many prompts"
+            )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         for setting, compares in (
             ("old_logprobs=rollout", algorithm.old_logprobs == "rollout"),
@@ -254,6 +260,12 @@ class RunConfig:
                 "not known before its last sample: set algorithm.whiten=false and "
                 "algorithm.normalize_mean and normalize_std to group or none, or switch streaming "
                 "off"
+            )
+        if stream.enabled and self.train.updates_per_round > 1:
+            raise ValueError(
+                "stream_trainer.enabled does not go with train.updates_per_round above 1: which "
+                "groups an update has is known when the round is over, and streaming trains on "
+                "them before"
             )
         if stream.enabled and self.tail_batching.debias != "none":
             raise ValueError(

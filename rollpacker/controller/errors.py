@@ -17,7 +17,8 @@ class BuildSamples(Protocol):
     """The algorithm: groups of (response, reward) to weighted samples, in the same order.
 
     `weights` multiply the losses of the samples. `scores`: what other models said of them, if the
-    algorithm asks any. `partial`: the groups are not all of the step; the
+    algorithm asks any. `updates`: which of the step's optimizer steps trains on each group.
+    `reward_parts`: each reward's own values. `partial`: the groups are not all of the step; the
     token weights are then those of the whole step but for one common factor.
     """
 
@@ -28,6 +29,8 @@ class BuildSamples(Protocol):
         weights: Sequence[Sequence[float]] | None = None,
         scores: Mapping[SampleId, TokenScores] | None = None,
         partial: bool = False,
+        updates: Sequence[int] | None = None,
+        reward_parts: Mapping[SampleId, Mapping[str, float | None]] | None = None,
     ) -> tuple[list[TrainSample], dict[str, float]]: ...
 
 

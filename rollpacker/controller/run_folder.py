@@ -54,8 +54,8 @@ RESUME_MUST_KEEP = (
 adds up in another order."""
 
 RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
-"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is compared
-by identity."""
+"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
+compared by identity."""
 
 ADDED_LATER = ("chat", "max_failed_calls")
 """Last parts of keys that configs of earlier versions lack."""
@@ -231,23 +231,17 @@ def check_resume(
         if before[key] != now[key] and not (key == "train_data" and chat):
             refused.append(f"{meaning} changed since the run began")
     refused += chat
+    files = now.get("files", {})
+    for key, digest in before.get("files", {}).items():
+        if key in files and files[key] != digest:
+            harmless.append(f"the file of {key} changed since the run began")
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "
             + "\n  ".join(refused)
             + "\nundo the change, or start a new run with another name=..."
         )
-    return harmless + _reward_changes(before, now)
-
-
-def _reward_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Reward functions whose file is not the one that judged the steps so far."""
-    began = before.get("rewards", {})
-    return [
-        f"{Path(found['file']).name} (reward {name}) has changed: from here on it judges anew"
-        for name, found in now.get("rewards", {}).items()
-        if name in began and began[name]["sha256"] != found["sha256"]
-    ]
+    return harmless
 
 
 def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -126,6 +126,7 @@ class Scoring:
         began = self.bus.clock.now()
         verdicts = await self.reward.score(inputs, timeout_s=commands[0].timeout_s)
         seconds = self.bus.clock.now() - began
+        self.watch.check_rewards()
         for command, verdict in zip(commands, verdicts, strict=True):
             self._answer(_event(command.sample, verdict, seconds), verdict)
 

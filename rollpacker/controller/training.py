@@ -17,10 +17,12 @@ from rollpacker.controller.desk import Desk
 from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.update_metrics import metrics_of_updates
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import StartGradients, TrainOn
 from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
+from rollpacker.core.updates import updates_of
 from rollpacker.rewards.reward import Reward
 from rollpacker.rollout.engine import Engine
 from rollpacker.trainer.trainer import (
@@ -85,7 +87,8 @@ class Training:
         with _diverging(step):
             scores = await self._ask_scores(groups)
             scored = self.desk.scored_groups(groups)
-            samples, _ = self.build_samples(scored, scores=scores, partial=True)
+            parts = self.desk.reward_parts(groups)
+            samples, _ = self.build_samples(scored, scores=scores, partial=True, reward_parts=parts)
             await self.watch.by(
                 "train_s", self.trainer.accumulate(samples), f"the first gradients of step {step}"
             )
@@ -98,17 +101,23 @@ class Training:
         if command.num_missing:
             self._warn_of_missing(command)
         trainer = self.trainer
+        updates = updates_of(len(command.groups), self.config.train.updates_per_round)
         with _diverging(command.step):
             scores = await self._ask_scores(command.groups)
             samples, metrics = self.build_samples(
-                self.desk.scored_groups(command.groups), weights=command.weights, scores=scores
+                self.desk.scored_groups(command.groups),
+                weights=command.weights,
+                scores=scores | await self._ask_old(command.groups, updates),
+                updates=updates,
+                reward_parts=self.desk.reward_parts(command.groups),
             )
-            training = asyncio.ensure_future(self._accumulate(samples))
+            parts = _parts_of(samples, command.groups, updates)
+            training = asyncio.ensure_future(self._accumulate(parts[0]))
             await asyncio.sleep(0)  # the trainer's thread begins
             if self.rows is not None:
                 self.rows.add(command, samples)
             await self.watch.by("train_s", training)
-            metrics.update(await self.watch.by("train_s", trainer.apply()))
+            metrics.update(metrics_of_updates(await self._update(parts)))
         if metrics.get("critic/zero_advantages") == 1.0:
             self._warn_once(
                 "step %d: every advantage is 0, so it teaches nothing: all rewards of a group are"
@@ -120,9 +129,26 @@ class Training:
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         with self.bus.lock:
             metrics.update(self.carried.metrics())
+            metrics = {**self.desk.logged(command.groups), **metrics}
         self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         )
+
+    async def _update(self, parts: Sequence[Sequence[TrainSample]]) -> list[Mapping[str, float]]:
+        """All updates of the step; the gradient of the first part is there. Gives the metrics of
+        each."""
+        metrics = []
+        try:
+            for part in parts[1:]:
+                metrics.append(await self.watch.by("train_s", self.trainer.update()))
+                await self.watch.by("train_s", self.trainer.accumulate(part))
+            metrics.append(await self.watch.by("train_s", self.trainer.apply()))
+        except NonFiniteError as error:
+            if not metrics:
+                raise
+            number = f"update {len(metrics) + 1} of {len(parts)}"
+            raise NonFiniteError(f"{number}: {error}") from error
+        return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The gradient of the whole step; that of streamed samples is there but for a factor."""
@@ -143,6 +169,18 @@ class Training:
         once."""
         if not self.config.algorithm.needs_scores:
             return {}
+        return await self._ask(groups)
+
+    async def _ask_old(
+        self, groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
+    ) -> dict[SampleId, TokenScores]:
+        """The policy's log-probs of what it is trained on after the first update, as long as it is
+        the policy that sampled."""
+        if self.config.algorithm.old_logprobs == "rollout":
+            return {}
+        return await self._ask([g for g, u in zip(groups, updates, strict=True) if u > 0])
+
+    async def _ask(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TokenScores]:
         known = [self.desk[sample] for group in groups for sample in group]
         unasked = [one for one in known if one.scores is None]
         requests = [
@@ -183,6 +221,17 @@ def _diverging(step: int) -> Iterator[None]:
             f"step {step}: {error}{applied}. --resume goes on from the last "
             "checkpoint; a lower train.learning_rate may help"
         ) from error
+
+
+def _parts_of(
+    samples: Sequence[TrainSample], groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
+) -> list[list[TrainSample]]:
+    """What each update trains on. `samples` are in the order of `groups`."""
+    of_sample = [u for u, group in zip(updates, groups, strict=True) for _ in group]
+    parts: list[list[TrainSample]] = [[] for _ in range(max(updates, default=0) + 1)]
+    for sample, update in zip(samples, of_sample, strict=True):
+        parts[update].append(sample)
+    return parts
 
 
 def common_factor(

@@ -53,6 +53,7 @@ class Tier:
     """A further race for deferred prompts (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
+    """So many times a step's prompts are launched."""
     sample_factor: float | None = None
     """None: 1 with selection=none, 1.25 with selection=published, as in the short rounds."""
 
@@ -73,6 +74,7 @@ class TailBatchingConfig:
     """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
 
     enabled: bool = True
+    """Off: every round awaits every response that it launches."""
     selection: Selection = field(default="none", metadata=absent("published"))
     """none: only the order of training changes. A sample keeps its noise when its prompt is
     deferred, and no response is thrown away. published: as in the RollPacker paper. Surplus samples

@@ -92,12 +92,18 @@ def load_few(
     few = _of(config, split)
     if few.kind != "reasoning_gym":  # whose rows depend on how many there are
         few = replace(few, size=min(few.size or rows, rows))
-    config = replace(config, **{split: few}, eval_fraction=0.0)
+    config = (
+        replace(config, eval=few, eval_fraction=0.0)
+        if split == "eval"
+        else replace(config, train=few, eval_fraction=0.0)
+    )
     chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
     made = _made_rows(few, split, chat)[:rows]
     limit = max_context_tokens or sys.maxsize
-    dropped: Counter[str] = Counter()
-    return _prompt_set(config, tokenizer, chat_template_kwargs, limit, split, made, dropped, chat)
+    looked_at = _prompt_set(
+        config, tokenizer, chat_template_kwargs, limit, split, made, Counter(), chat
+    )
+    return replace(looked_at, told=_told(split, looked_at.rows, chat, tokenizer, few=True))
 
 
 def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int:
@@ -258,13 +264,16 @@ def _twice(config: DatasetConfig) -> str | None:
     return None if config.answer_column == "answer" else config.answer_column
 
 
-def _told(name: str, rows: Sequence[PromptRow], chat: Chat, tokenizer: Any) -> tuple[str, ...]:
+def _told(
+    name: str, rows: Sequence[PromptRow], chat: Chat, tokenizer: Any, *, few: bool = False
+) -> tuple[str, ...]:
+    """`few`: there are more rows than these."""
     kinds = {isinstance(row.prompt, str) for row in rows}
     how = [chat.why] if True in kinds else []
     how += ["chat messages by the chat template"] if False in kinds else []
     first = rows[0].tokens
     return (
-        f"data.{name}: {len(rows)} prompts, {'; '.join(how)}",
+        f"data.{name}: {'' if few else f'{len(rows)} prompts, '}{'; '.join(how)}",
         f"first prompt, {len(first)} tokens: {shown_prompt(first, tokenizer)}",
     )
 

@@ -189,8 +189,6 @@ def tokenize(
 def _rendered(
     chats: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
 ) -> list[str]:
-    import jinja2
-
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "the prompts are chat messages, but the tokenizer has no chat template. Use an"
@@ -202,5 +200,5 @@ def _rendered(
                 list(chats), tokenize=False, add_generation_prompt=True, **chat_template_kwargs
             )
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a template's author wrote
         raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from None

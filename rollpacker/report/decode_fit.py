@@ -116,12 +116,31 @@ def fit_table(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
     """A straight line in cached tokens, and a table over running samples that never falls."""
     table = _Stretches([s for of_round in rounds for s in of_round])
     counts = _knots(table)
+    columns = _table_columns(table, counts, full=True)
+    return _table_fit(_solve(columns, table.seconds, _stall_limit(rounds)), counts)
+
+
+def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
+    """The table, fitted to whole rounds: for an engine that drafts, whose stretches are too noisy
+    one by one, as which sample is how far ahead is chance. `admission_s` and `per_ended_s` are
+    0."""
+    tables = [_Stretches(of_round) for of_round in rounds]
+    counts = _knots(_Stretches([s for of_round in rounds for s in of_round]))
+    columns = np.array([_table_columns(one, counts, full=False).sum(axis=0) for one in tables])
+    seconds = np.array([one.seconds.sum() for one in tables])
+    return _table_fit(_solve(columns, seconds, math.inf), counts)
+
+
+def _table_columns(table: _Stretches, counts: Sequence[int], *, full: bool) -> Matrix:
+    """A column for the first of the `counts`, one for each gap between two, then the rest."""
     ramps = [
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)
     ]
-    columns = np.column_stack([table.steps, *ramps, table.cached_sum, table.around(full=True)])
-    solution = _solve(columns, table.seconds, _stall_limit(rounds))
+    return np.column_stack([table.steps, *ramps, table.cached_sum, table.around(full=full)])
+
+
+def _table_fit(solution: _Solution, counts: Sequence[int]) -> DecodeFit:
     values = (solution.factor * solution.x).tolist()
     levels = np.cumsum(values[: len(counts)]).tolist()
     knots = tuple(zip(map(float, counts), levels, strict=True))

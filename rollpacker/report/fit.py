@@ -6,6 +6,7 @@ datasheet. Prompt lengths are not in a log: what they cost is inside the constan
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,16 @@ import numpy as np
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
 from rollpacker.core.records import Entry, Session
-from rollpacker.report.decode_fit import DecodeFit, fit_line, fit_table, nonnegative_least_squares
+from rollpacker.report.decode_fit import (
+    DecodeFit,
+    fit_line,
+    fit_rounds,
+    fit_table,
+    nonnegative_least_squares,
+)
 from rollpacker.report.fitted_run import (
+    FORMS,
+    CommitFit,
     FittedRun,
     RewardFit,
     RoundErrors,
@@ -24,6 +33,7 @@ from rollpacker.report.fitted_run import (
     Workload,
 )
 from rollpacker.report.history import iterate_steps
+from rollpacker.report.reward_fit import Checks
 from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepHistory
 from rollpacker.report.token_clock import (
     ClockError,
@@ -34,18 +44,25 @@ from rollpacker.report.token_clock import (
 )
 
 MIN_ROUNDS = 3
+DRAFTED_SHARE = 0.02
+"""With more rounds than this whose ends contradict one token a step, the engine drafted."""
 REWARD_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def fit_run(entries: Iterable[Entry], *, slots: int | None = None) -> FittedRun:
+def fit_run(
+    entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
+) -> FittedRun:
     """Fit a run's log. `slots` None: as the log says, or as many as samples were launched.
+    `may_draft`: the engine may have given several tokens of a sample in a step; whether it did is
+    seen in the order of ends.
 
     Raises `ValueError` if the log holds too little, and says what it does hold. A log whose last
     line was cut off is none the worse for it (see `EventLog`).
     """
-    measured = _Measured(_Clocked(slots))
+    measured = _Measured(_Clocked(slots, may_draft))
     for step in iterate_steps(entries, unfinished=True):
         measured.add(step)
+    measured.clocked.settle()
     _check(measured)
     return _fit(measured)
 
@@ -72,19 +89,35 @@ class _Clocked:
 
     slots: int | None
     """Of the engine; None: as the log says."""
+    may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
     """Rounds whose clock cannot be told."""
     reason: str = ""
     """Why the last one of those cannot."""
+    drafted: ClockedRounds | None = None
+    """All rounds, by a clock that lets samples come forward at different speeds; None: theirs is
+    the clock of an engine that gives one token a step."""
+    _as_drafted: ClockedRounds = field(default_factory=list)
 
     def add(self, round_: RoundHistory) -> None:
         slots = round_.slots if self.slots is None else self.slots
+        if self.may_draft:
+            with contextlib.suppress(ClockError):
+                self._as_drafted.append((round_.kind, stretches(round_, slots=slots, drafted=True)))
         try:
             self.rounds.append((round_.kind, stretches(round_, slots=slots)))
         except ClockError as error:
             self.num_skipped += 1
             self.reason = str(error)
+
+    def settle(self) -> None:
+        """Take the engine for one that drafts, if it may and rounds contradict the other one."""
+        num_gained = len(self._as_drafted) - len(self.rounds)
+        if num_gained > DRAFTED_SHARE * len(self._as_drafted):
+            self.drafted = self._as_drafted
+            self.num_skipped -= num_gained
+            self.rounds = self.drafted
 
 
 @dataclass(slots=True)
@@ -142,8 +175,11 @@ class _Measured:
     """Waits for verdicts after a rollout."""
     verdicts: list[float] = field(default_factory=list)
     checks: list[float] = field(default_factory=list)
+    recorded: Checks = field(default_factory=Checks)
     trained: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, seconds) of each training step."""
+    stopped: list[float] = field(default_factory=list)
+    """From telling samples to stop until they have."""
     synced: list[float] = field(default_factory=list)
     committed: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     """By whether there was a checkpoint."""
@@ -153,8 +189,12 @@ class _Measured:
         rounds = finished_rounds(step)
         for round_ in rounds:
             self.clocked.add(round_)
+            end_s, told_s = round_.ends[-1].end_s, round_.told_to_stop_s
+            if round_.ends[-1].end is End.STOPPED and end_s is not None and told_s is not None:
+                self.stopped.append(end_s - told_s)
         self.asked.add(step)
         self.session = step.session or self.session
+        self.recorded.add(step)
         for verdict in step.checks.verdicts:
             if verdict.asked_s is not None:
                 self.verdicts.append(verdict.time_s - verdict.asked_s)
@@ -194,11 +234,14 @@ def _fit(measured: _Measured) -> FittedRun:
     clocked, session = measured.clocked, measured.session
     known = None if session is None else session.slots
     parts = [parts for _, parts in clocked.rounds]
-    fits = {
-        "step": fit_line(parts, full=False),
-        "step_with_ends": fit_line(parts, full=True),
-        "table": fit_table(parts),
-    }
+    if clocked.drafted is None:
+        fits = {
+            "step": fit_line(parts, full=False),
+            "step_with_ends": fit_line(parts, full=True),
+            "table": fit_table(parts),
+        }
+    else:
+        fits = dict.fromkeys(FORMS, fit_rounds(parts))
     with_checkpoint, without = measured.committed[True], measured.committed[False]
     return FittedRun(
         job={} if session is None else session.job,
@@ -212,13 +255,19 @@ def _fit(measured: _Measured) -> FittedRun:
             quantiles=_quantiles(measured.verdicts),
             check_quantiles=_quantiles(measured.checks),
             num=len(measured.verdicts),
-            exposed_s=statistics.fmean(measured.exposed) if measured.exposed else 0.0,
+            exposed_s=_mean(measured.exposed),
+            by_row={row: tuple(checks) for row, checks in sorted(measured.recorded.by_row.items())},
+            calls=measured.recorded.calls(),
         ),
+        stop_s=_mean(measured.stopped),
         train=_fit_training(measured.trained),
-        sync_s=_median(measured.synced),
-        commit_s=_median(without or with_checkpoint),
-        checkpoint_s=_median(with_checkpoint) if with_checkpoint else None,
-        between_s=_median(measured.between),
+        sync_s=_mean(measured.synced),
+        commit=CommitFit(
+            plain_s=_mean(without or with_checkpoint),
+            checkpoint_s=_mean(with_checkpoint) if with_checkpoint else None,
+            checkpoint_share=len(with_checkpoint) / max(1, len(with_checkpoint) + len(without)),
+            between_s=_mean(measured.between),
+        ),
         workload=measured.asked.workload(),
     )
 
@@ -279,7 +328,8 @@ def _round_errors(fit: DecodeFit, clocked: ClockedRounds) -> dict[str, RoundErro
 
 
 def _fit_training(trained: Sequence[tuple[int, float]]) -> TrainFit:
-    """Relative least squares; outliers (a stall) count as far as twice the typical error."""
+    """Relative least squares; outliers (a stall) count as far as twice the typical error, and what
+    they lost is spread over all, so that the sum is the run's."""
     tokens, seconds = np.array(trained, dtype=np.float64).T
     columns = np.column_stack([np.ones_like(tokens), tokens])
     weights = 1 / np.maximum(seconds, 1e-9)
@@ -289,6 +339,9 @@ def _fit_training(trained: Sequence[tuple[int, float]]) -> TrainFit:
         scale = 2 * 1.4826 * float(np.median(errors)) + 1e-12
         robust = np.sqrt(np.minimum(1, scale / np.maximum(errors, 1e-300)))
         weights = robust / np.maximum(seconds, 1e-9)
+    if x.any():
+        x = x * (seconds.sum() / (columns @ x).sum())
+        errors = np.abs(columns @ x / np.maximum(seconds, 1e-9) - 1)
     return TrainFit(
         fixed_s=float(x[0]),
         per_token_s=float(x[1]),
@@ -304,8 +357,8 @@ def _quantiles(values: Sequence[float]) -> dict[float, float]:
     return dict(zip(REWARD_QUANTILES, found, strict=True))
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
 
 
 def _counted(number: int, thing: str) -> str:

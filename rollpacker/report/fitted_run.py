@@ -4,10 +4,11 @@ as a table."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.report.decode_fit import DecodeFit
+from rollpacker.report.reward_fit import Calls, Check
 
 FORMS = ("step", "step_with_ends", "table")
 
@@ -36,6 +37,10 @@ class RewardFit:
     num: int
     exposed_s: float
     """From the last end of a round to the start of training, on average."""
+    by_row: Mapping[int, tuple[Check, ...]] = field(default_factory=dict)
+    """What was said of the responses to each row, and in how many seconds."""
+    calls: Calls | None = None
+    """Where checks go to the rewards in batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,26 @@ class TrainFit:
     num: int
     mean_error: float
     """As in `RoundErrors`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFit:
+    """What lies between a step's new weights and the next one's launch, mean seconds."""
+
+    plain_s: float
+    """A commit without a checkpoint; with one if there was none without."""
+    checkpoint_s: float | None
+    """A commit with a checkpoint, evaluations taken out; None: there was none."""
+    checkpoint_share: float
+    """Of the commits, so many had one."""
+    between_s: float
+    """From a commit to the launch of the next round."""
+
+    @property
+    def mean_s(self) -> float:
+        """With as many checkpoints as there were, until the next launch."""
+        more_s = 0.0 if self.checkpoint_s is None else self.checkpoint_s - self.plain_s
+        return self.between_s + self.plain_s + self.checkpoint_share * more_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +108,9 @@ class FittedRun:
     num_skipped: int
     """Rounds whose token clock could not be told: samples failed, or ended out of order."""
     step: DecodeFit
-    """The form max(launch, bytes + cache) + sequences and a prefill per sample, nothing else."""
+    """The form max(launch, bytes + cache) + sequences and a prefill per sample, nothing else. Where
+    the engine drafted all three forms are one, a table fitted to whole rounds, in which a step
+    stands for a token."""
     step_with_ends: DecodeFit
     """The same with a cost of each admission to the engine and of each sample's end: nearer the
     truth where rounds of different kinds, or few slots, are compared."""
@@ -92,16 +119,19 @@ class FittedRun:
     errors: Mapping[str, Mapping[str, RoundErrors]]
     """Of the three above, by name, then by kind of round and "all"."""
     rewards: RewardFit
+    stop_s: float = 0.0
+    """From telling samples to stop until the engine has let go of them: a decode step takes its
+    time."""
     train: TrainFit
     sync_s: float
-    """From the end of training until the engine has the new weights (median, as are the next)."""
-    commit_s: float
-    """A commit without a checkpoint; with one if there was none without."""
-    checkpoint_s: float | None
-    """A commit with a checkpoint, evaluations taken out; None: there was none."""
-    between_s: float
-    """From a commit to the launch of the next round."""
+    """From the end of training until the engine has the new weights, on average."""
+    commit: CommitFit
     workload: Workload
+
+    @property
+    def drafted(self) -> bool:
+        """The engine gave several tokens of a sample in a step (`rollout.engine.draft_tokens`)."""
+        return bool(self.step.knots)
 
     def describe(self) -> str:
         """What this machine costs, as a table for people."""
@@ -122,6 +152,7 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
         ("admission to the engine", _milli(step.admission_s), "each time samples are admitted"),
         ("... per sample", _micro(step.per_admitted_s), "prefill"),
         ("end of a sample", _micro(step.per_ended_s), "its slot is cleared, its end reported"),
+        ("stop of a sample", _milli(run.stop_s), "until the engine lets go of it"),
         ("stalls", f"{100 * (step.stalls - 1):+.1f} %", "contained in the constants"),
     ]
     rows += [
@@ -141,11 +172,11 @@ def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
         ("training step", _milli(train.fixed_s), f"mean error {100 * train.mean_error:.0f} %"),
         ("... per trained token", _micro(train.per_token_s), ""),
         ("weight sync", _milli(run.sync_s), ""),
-        ("commit", _milli(run.commit_s), ""),
+        ("commit", _milli(run.commit.plain_s), ""),
     ]
-    if run.checkpoint_s is not None:
-        rows.append(("... with a checkpoint", _milli(run.checkpoint_s), ""))
-    rows.append(("from commit to launch", _milli(run.between_s), ""))
+    if run.commit.checkpoint_s is not None:
+        rows.append(("... with a checkpoint", _milli(run.commit.checkpoint_s), ""))
+    rows.append(("from commit to launch", _milli(run.commit.between_s), ""))
     return rows
 
 

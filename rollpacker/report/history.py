@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
+    Abort,
     Command,
     Commit,
     Defer,
@@ -179,10 +180,7 @@ class History:
         sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
         sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
         if self.step.rounds:
-            round_ = self.step.rounds[-1]
-            if event.num_redraws:  # steps of the engine that its tokens do not tell
-                round_.is_irregular = True
-            self._carrying.end(sample, round_.version)
+            self._carrying.end(sample, self.step.rounds[-1].version)
 
     def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
         step = self.step
@@ -246,6 +244,9 @@ class History:
                 self._ask(command, now)
             case Launch():
                 self._launch(command, now)
+            case Abort():
+                if step.rounds:
+                    step.rounds[-1].told_to_stop_s = now
             case Defer():
                 step.prompts.deferred.update(command.prompts)
                 self.queue.update(command.prompts)

@@ -118,6 +118,8 @@ class RoundHistory:
     """A sample failed, or was launched once more in the same round."""
     peak_live: int = 0
     """Samples that were live at once, at most."""
+    told_to_stop_s: float | None = None
+    """When samples were last told to stop; None: none was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,10 @@ gives a sample its first token (with those that it takes up of an earlier launch
 one more. So a sample of L tokens that was
 admitted at clock a ends at clock a + L - 1, and a log that holds lengths and times also holds the
 seconds of known numbers of decode steps with known numbers of running samples.
+
+Where steps may give several tokens (`rollout.engine.draft_tokens`) samples come forward at
+different speeds, and what is read back is an average: the clock counts tokens of the sample that
+is furthest, and a sample that ends behind it ends then.
 """
 
 from __future__ import annotations
@@ -55,16 +59,22 @@ def finished_rounds(step: StepHistory) -> list[RoundHistory]:
     return [round_ for round_ in step.rounds if round_.end_s is not None and round_.ends]
 
 
-def stretches(round_: RoundHistory, *, slots: int | None) -> list[Stretch]:
-    """The round between its ends, in order; `slots` None: everything is admitted at once.
+def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
+    """The round between its ends, in order; `slots` None: everything is admitted at once. With
+    `drafted` a step is one token of the furthest sample, and ends that were drawn once more are
+    reckoned in.
 
     Raises `ClockError` if the ends contradict such an engine.
     """
-    if round_.is_irregular:
+    redrawn = any(end.num_redraws for end in round_.ends)
+    if round_.is_irregular or (redrawn and not drafted):
         raise ClockError("a sample failed or was launched again")
     # One whose tokens were all there has, as others do, its newest when it is admitted.
     taken_up = {end.sample: min(end.num_taken_up, end.num_tokens - 1) for end in round_.ends}
-    engine = _Engine(round_.samples, slots, taken_up)
+    if drafted:
+        engine: _Engine = _DraftingEngine(round_, slots, taken_up)
+    else:
+        engine = _Engine(round_.samples, slots, taken_up)
     found = []
     last_s, ended = round_.start_s, 0
     for end in round_.ends:
@@ -78,6 +88,10 @@ def stretches(round_: RoundHistory, *, slots: int | None) -> list[Stretch]:
             last_s, ended = end.end_s, 0
         engine.remove(end.sample)
         ended += 1
+    if found and ended and drafted:  # the last ones ended behind the furthest
+        rest_s = round_.ends[-1].end_s
+        assert rest_s is not None
+        found[-1] = found[-1]._replace(seconds=found[-1].seconds + rest_s - last_s)
     return found
 
 
@@ -144,3 +158,36 @@ class _Engine:
         if sample not in self._waiting:
             raise ClockError(f"sample {sample} was stopped while it waited, but had a slot")
         self._waiting.remove(sample)
+
+
+class _DraftingEngine(_Engine):
+    """Samples come forward at different speeds; their clock is that of the furthest."""
+
+    def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
+        super().__init__(round_.samples, slots, taken_up)
+        self._redrawn = _redrawn_tokens(round_)
+
+    def _clock_if_running(self, end: SampleHistory) -> int | None:
+        clock = super()._clock_if_running(end)
+        if clock is None:
+            return None
+        return max(self.clock, clock + self._redrawn.get(end.sample, 0))
+
+
+def _redrawn_tokens(round_: RoundHistory) -> Mapping[SampleId, int]:
+    """Tokens of ends that were refused and drawn once more, which no log tells. Each such end came
+    after what was kept and before the place where the response had been cut off: where siblings
+    ended in between, on average, or else half-way."""
+    found = {}
+    for end in round_.ends:
+        if not end.num_redraws or end.carried is None:
+            continue
+        kept, cut = end.num_kept or 0, end.carried.num_tokens
+        between = [
+            other.num_tokens - kept
+            for other in round_.ends
+            if other.sample.prompt == end.sample.prompt and kept < other.num_tokens <= cut
+        ]
+        usual = sum(between) / len(between) if between else max(0, cut - kept) / 2
+        found[end.sample] = round(end.num_redraws * usual)
+    return found

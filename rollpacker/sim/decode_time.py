@@ -34,9 +34,8 @@ class DecodeTimes:
     def extend(self, num: int) -> None:
         """Fill `flat_s` up to `num` running sequences."""
         cost, flat_s = self._cost, self.flat_s
-        floor_s = max(cost.launch_s, cost.bytes_s)
         for n in range(len(flat_s), num + 1):
-            flat_s.append((floor_s + cost.per_sequence_s * n) / cost.speedup(n))
+            flat_s.append(cost.empty_step_s(n) / cost.speedup(n))
 
     def seconds(self, steps: int, num: int, cached: int) -> float:
         """Seconds of `steps` steps of `num` sequences, the first with `cached` tokens in the
@@ -69,7 +68,7 @@ class DecodeTimes:
         """Seconds of a step bound by reading the cache, and how much longer each next one is."""
         cost = self._cost
         speedup = cost.speedup(num)
-        step_s = cost.bytes_s + cost.per_cached_token_s * cached + cost.per_sequence_s * num
+        step_s = cost.reading_step_s(num, cached)
         return step_s / speedup, cost.per_cached_token_s * num / speedup
 
 

@@ -19,11 +19,13 @@ class ModelShape:
     """A dense decoder, as far as time and memory depend on it."""
 
     layers: int
+    """Transformer blocks."""
     hidden: int
     """Width of the residual stream."""
     kv_heads: int
     """Key-value heads of a layer (grouped-query attention has fewer than query heads)."""
     head_dim: int
+    """Numbers of one head's key."""
     params: float
     """Parameters, embeddings included."""
     dtype: str = "bfloat16"

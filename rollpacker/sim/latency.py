@@ -7,6 +7,7 @@ one it has. Rewards are not here: their pools belong to the scenario.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -33,13 +34,17 @@ class StepCost:
     speculation_max_live: int = 0
     drafts: Drafts | None = None
     """Instead of the speculation: a speed-up that depends on how many sequences run."""
+    knots: tuple[tuple[float, float], ...] = ()
+    """Instead of everything but `per_cached_token_s`, if not empty: (n, seconds of a step of n
+    sequences with nothing cached), straight lines between them and beyond the last. For a measured
+    machine whose steps are no straight line, such as one that drafts."""
 
     def __post_init__(self) -> None:
         for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be 0 or more, not {value}")
-        if not max(self.launch_s, self.bytes_s) + self.per_sequence_s > 0:
+        if not self.empty_step_s(1) > 0:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
         if not (math.isfinite(self.speculation_speedup) and self.speculation_speedup >= 1):
             raise ValueError(
@@ -52,8 +57,23 @@ class StepCost:
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
         """Seconds of one step with `num_running` sequences and `cached_tokens` in the cache."""
-        step = max(self.launch_s, self.bytes_s + self.per_cached_token_s * cached_tokens)
-        return (step + self.per_sequence_s * num_running) / self.speedup(num_running)
+        read_s = self.reading_step_s(num_running, cached_tokens)
+        return max(self.empty_step_s(num_running), read_s) / self.speedup(num_running)
+
+    def empty_step_s(self, num_running: int) -> float:
+        """Seconds of one step with nothing in the cache, without speculation."""
+        if not self.knots:
+            return max(self.launch_s, self.bytes_s) + self.per_sequence_s * num_running
+        place = bisect_left(self.knots, (num_running, -math.inf), 1, len(self.knots) - 1)
+        (low, low_s), (high, high_s) = self.knots[place - 1], self.knots[place]
+        return low_s + (high_s - low_s) * max(0.0, num_running - low) / (high - low)
+
+    def reading_step_s(self, num_running: int, cached_tokens: int) -> float:
+        """Seconds of one step that is bound by reading the cache, without speculation."""
+        read_s = self.per_cached_token_s * cached_tokens
+        if self.knots:
+            return self.empty_step_s(num_running) + read_s
+        return self.bytes_s + read_s + self.per_sequence_s * num_running
 
     def speedup(self, num_running: int) -> float:
         """Of speculative decoding, for so many running sequences."""
@@ -76,6 +96,10 @@ class LatencyModel(Protocol):
     @property
     def commit_s(self) -> float:
         """Writing a step down (log, metrics, checkpoint) before the next one begins."""
+
+    @property
+    def stop_s(self) -> float:
+        """From telling samples to stop until an engine has let go of them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """Of the decode steps of one engine on so many GPUs."""
@@ -229,6 +253,10 @@ class DatasheetModel:
     def commit_s(self) -> float:
         return 0.0
 
+    @property
+    def stop_s(self) -> float:
+        return 0.0
+
     def step_cost(self, tensor_parallel: int) -> StepCost:
         c = self.calibration
         bytes_per_s = c.bandwidth_share * self.gpu.bandwidth_tb_s * 1e12
@@ -293,6 +321,7 @@ class MeasuredModel:
     num_devices: int = 1
     weight_sync_s: float = 0.0
     step_commit_s: float = 0.0
+    abort_s: float = 0.0
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -317,6 +346,10 @@ class MeasuredModel:
     @property
     def commit_s(self) -> float:
         return self.step_commit_s
+
+    @property
+    def stop_s(self) -> float:
+        return self.abort_s
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """The measured one, whatever the degree."""

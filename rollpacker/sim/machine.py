@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.latency import LatencyModel
+from rollpacker.sim.recorded_checks import RecordedChecks
 from rollpacker.sim.scenario import Speculation
 
 
@@ -23,6 +24,8 @@ class Machine:
     drafts: Drafts | None = None
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
     """By source of the prompt: how much longer a check keeps its worker than the workload says."""
+    checks: RecordedChecks | None = None
+    """Of a run; instead of what the workload says of them."""
     mismatch: float = 0.0
     """Chance per token and update that a token drawn before comes out differently under newer
     weights."""

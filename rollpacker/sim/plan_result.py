@@ -54,6 +54,8 @@ class Measure:
     """Mean trained length over the policy's own, minus 1, likewise."""
     kinds_s: Mapping[str, float]
     """Mean step time by kind of round."""
+    tokens: float
+    """Response tokens that a step trains on, likewise."""
 
 
 def measure(
@@ -72,13 +74,17 @@ def measure(
         of_kind = {
             kind: statistics.fmean(s.total_s for s in steps if s.kind == kind) for kind in kinds
         }
-        known = shares if shares is not None and shares.keys() == kinds else None
+        trained = {
+            kind: statistics.fmean(s.tokens_trained for s in steps if s.kind == kind)
+            for kind in kinds
+        }
+        if shares is None or shares.keys() != kinds:
+            shares = {kind: sum(s.kind == kind for s in steps) / len(steps) for kind in kinds}
         return Measure(
-            step_s=statistics.fmean(s.total_s for s in steps)
-            if known is None
-            else sum(share * of_kind[kind] for kind, share in known.items()),
+            step_s=sum(share * of_kind[kind] for kind, share in shares.items()),
             shift=result.paired_shift,
             kinds_s=of_kind,
+            tokens=sum(share * trained[kind] for kind, share in shares.items()),
         )
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, float] = {}
@@ -89,12 +95,19 @@ def measure(
         samples[step.kind] = samples.get(step.kind, 0) + step.num_trained
     kinds_s = {kind: statistics.fmean(values) for kind, values in seconds.items()}
     if shares is None or shares.keys() != kinds_s.keys():
-        return Measure(step_s=result.mean["total_s"], shift=result.length_shift, kinds_s=kinds_s)
+        return Measure(
+            step_s=result.mean["total_s"],
+            shift=result.length_shift,
+            kinds_s=kinds_s,
+            tokens=result.mean["tokens_trained"],
+        )
+    of_step = {kind: tokens[kind] / len(values) for kind, values in seconds.items()}
     trained = sum(share * tokens[kind] / samples[kind] for kind, share in shares.items())
     return Measure(
         step_s=sum(share * kinds_s[kind] for kind, share in shares.items()),
         shift=trained / result.policy_length_mean - 1,
         kinds_s=kinds_s,
+        tokens=sum(share * of_step[kind] for kind, share in shares.items()),
     )
 
 
@@ -114,6 +127,13 @@ class Finding:
     """Standard error of its difference to that of the current settings; 0 with one seed."""
     kinds_s: Mapping[str, float]
     """Mean step time by kind of round."""
+    tokens: float
+    """Response tokens that a step trains on."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens trained on per second."""
+        return self.tokens / self.step_s if self.step_s else math.nan
 
     @property
     def is_clear(self) -> bool:
@@ -140,6 +160,7 @@ def finding(
             kind: statistics.fmean(m.kinds_s[kind] for m in measures if kind in m.kinds_s)
             for kind in sorted(kinds)
         },
+        tokens=statistics.fmean(m.tokens for m in measures),
     )
 
 
@@ -256,6 +277,7 @@ def _finding_to_plain(finding: Finding) -> dict[str, Any]:
         "step_s": finding.step_s,
         "saved_s": finding.saved_s,
         "saved_error_s": _finite(finding.saved_error_s),
+        "trained_tokens_per_s": _finite(finding.tokens_per_s),
         "length_shift": finding.shift,
         "rounds_s": dict(finding.kinds_s),
     }

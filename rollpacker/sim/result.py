@@ -119,6 +119,13 @@ class SystemResult:
         }
 
     @property
+    def trained_tokens_per_s(self) -> float:
+        """Response tokens trained on, over all steps and their seconds: what a step that is
+        shorter because it trains on less does not raise."""
+        seconds = sum(step.total_s for step in self.steps)
+        return sum(step.tokens_trained for step in self.steps) / seconds if seconds else math.nan
+
+    @property
     def length_shift(self) -> float:
         """Mean trained length over the policy's own, minus 1: -0.3 is 30 % shorter."""
         return self.trained_length_mean / self.policy_length_mean - 1
@@ -139,6 +146,7 @@ class SystemResult:
             "mean": {name: mean[name] for name in JSON_STEP_KEYS if name != "kind"},
             "tokens_generated": self.tokens_generated,
             "tokens_trained": self.tokens_trained,
+            "trained_tokens_per_s": self.trained_tokens_per_s,
             "trained_length_mean": self.trained_length_mean,
             "policy_length_mean": self.policy_length_mean,
             "policy_length_p95": self.policy_length_p95,

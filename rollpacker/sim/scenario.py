@@ -43,7 +43,9 @@ class Cluster:
     gpu: str | GpuSpec
     """A preset's name, or the numbers of a datasheet."""
     gpus: int
+    """Of the whole cluster: one node, or several whole ones."""
     gpus_per_node: int = 8
+    """An engine, and a replica of the trainer's tensor parallelism, stays in a node."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "gpus", "gpus_per_node")
@@ -103,6 +105,7 @@ class RolloutSpec:
     samples_per_prompt: int
     """R0: responses per prompt."""
     max_response_tokens: int
+    """The cap: where longer responses are cut."""
     tensor_parallel: int = 1
     """GPUs of one engine; with the parallelism planner, the degree that it begins with."""
     prompt_tokens: int = 200
@@ -137,8 +140,12 @@ class TrainSpec:
     """The optimizer step (`train.*`)."""
 
     tensor_parallel: int = 1
+    """The three degrees together are the GPUs of a replica, which are released together; they have
+    no price of their own."""
     pipeline_parallel: int = 1
+    """See `tensor_parallel`."""
     context_parallel: int = 1
+    """See `tensor_parallel`."""
     fixed_s: float | None = None
     """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
 
@@ -175,6 +182,7 @@ class ParallelismSwitch:
     """The planner of the rollout's tensor-parallel degree (`parallelism_planner.*`)."""
 
     enabled: bool = True
+    """Off: every round has the degree of `rollout.tensor_parallel`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +229,7 @@ class Scenario:
     """Everything that a simulation depends on."""
 
     name: str
+    """Of the pictures and tables."""
     model: str | ModelShape
     """A preset's name, or a shape."""
     cluster: Cluster
@@ -243,7 +252,9 @@ class Scenario:
     unkind: UnkindConfig | None = None
     """What goes wrong: engines that fail, verdicts that get lost; None: nothing."""
     steps: int = 40
+    """Optimizer steps that are simulated."""
     seed: int = 0
+    """Of prompts, lengths, verdicts and what goes wrong."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps")

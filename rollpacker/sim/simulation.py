@@ -27,6 +27,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
+from rollpacker.sim.ports.recorded_rewards import RecordedRewards
 from rollpacker.sim.ports.rewards import Rewards
 from rollpacker.sim.ports.rollout import Rollout
 from rollpacker.sim.ports.training import GradientWork, Training
@@ -59,7 +60,10 @@ class Simulation:
         work = GradientWork()
         cap = config.max_response_tokens
         self.rollout = Rollout(clock, machine, responses, tally, work, cap)
-        rewards = Rewards(clock, machine, workload, responses, cap)
+        parts = clock, machine, workload, responses, cap
+        rewards = Rewards(*parts)
+        if machine.checks is not None:
+            rewards = RecordedRewards(*parts, machine.checks, self.rollout.is_busy)
         ports: tuple[Port, ...] = (self.rollout, rewards)
         self._unkind: Unkind | None = None
         if unkind is not None:

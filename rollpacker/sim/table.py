@@ -22,6 +22,11 @@ STAGES = {
 """The stages of a step in their order, with their fields of `StepResult`."""
 ORACLE = "oracle"
 MAX_WIDTH = 100
+MIN_FASTER = 0.02
+"""Steps, or tokens per second, closer together than this are called the same."""
+MIN_FEWER = 0.08
+"""A step that trains on fewer tokens than the other one by this share is said to: a few dozen steps
+of a pool begin with short responses."""
 _NOTABLE_SHIFT = 0.03
 """Trained lengths closer to the policy's own than this are called the same: a few dozen steps leave
 as much to chance."""
@@ -40,14 +45,16 @@ def render(results: Results, *, reference: str | None = None, idle: bool = True)
 
 
 def _seconds_table(results: Results, reference: str) -> list[list[str]]:
-    rows = [["seconds of a step, mean", "step", "speed", *STAGES]]
+    """Mean seconds of a step and of its stages, and response tokens trained on per second."""
+    rows = [["seconds of a step, mean", "step", "speed", "tokens/s", *STAGES]]
     base = results[reference].mean["total_s"]
     digits = _digits(results)
     for name, result in results.items():
         mean = result.mean
         speed = f"{_number(_over(base, mean['total_s']), 2)}x"
         stages = (_number(mean[field], digits) for field in STAGES.values())
-        rows.append([name, _number(mean["total_s"], digits), speed, *stages])
+        tokens = _number(result.trained_tokens_per_s, 0)
+        rows.append([name, _number(mean["total_s"], digits), speed, tokens, *stages])
     return rows
 
 
@@ -126,7 +133,11 @@ def explain(results: Results) -> str:
         (name for name in results if name != ORACLE or len(results) == 1),
         key=lambda name: results[name].mean["total_s"],
     )
-    told = (_where_it_goes(name, results), _what_is_trained(name, results[name]))
+    told = (
+        _where_it_goes(name, results),
+        _what_is_trained(name, results[name]),
+        *_trains_on_less(results, next(iter(results))),
+    )
     return " ".join(filter(None, told))
 
 
@@ -142,7 +153,34 @@ def explain_what_if(results: Results) -> str:
         f"simulated. Simulated as it was, the run's step is {_compared(before, real)} measured "
         f"({_number(real, digits)} s): trust no smaller difference than that."
     )
-    return " ".join(filter(None, (told, _what_is_trained("With the changes the run", changed))))
+    simulated = {"The run as it was": same, "the run with the changes": changed}
+    less = _trains_on_less(simulated, "The run as it was")
+    trained = _what_is_trained("With the changes the run", changed)
+    return " ".join(filter(None, (told, trained, *less)))
+
+
+def _trains_on_less(results: Results, reference: str) -> list[str]:
+    """A sentence for every system whose step is shorter than the reference's, where part of that
+    or all of it is that it trains on fewer tokens."""
+    base = results[reference]
+    told = []
+    for name, result in results.items():
+        faster = _over(base.mean["total_s"], result.mean["total_s"])
+        tokens = _over(result.mean["tokens_trained"], base.mean["tokens_trained"])
+        if not (faster > 1 + MIN_FASTER and tokens < 1 - MIN_FEWER):
+            continue
+        rate = _over(result.trained_tokens_per_s, base.trained_tokens_per_s)
+        what = (
+            f"its step is shorter only because it trains on {_percent(1 - tokens)} fewer tokens"
+            if rate < 1 + MIN_FASTER
+            else f"its step is {_percent(1 - 1 / faster)} shorter and trains on "
+            f"{_percent(1 - tokens)} fewer tokens"
+        )
+        told.append(
+            f"Mind {name}: {what}; in trained tokens per second it is {_number(rate, 2)}x "
+            f"{reference}."
+        )
+    return told
 
 
 def _where_it_goes(name: str, results: Results) -> str:

@@ -21,21 +21,24 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.commands import Launch
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.records import LogError, Record
+from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_summary import StepSummary
+from rollpacker.sim.fitted_range import outside_of_run
 from rollpacker.sim.latency import MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
+from rollpacker.sim.recorded_checks import RecordedChecks
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
 from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
-from rollpacker.sim.workload_spec import RewardStage
 
 CONFIG_FILE = "config.yaml"
 MODELLED = (
@@ -43,8 +46,7 @@ MODELLED = (
     *("rollout.engine.max_slots", "tail_batching", "stream_trainer", "train.steps"),
 )
 """Keys of a run's config that a simulation of it can follow."""
-SHORTEST_CHECK_S = 1e-6
-UNBOUNDED = 1 << 30
+SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Lengths drawn for every row beside the recorded ones."""
 
@@ -62,6 +64,8 @@ class WhatIf:
     """Simulated with the overrides."""
     fit_text: str
     """The fitted constants, as a table."""
+    outside: str
+    """What of the change lies outside of what the run measured, in a sentence or two."""
     scenario: Mapping[str, Any]
     """The config that was simulated, as plain values."""
 
@@ -104,14 +108,17 @@ class RunModel:
         return self.simulate_config(self.with_overrides(overrides), steps=steps, seed=seed)
 
     def simulate_config(
-        self, config: RunConfig, *, steps: int | None = None, seed: int = 0
+        self,
+        config: RunConfig,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        mismatch: float | None = None,
     ) -> SystemResult:
         """The same for a whole config. With seed 0 prompts come in the recorded order, with another
-        one in a random one: a few steps then stand for the whole run, in which lengths drift."""
+        one in a random one: a few steps then stand for the whole run, in which lengths drift.
+        `mismatch` None: as often as in the run."""
         rollout = config.rollout
-        quantiles = {
-            q: max(s, SHORTEST_CHECK_S) for q, s in self.fitted.rewards.quantiles.items() if q > 0
-        }
         pools = self._pools
         if seed:
             rows = list(pools)
@@ -121,19 +128,24 @@ class RunModel:
             pools,
             max_response_tokens=rollout.max_response_tokens,
             samples_per_prompt=rollout.samples_per_prompt,
-            stage=RewardStage(
-                kind="math", share=1.0, seconds_quantiles=quantiles, workers=UNBOUNDED
-            ),
+            source=self.fitted.workload.source,
             seed=seed,
         )
-        job = replace(config.job(), max_steps=None)
+        kinds = self._kinds
+        job = replace(config.job(reward_kinds=kinds), max_steps=None)
+        checks = RecordedChecks(
+            self.fitted.rewards.by_row,
+            None if self.fitted.workload.source in kinds else self.fitted.rewards.calls,
+            warm=bool(seed),
+        )
         slots = rollout.engine.max_slots
         machine = Machine(
-            latency=self._latency(),
+            latency=self.latency(),
             gpus=1,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
-            mismatch=self.mismatch,
+            checks=checks,
+            mismatch=self.mismatch if mismatch is None else mismatch,
         )
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
@@ -203,7 +215,14 @@ class RunModel:
         cap = self.config.rollout.max_response_tokens
         return sum(tokens >= cap for tokens in lengths) / len(lengths) if lengths else 0.0
 
-    def _latency(self) -> MeasuredModel:
+    @property
+    def _kinds(self) -> Mapping[str, RewardKindConfig]:
+        """Workers and deadlines of the run's checks."""
+        job = self.fitted.job
+        return JobConfig.from_plain(job).rewards.kinds if "rewards" in job else {}
+
+    def latency(self) -> MeasuredModel:
+        """The run's machine."""
         fitted, step = self.fitted, self.fitted.step
         return MeasuredModel(
             step=StepCost(
@@ -211,6 +230,7 @@ class RunModel:
                 bytes_s=step.bytes_s,
                 per_cached_token_s=step.per_cached_token_s,
                 per_sequence_s=step.per_sequence_s,
+                knots=tuple((n, max(s, SHORTEST_STEP_S)) for n, s in step.knots),
             ),
             prefill_launch_s=step.admission_s,
             prefill_sample_s=step.per_admitted_s,
@@ -218,7 +238,8 @@ class RunModel:
             train_constant_s=fitted.train.fixed_s,
             train_token_s=fitted.train.per_token_s,
             weight_sync_s=fitted.sync_s,
-            step_commit_s=fitted.commit_s + fitted.between_s,
+            abort_s=fitted.stop_s,
+            step_commit_s=fitted.commit.mean_s,
         )
 
     @cached_property
@@ -298,7 +319,7 @@ def load_run(run: str | Path) -> RunModel:
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
     try:
-        fitted = fit_run(EventLog(path))
+        fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)
     except LogError:
         raise
     except ValueError as error:
@@ -316,10 +337,12 @@ def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
     """The run, its simulation, and the simulation with the changes."""
     model = load_run(run)
     config = model.with_overrides(overrides)
+    predicted = model.simulate_config(config, steps=_asked_steps(model, config))
     return WhatIf(
         measured=model.measured(),
         predicted_same=model.simulate(),
-        predicted=model.simulate_config(config, steps=_asked_steps(model, config)),
+        predicted=predicted,
         fit_text=model.fitted.describe(),
+        outside=outside_of_run(model, config, predicted),
         scenario=to_plain(config),
     )

@@ -59,6 +59,7 @@ class Workload:
         max_response_tokens: int,
         samples_per_prompt: int,
         stage: RewardStage | None = None,
+        source: str | None = None,
         reorder_prompts: int = 0,
         seed: int = 0,
     ) -> Workload:
@@ -67,8 +68,9 @@ class Workload:
 
         A prompt's first launch meets the recorded lengths in their order; more responses than
         recorded, a relaunch, and every pass but the first draw from the prompt's recorded ones.
-        After the last row the first comes again, as the next epoch. `reorder_prompts` at a time are
-        sorted by their longest response (0: as recorded).
+        After the last row the first comes again, as the next epoch. `source` is that of the
+        prompts (None: the kind of their reward stage). `reorder_prompts` at a time are sorted by
+        their longest response (0: as recorded).
 
         Raises `ValueError` if a prompt has nothing to draw from, or there is none.
         """
@@ -77,6 +79,8 @@ class Workload:
         lengths = PoolLengths(list(pools.values()), max_response_tokens)
         parts = [_Part(stage, lengths)]
         workload._set_up(parts, seed, tuple(pools), reorder_prompts, samples_per_prompt)
+        if source is not None:
+            workload._sources = (source,)
         return workload
 
     def _set_up(
@@ -91,7 +95,7 @@ class Workload:
         self._window = window
         """Prompts that are sorted at a time; 0: none."""
         self._num_samples = num_samples
-        self._seed = seed
+        self.seed = seed
         self._rows = rows
         self._place_of_row = {row: place for place, row in enumerate(rows or ())}
         self._pattern = _pattern([part.stage.share for part in parts])
@@ -197,7 +201,7 @@ class Workload:
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
         luck = _uniforms(2, *self._key(_REDRAW_STREAM, sample), turn)
-        scores, hard = _prompts(self._seed, place // BLOCK_ROWS)
+        scores, hard = _prompts(self.seed, place // BLOCK_ROWS)
         at = place % BLOCK_ROWS
         index = int(self._pattern[place % self._pattern.size])
         law = self._parts[index].lengths
@@ -212,7 +216,7 @@ class Workload:
     def _key(self, stream: int, sample: SampleId) -> tuple[int, ...]:
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
-        return self._seed, stream, place, sample.attempt, sample.index
+        return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
         """Of a recorded prompt, in the order of all passes."""
@@ -223,8 +227,8 @@ class Workload:
 
     def _draw_lengths(self, block: int, attempt: int, chunk: int) -> list[int]:
         """(BLOCK_ROWS * CHUNK,), the responses of a prompt side by side."""
-        u = _normals(BLOCK_ROWS, self._seed, _PROMPT_STREAM, block)
-        e = _normals(BLOCK_ROWS * CHUNK, self._seed, _RESPONSE_STREAM, block, attempt, chunk)
+        u = _normals(BLOCK_ROWS, self.seed, _PROMPT_STREAM, block)
+        e = _normals(BLOCK_ROWS * CHUNK, self.seed, _RESPONSE_STREAM, block, attempt, chunk)
         e = e.reshape(BLOCK_ROWS, CHUNK)
         lengths = np.empty((BLOCK_ROWS, CHUNK), dtype=np.int64)
         for index, part in enumerate(self._parts):
@@ -242,7 +246,7 @@ class Workload:
         law = part.lengths
         if not law.hard_prompts:
             return
-        key = (self._seed, _HARD_STREAM, block)
+        key = (self.seed, _HARD_STREAM, block)
         hard = _uniforms(BLOCK_ROWS, *key)[chosen] < law.hard_prompts
         luck = _uniforms(BLOCK_ROWS * CHUNK, *key, attempt, chunk).reshape(BLOCK_ROWS, CHUNK)
         capped = hard[:, None] & (luck[chosen] < law.hard_prompt_cap_probability)
@@ -253,7 +257,7 @@ class Workload:
     ) -> tuple[list[float], list[bool]]:
         """Seconds and correctness, laid out as lengths are."""
         size = (2, BLOCK_ROWS, CHUNK)
-        key = (self._seed, _VERDICT_STREAM, block, attempt, chunk)
+        key = (self.seed, _VERDICT_STREAM, block, attempt, chunk)
         ranks, luck = _uniforms(math.prod(size), *key).reshape(size)
         seconds = np.zeros((BLOCK_ROWS, CHUNK))
         in_time = np.ones((BLOCK_ROWS, CHUNK), dtype=bool)

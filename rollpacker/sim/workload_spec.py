@@ -24,6 +24,7 @@ class LengthLaw:
     `trace`."""
 
     preset: str | None = None
+    """A law's name."""
     quantiles: Mapping[float, int] | None = None
     """Tokens by quantile; the logarithm is linear between them. Below the lowest it falls to one
     token, above the highest it stays. An override sets the whole mapping."""
@@ -73,6 +74,7 @@ class RewardStage:
     (`presets.REWARD_KINDS`)."""
 
     kind: Literal["math", "code", "judge", "none"]
+    """Names the times and the pool of the checks; none: every verdict is there at once."""
     share: float
     """Of the prompts."""
     seconds_quantiles: Mapping[float, float] | None = None

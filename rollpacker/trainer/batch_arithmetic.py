@@ -29,7 +29,9 @@ class BatchArithmetic:
     max_trained_tokens: int
     min_micro_batches: int
     max_micro_batches: int
-    optimizer_steps: int | None
+    updates_per_round: int
+    """Optimizer steps of a step, on equal shares of its prompts."""
+    steps: int | None
     """None: until the data's epochs are done."""
     most_carried: int
     """Prompts that wait with the tokens that they have, at most; see docs/tail-batching.md."""
@@ -68,7 +70,8 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
         max_trained_tokens=trained * longest,
         min_micro_batches=fewest,
         max_micro_batches=max(math.ceil(trained / rows), fewest),
-        optimizer_steps=config.train.steps,
+        updates_per_round=config.train.updates_per_round,
+        steps=config.train.steps,
         most_carried=_most_carried(config),
     )
 

@@ -72,7 +72,11 @@ class Estimate:
         if b.pooled:
             rest = "; the rest goes on in the next round"
             awaited += " (where an epoch or the run ends)"
-        steps = "until the epochs are done" if b.optimizer_steps is None else str(b.optimizer_steps)
+        steps = "until the epochs are done" if b.steps is None else str(b.steps)
+        updates = ""
+        if b.updates_per_round > 1:
+            share = b.trained_prompts // b.updates_per_round
+            updates = f", in {b.updates_per_round} updates of {share} prompts each"
         lines = [
             f"short round   {b.short_prompts} prompts x {b.short_samples_per_prompt} samples = "
             f"{b.short_samples} launched; the first {b.trained_samples} in full groups are kept"
@@ -85,7 +89,7 @@ class Estimate:
             f"long round    {b.long_samples} launched, {awaited}",
             f"a step trains {b.trained_prompts} prompts, {b.trained_samples} samples, at most "
             f"{b.max_trained_tokens:,} tokens in {b.min_micro_batches} to {b.max_micro_batches} "
-            "micro-batches",
+            f"micro-batches{updates}",
             f"steps         {steps}",
         ]
         if self.num_parameters is not None:

@@ -3,7 +3,8 @@
     score       other models' log-probs and the critic's values, for the advantages
     accumulate  forward and backward of these samples
     rescale     the samples so far were weighted provisionally: correct them by one factor
-    apply       clip, step, forget the gradients
+    update      clip, step, forget the gradients
+    apply       the same, and the step is over
 
 It knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor does
 it know micro-batches, or how the models lie on devices: it asks `passes` for sums over samples.
@@ -106,6 +107,7 @@ class Learner:
             temperature=temperature,
             gradient_checkpointing=gradient_checkpointing,
             compiled=config.compile,
+            scores_policy=config.updates_per_round > 1 and algorithm.old_logprobs == "recomputed",
         )
         self._passes = _local_passes(models, config, pad_token_id, self.device, shards)
         self.trained = _trained(models, config, shards, run_dtype)
@@ -143,8 +145,14 @@ class Learner:
 
     def apply(self) -> StepOutcome:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
+        outcome = self.update()
+        self.version += 1
+        return outcome
+
+    def update(self) -> StepOutcome:
+        """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
         if not any_rank(self._step.has_samples, self._shards):
-            raise TrainerError("apply() without a sample since the last step")
+            raise TrainerError("an update without a sample since the last one")
         rate = learning_rate(self.version, self._config, self._total_steps)
         norms = self._summed_norms()
         if not _all_finite(norms):
@@ -156,8 +164,7 @@ class Learner:
                 f"the gradient's norm is {norms}, though each micro-batch's is finite; no update"
                 " was applied"
             )
-        self._update(rate)
-        self.version += 1
+        self._update_weights(rate)
         outcome = StepOutcome(
             sums=self._step.sums,
             grad_norm=norms["actor"],
@@ -244,7 +251,7 @@ class Learner:
         scale = self._step.gradient_scale
         return {name: trained.norm() * scale for name, trained in self.trained.items()}
 
-    def _update(self, rate: float) -> None:
+    def _update_weights(self, rate: float) -> None:
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
         if critic is not None:

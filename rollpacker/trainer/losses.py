@@ -63,18 +63,18 @@ def losses_of(
     log_probs, num_targets = outputs.log_probs, [len(s.response_tokens) for s in samples]
     rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
     places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))
-    is_own = config.old_logprobs == "recomputed"
+    old = _old_log_probs(samples, log_probs, rollout, config)
     reference = outputs.ref_log_probs
     token = algo.token_loss(
         log_probs,
-        log_probs.detach() if is_own else rollout,
+        log_probs.detach() if old is None else old,
         _flat([s.advantage for s in samples], log_probs, num_targets),
         places.to(log_probs.device),
         num_samples=len(samples),
         config=config,
         ref_log_probs=_known_reference(samples, log_probs) if reference is None else reference,
         rollout_log_probs=rollout,
-        entropy=outputs.entropy if config.entropy_coef else None,
+        entropy=outputs.entropy,
     )
     weights = _flat([s.token_weight for s in samples], log_probs, num_targets)
     losses = [(token.per_token * weights).sum()]
@@ -93,7 +93,7 @@ def losses_of(
         per_token=token.per_token.detach(),
         entropy=outputs.entropy.detach(),
         log_ratio=log_probs.detach() - rollout,
-        update_log_ratio=None if is_own else log_probs.detach() - rollout,
+        update_log_ratio=None if old is None else log_probs.detach() - old,
         sums=token.sums,
         value_sums=value_sums,
     )
@@ -141,6 +141,17 @@ def _flat(
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
     assert len(flat) == len(like), "there must be one number per response token"
     return torch.tensor(flat, dtype=like.dtype, device=like.device)
+
+
+def _old_log_probs(
+    samples: Sequence[TrainSample], like: Tensor, rollout: Tensor, config: AlgorithmConfig
+) -> Tensor | None:
+    """[N]. None: those of the policy as it is now, which nothing has updated since it sampled."""
+    if config.old_logprobs == "rollout":
+        return rollout
+    known = [s.old_log_probs for s in samples if s.old_log_probs is not None]
+    assert len(known) in (0, len(samples)), "the samples of one update"
+    return _flat(known, like) if known else None
 
 
 def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:

@@ -35,6 +35,8 @@ class ModelSet:
     """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
     """Layers that keep no activations for the backward pass."""
+    scores_policy: bool = False
+    """Scores hold the policy's log-probs, whether the advantages need them or not."""
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class ModelSet:
         temperature: float,
         gradient_checkpointing: bool,
         compiled: bool,
+        scores_policy: bool = False,
     ) -> ModelSet:
         """Around `model`, which is trained in place. A reference is a copy of it as it is now."""
         reference = None
@@ -68,6 +71,7 @@ class ModelSet:
             algorithm=algorithm,
             temperature=temperature,
             checkpointed=tuple(checkpointed),
+            scores_policy=scores_policy,
         )
 
     @property
@@ -88,7 +92,7 @@ class ModelSet:
     def outputs(self, batch: MicroBatch) -> Outputs:
         """What the losses are made of."""
         reference = None
-        if self.algorithm.needs_reference and self.algorithm.kl_in == "loss":
+        if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)
         log_probs, entropy = self.policy(batch, self.temperature)
         values = None if self.critic is None else self.critic(batch)
@@ -103,7 +107,7 @@ class ModelSet:
             columns["ref_log_probs"] = self._reference_log_probs(batch)
         if self.teacher is not None:
             columns["teacher_log_probs"] = self.teacher.log_probs(batch, self.temperature)
-        if columns:
+        if self.scores_policy or self.algorithm.policy_in_scores:
             columns["log_probs"] = self.policy(batch, self.temperature)[0]
         if self.critic is not None:
             columns["values"] = self.critic(batch)

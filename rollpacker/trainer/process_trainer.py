@@ -79,6 +79,15 @@ class ProcessTrainer:
         """See `Trainer`."""
         await self._in_thread(lambda: self._all("rescale", factor))
 
+    async def update(self) -> Mapping[str, float]:
+        """See `Trainer`."""
+
+        def update() -> Mapping[str, float]:
+            outcomes = self._all("update")
+            return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
+
+        return await self._in_thread(update)
+
     async def apply(self) -> Mapping[str, float]:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ def build_train_samples(
     partial: bool = False,
     scores: Mapping[SampleId, TokenScores] | None = None,
     max_response_tokens: int | None = None,
+    updates: Sequence[int] | None = None,
+    reward_parts: Mapping[SampleId, Mapping[str, float | None]] | None = None,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """All samples of one step, in the order given. The denominators are global, so pass the whole
     step at once.
@@ -41,49 +44,53 @@ def build_train_samples(
     `mask_truncated`, responses that were cut off have weight 0. The metrics describe the
     advantages; those of rewards and groups are derived from the event log.
 
+    `updates` (one per group) says which of the step's optimizer steps trains on it: each has its
+    own denominators, and later ones take old log-probs from `scores`. `reward_parts`, each reward's
+    own values, are for an advantage function that asks for them.
+
     `partial`: these are whole groups, but not all of the step. Their token weights then lack the
     denominator: those of the whole step are smaller by one common factor.
 
     Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite; `ValueError` if the
     algorithm cannot work with what it is given.
     """
-    if partial and config.needs_whole_batch:
-        raise ValueError(
-            f"algorithm {config.name} compares rewards over the whole step, so it cannot begin "
-            "before the round is over: switch stream_trainer off"
-        )
     flat = [(response, reward) for group in groups for response, reward in group]
-    _check_rewards(groups, config)
+    _check_rewards(groups, config, partial=partial)
     if not flat:
         return [], {}
     responses = [response for response, _ in flat]
     lengths = [len(response.tokens) for response in responses]
     rewards = torch.tensor([reward for _, reward in flat], dtype=torch.float64)
+    of_group = [0] * len(groups) if updates is None else updates
+    of_update = [u for u, group in zip(of_group, groups, strict=True) for _ in group]
     step = step_advantages(
         shape_rewards(rewards, lengths, config=config, max_response_tokens=max_response_tokens),
         torch.tensor([index for index, group in enumerate(groups) for _ in group]),
         lengths,
         config=config,
+        known=_for_own(responses, reward_parts or {}, config),
         **_flat_scores(responses, scores, config),
     )
-    of_token = token_weights(
-        lengths,
-        config=config,
-        denominator=1 if partial else None,
-        counted=[not _is_left_out(response, config) for response in responses],
-        max_response_tokens=max_response_tokens,
-    )
+    denominator = 1 if partial else None
+    of_token = _token_weights(responses, of_update, config, denominator, max_response_tokens)
     of_sample = [1.0] * len(flat)
     if weights is not None:
         of_sample = [weight for group in weights for weight in group]
-        of_token = [t * w for t, w in zip(of_token, of_sample, strict=True)]
+    of_token = [t * w for t, w in zip(of_token, of_sample, strict=True)]
     samples = _samples(responses, of_token, of_sample, step, scores or {})
+    if config.old_logprobs == "recomputed":
+        samples = [_with_old(s, u, scores) for s, u in zip(samples, of_update, strict=True)]
     return samples, _metrics(step, samples)
 
 
 def _check_rewards(
-    groups: Sequence[Sequence[tuple[Response, float]]], config: AlgorithmConfig
+    groups: Sequence[Sequence[tuple[Response, float]]], config: AlgorithmConfig, *, partial: bool
 ) -> None:
+    if partial and config.needs_whole_batch:
+        raise ValueError(
+            f"algorithm {config.name} compares rewards over the whole step, so it cannot begin "
+            "before the round is over: switch stream_trainer off"
+        )
     for group in groups:
         for response, reward in group:
             if not math.isfinite(reward):
@@ -98,6 +105,67 @@ def _check_rewards(
 
 def _is_left_out(response: Response, config: AlgorithmConfig) -> bool:
     return config.mask_truncated and response.finish_reason == "length"
+
+
+def _token_weights(
+    responses: Sequence[Response],
+    of_update: Sequence[int],
+    config: AlgorithmConfig,
+    denominator: int | None,
+    max_response_tokens: int | None,
+) -> list[float]:
+    """The weight of each token of each response, by the denominators of its update."""
+    weights = [0.0] * len(responses)
+    for update in set(of_update):
+        places = [place for place, of in enumerate(of_update) if of == update]
+        of_places = token_weights(
+            [len(responses[place].tokens) for place in places],
+            config=config,
+            denominator=denominator,
+            counted=[not _is_left_out(responses[place], config) for place in places],
+            max_response_tokens=max_response_tokens,
+        )
+        for place, weight in zip(places, of_places, strict=True):
+            weights[place] = weight
+    return weights
+
+
+def _with_old(
+    sample: TrainSample, update: int, scores: Mapping[SampleId, TokenScores] | None
+) -> TrainSample:
+    """After the first update, the weights that sampled are gone: their log-probs go along."""
+    if update == 0:
+        return sample
+    own = (scores or {}).get(sample.sample)
+    assert own is not None and own.log_probs is not None, f"{sample.sample} was not asked about"
+    return replace(sample, old_log_probs=own.log_probs)
+
+
+def _for_own(
+    responses: Sequence[Response],
+    reward_parts: Mapping[SampleId, Mapping[str, float | None]],
+    config: AlgorithmConfig,
+) -> dict[str, object]:
+    """What a function from outside of the package may ask for besides rewards and scores; [N], or
+    [K] of all samples' tokens."""
+    if config.own_advantages is None:
+        return {}
+    parts = [reward_parts.get(response.sample, {}) for response in responses]
+    names = dict.fromkeys(name for of_sample in parts for name in of_sample)
+
+    def values(name: str) -> Tensor:
+        found = [of_sample.get(name) for of_sample in parts]
+        numbers = [math.nan if value is None else value for value in found]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    return {
+        "rewards_by_name": {name: values(name) for name in names},
+        "truncated": torch.tensor([r.finish_reason == "length" for r in responses]),
+        "tokens": torch.tensor([token for r in responses for token in r.tokens]),
+        "rollout_log_probs": torch.tensor(
+            [value for r in responses for value in r.log_probs], dtype=torch.float64
+        ),
+    }
 
 
 def _flat_scores(

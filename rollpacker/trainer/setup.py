@@ -55,6 +55,7 @@ def build_learner(
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.model import load_model, load_tokenizer
 
+    _ = setup.algorithm.own_loss  # what cannot be had in this process is said before it loads
     if model is None:
         loaded = load_model(setup.model)
         model, tokenizer = loaded.model, loaded.tokenizer

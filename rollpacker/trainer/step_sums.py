@@ -86,8 +86,10 @@ class StepSums:
             self.totals["weights_squared"] += sum(weight * weight for weight in sample_weights)
         named = {_total_name(name): value for name, value in token_sums.items()}
         named |= {f"critic/{name}": value for name, value in (value_token_sums or {}).items()}
-        if update_log_ratio is not None:
-            named["actor/ppo_kl"] = -update_log_ratio.detach().sum(dtype=torch.float64)
+        ratio = torch.zeros_like(entropy) if update_log_ratio is None else update_log_ratio
+        ratio = ratio.detach().double()
+        named["actor/ppo_kl"] = -ratio.sum()
+        named["actor/ratio/mean"] = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum()
         self._add_tokens(entropy, log_ratio, named)
 
     def scale(self, factor: float) -> None:

@@ -55,6 +55,14 @@ class TorchTrainer:
         """See `Trainer`."""
         await self._in_thread(lambda: self.learner.rescale(factor))
 
+    async def update(self) -> Mapping[str, float]:
+        """See `Trainer`."""
+
+        def update() -> Mapping[str, float]:
+            return step_metrics([self.learner.update()], peak_flops(self.learner.device))
+
+        return await self._in_thread(update)
+
     async def apply(self) -> Mapping[str, float]:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
 

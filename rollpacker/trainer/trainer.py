@@ -97,8 +97,11 @@ class TrainConfig:
     """Optimizer and micro-batches (`train.*`)."""
 
     steps: int | None = None
-    """Optimizer steps. The long queue is emptied at the end, which can add steps. None: until
-    `epochs` are done."""
+    """Steps, each a round that is trained on. The long queue is emptied at the end, which can add
+    steps. None: until `epochs` are done."""
+    updates_per_round: int = 1
+    """Optimizer steps that a round feeds, each on an equal share of its prompts. From the second
+    one on the policy is no longer the one that sampled: ratios differ from 1, and clips act."""
     epochs: int | None = None
     """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
     processes: int | None = None
@@ -139,7 +142,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise ValueError("set train.steps or train.epochs")
-        for name in ("steps", "epochs", "micro_batch_tokens", "processes"):
+        counts = ("steps", "epochs", "micro_batch_tokens", "processes", "updates_per_round")
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -210,15 +214,19 @@ class TrainSample:
     """The critic's estimates that the advantages were made of; one per response token."""
     returns: tuple[float, ...] | None = None
     """What the critic should have said; one per response token."""
+    old_log_probs: tuple[float, ...] | None = None
+    """The trainer's own under the weights that sampled, one per response token. None: the policy
+    was not updated since, so they are what it says now."""
 
 
 class Trainer(Protocol):
-    """`accumulate` any number of times, then `apply` once: one optimizer step. `rescale` comes
-    between two of them if the first samples had to be weighted provisionally."""
+    """`accumulate` any number of times, then `apply` once: a step with one update. With more of
+    them, each but the last is `accumulate` and `update`. `rescale` comes between two calls of
+    `accumulate` if the first samples had to be weighted provisionally."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps applied so far."""
+        """Steps applied so far, however many updates each had."""
         ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
@@ -237,10 +245,15 @@ class Trainer(Protocol):
         """Multiply what was accumulated so far, gradient and loss, by `factor`."""
         ...
 
-    async def apply(self) -> Mapping[str, float]:
-        """Clip, step, forget the gradients; `version` goes up by one.
+    async def update(self) -> Mapping[str, float]:
+        """An update of a step that is not its last: clip, step, forget the gradients; `version`
+        and the schedules stay. Returns and raises what `apply` does."""
+        ...
 
-        Returns the step's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with
+    async def apply(self) -> Mapping[str, float]:
+        """The last update of a step: clip, step, forget the gradients; `version` goes up by one.
+
+        Returns the update's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with
         weights and optimizer untouched and the gradients forgotten, if the gradient is NaN or
         infinite.
         """

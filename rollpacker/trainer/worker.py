@@ -1,7 +1,7 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
     setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, rescale, apply, save, load, write_weights, hashes
+    score, accumulate, rescale, update, apply, save, load, write_weights, hashes
 
 It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
 behind.
@@ -60,6 +60,10 @@ class Worker:
 
     def rescale(self, factor: float) -> None:
         self._learner.rescale(factor)
+
+    def update(self) -> Any:
+        """Return what `apply` does."""
+        return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
         """Return the outcome, and the FLOP/s that this rank's device could do."""

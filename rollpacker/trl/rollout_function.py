@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from rollpacker.controller.carried import Waiting
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
@@ -19,7 +23,7 @@ from rollpacker.rollout.engine import EngineConfig, GenerationRequest, Response,
 from rollpacker.trl.cursor import SamplerCursor
 from rollpacker.trl.late_rows import LateDataset, Row
 from rollpacker.trl.policy import LentModel, prompt_tokens
-from rollpacker.trl.rollouts import Groups, Rollouts, collect
+from rollpacker.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
@@ -108,19 +112,22 @@ class RolloutFunction(TrainerCallback):
             tail_batching=self._tail_batching,
             min_verdicts=1,
         )
+        cursor = SamplerCursor(
+            len(self._rows),
+            prompts_per_step=per_step,
+            num_steps=num_generations(args, state.max_steps, len(self._rows) // per_step),
+            shuffle=args.shuffle_dataset,
+            seed=args.seed,
+        )
+        job, waiting = _job(config, cursor, args, state.global_step)
         self._rollouts = Rollouts(
-            Job(config),
+            job,
             engine=self._engine(parts["model"], tokenizer),
-            cursor=SamplerCursor(
-                len(self._rows),
-                prompts_per_step=per_step,
-                num_steps=num_generations(args, state.max_steps, len(self._rows) // per_step),
-                shuffle=args.shuffle_dataset,
-                seed=args.seed,
-            ),
+            cursor=cursor,
             prompts=Prompts(self._rows, tokenizer, args.chat_template_kwargs or {}),
             sampling=_sampling(args),
             generation_s=self._generation_s,
+            waiting=waiting,
         )
 
     def _decide(self) -> list[Row]:
@@ -128,7 +135,7 @@ class RolloutFunction(TrainerCallback):
         if self._rollouts is None:
             raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
         assert self._lent is not None, "a job has an engine"
-        with self._lent.lent():
+        with self._lent.lent(), self._engine_gone_with_error():
             self._step = self._rollouts.next_step()
         return [dict(self._rows[r.sample.prompt.row]) for group in self._step for r in group]
 
@@ -156,6 +163,11 @@ class RolloutFunction(TrainerCallback):
         for name, value in self._rollouts.trained().items():
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """What waits goes beside what TRL has just saved."""
+        if self._rollouts is not None and state.is_world_process_zero:
+            self._rollouts.save(_checkpoint(args, state.global_step))
+
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Let go of the engine, and say where the seconds went."""
         if self._rollouts is not None and state.is_world_process_zero:
@@ -175,6 +187,16 @@ class RolloutFunction(TrainerCallback):
         if self._lent is None:
             self._lent = LentModel(model, tokenizer, self._engine_config)
         return self._lent.engine
+
+    @contextmanager
+    def _engine_gone_with_error(self) -> Iterator[None]:
+        """Whatever still runs when a user interrupts, or a deadline passes, must not go on beside
+        the trainer."""
+        try:
+            yield
+        except BaseException:
+            self._close()
+            raise
 
     def _close(self) -> None:
         if self._lent is not None:
@@ -198,7 +220,7 @@ class RolloutFunction(TrainerCallback):
             )
             for place, tokens in enumerate(encoded)
         ]
-        with self._lent.lent():
+        with self._lent.lent(), self._engine_gone_with_error():
             return collect(engine, requests, self._generation_s)
 
 
@@ -228,6 +250,26 @@ class Prompts(Sequence[PromptRow]):
         return PromptRow(prompt=prompt, tokens=tokens, columns={})
 
 
+def _checkpoint(args: Any, step: int) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _job(
+    config: JobConfig, cursor: SamplerCursor, args: Any, step: int
+) -> tuple[Job, Waiting | None]:
+    """A new job, or that of the checkpoint from which TRL goes on at `step`."""
+    if not step:
+        return Job(config), None
+    found = restore(_checkpoint(args, step), config, cursor)
+    if found is None:
+        raise ValueError(
+            f"{_checkpoint(args, step)} has no {FOLDER}/: which prompts were begun early is not "
+            "known. Resume from a checkpoint of output_dir that was saved with rollout_function, "
+            "after a step that used up its responses (steps_per_generation)"
+        )
+    return found
+
+
 def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     """How often TRL asks for responses in so many optimizer steps. An epoch has
     `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
@@ -236,7 +278,7 @@ def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     micro_steps = batches_per_epoch * every
     steps_per_epoch = math.ceil(micro_steps / args.gradient_accumulation_steps)
     epochs, steps = divmod(max_steps, steps_per_epoch)
-    rest = min(steps * args.gradient_accumulation_steps, micro_steps)
+    rest: int = min(steps * args.gradient_accumulation_steps, micro_steps)
     return epochs * batches_per_epoch + math.ceil(rest / every)
 
 

@@ -10,14 +10,17 @@ verdict that says nothing. Whoever asks for a step waits here, under a deadline.
 
 from __future__ import annotations
 
+import json
 import queue
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rollpacker.bus import Bus, Recorded, Routes
-from rollpacker.controller.carried import CarriedTokens, Waiting
+from rollpacker.controller.carried import CarriedTokens, Waiting, read_carried, write_carried
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.errors import DeadlineExceeded
 from rollpacker.core.commands import (
@@ -46,10 +49,12 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
-from rollpacker.core.records import Session
+from rollpacker.core.records import Entry, Session
 from rollpacker.data.dataset import Cursor, PromptRow
-from rollpacker.report.accounting import Accounting
+from rollpacker.report.history import History
+from rollpacker.report.time_book import TimeBook
 from rollpacker.rollout.engine import (
     Engine,
     EngineError,
@@ -58,6 +63,10 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
+
+FOLDER = "rollpacker"
+"""Of a checkpoint of TRL's, with what waits for its next launch."""
+TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
@@ -87,14 +96,17 @@ class Rollouts:
         self.cursor = cursor
         self.waiting: Waiting = waiting or {}
         """As of the last step that was trained on."""
-        self.accounting = Accounting(max_response_tokens=job.config.max_response_tokens)
+        self._history = History()
+        self._history.last_step = job.step
+        self._time = TimeBook(slots=None)
         self._prompts = prompts
         self._sampling = sampling
         self._generation_s = generation_s
         self._carried = CarriedTokens(job.config.tail_batching, waiting)
         self._responses: dict[SampleId, Response] = {}
         self._found = Found()
-        self._reported_s = self.accounting.seconds()
+        self._reported_s = self.seconds()
+        at_once(engine.update_weights(job.version))
         self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self.bus.connect(self, self._carried, Recorded(Drop, CancelScore))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -137,15 +149,31 @@ class Rollouts:
         self.bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
         return self._metrics()
 
+    def seconds(self) -> dict[str, float]:
+        """Where they went so far, by cause (see `CAUSES`)."""
+        return self._time.seconds(self._history.step.peak_live)
+
     def report(self) -> str:
         """Where the seconds went so far, in one line."""
-        seconds = self.accounting.seconds()
+        seconds = self.seconds()
         wall = sum(seconds.values())
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {seconds[cause]:.1f} s ({seconds[cause] / wall:.0%})"
-            for cause, name in CAUSES.items()
-        )
-        return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {parts}"
+        parts = []
+        for name, causes in CAUSES.items():
+            spent = sum(seconds[cause] for cause in causes)
+            parts.append(f"{name.replace('_', ' ')} {spent:.1f} s ({spent / max(wall, 1e-9):.0%})")
+        return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
+
+    def save(self, checkpoint: Path) -> None:
+        """Beside what TRL saves. In the middle of the updates of one generation there is nothing
+        that a resume could go on from."""
+        job, folder = self.bus.job, checkpoint / FOLDER
+        if job.phase is not Phase.COMMITTING:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_carried(folder, self.waiting, TOKENIZER)
+        state = {"job": job.state(), "cursor": self.cursor.state()}
+        (folder / "state.json").write_text(json.dumps(state) + "\n")
 
     # -- the ports -----------------------------------------------------------------------------
 
@@ -196,35 +224,59 @@ class Rollouts:
                     self._responses[event.sample] = output.response
                 self.bus.take(event)
 
-    def _account(self, entry: object) -> None:
-        self.accounting.feed(entry)  # type: ignore[arg-type]
+    def _account(self, entry: Entry) -> None:
+        self._time.advance(entry, self._history.phase, len(self._history.live))
+        done = self._history.feed(entry)
+        if done is not None:
+            self._time.close_step(done.peak_live)
 
     def _metrics(self) -> dict[str, float]:
-        seconds = self.accounting.seconds()
+        seconds = self.seconds()
         before, self._reported_s = self._reported_s, seconds
-        step = self.accounting.history.step
+        step = self._history.step
         samples = step.samples.values()
         trained = sum(step.samples[s].num_tokens for group in step.groups for s in group)
-        spent = {name: seconds[cause] - before[cause] for cause, name in CAUSES.items()}
+        spent = {
+            name: sum(seconds[cause] - before[cause] for cause in causes)
+            for name, causes in CAUSES.items()
+        }
         return {
             **{f"{name}_s": value for name, value in spent.items()},
             "is_long_round": float(step.kind in ("long", "flush")),
             "prompts_launched": float(len({sample.sample.prompt for sample in samples})),
             "prompts_deferred": float(len(step.prompts.deferred)),
-            "prompts_waiting": float(len(self.accounting.history.queue)),
+            "prompts_waiting": float(len(self._history.queue)),
             "generated_per_trained": sum(s.num_generated for s in samples) / max(trained, 1),
         }
 
 
+def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Waiting] | None:
+    """The job that `Rollouts.save` saved there, and what its prompts had; the cursor goes on where
+    it was. None: there is none.
+
+    Raises `ValueError` if it does not fit the data, or cannot be read.
+    """
+    folder = checkpoint / FOLDER
+    if not (folder / "state.json").exists():
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    cursor.restore(state["cursor"])
+    job = Job.restore(config, state["job"], data_ended=cursor.ended)
+    queues = job.queues
+    waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
+    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
+    return job, read_carried(folder, TOKENIZER, expected)
+
+
 CAUSES = {
-    "decode": "decode",
-    "tail_idle": "tail_idle",
-    "training": "training",
-    "checkpoint": "between_steps",
-    "controller": "controller",
+    "decode": ("decode",),
+    "tail_idle": ("tail_idle",),
+    "training": ("training",),
+    "between_steps": ("checkpoint",),
+    "controller": ("controller", "sync"),
 }
-"""Cause of time -> its name here: what TRL does is its rewards and gradients, and between two steps
-its evaluation, logs and checkpoints."""
+"""What the seconds of the time book's causes are called here: training is TRL's rewards and
+gradients, and what comes between two steps its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:

@@ -272,11 +272,7 @@ def test_a_reward_that_cannot_be_used(command, code, message):
     [
         ("raise RuntimeError('boom')", "f raised RuntimeError: boom"),
         ("return [float('nan')] * len(completions)", "f returned nan, not a number"),
-        ("return ['1'] * len(completions)", "f returned '1', not a number"),
         ("return [1e308] * len(completions)", "larger than 1e+30"),
-        ("return []", "f returned 0 values"),
-        ("return 1.0", "not a list with one number per completion"),
-        ("import time; time.sleep(60)", "f took longer than timeout_s=0.05"),
         ("raise SystemExit(0)", "SystemExit: 0"),
     ],
 )
@@ -284,6 +280,46 @@ def test_a_reward_without_any_verdict_ends_the_run_and_says_why(command, body, m
     entry = command.reward(f"def f(completions, **columns):\n    {body}\n")
     assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 2
     assert "had no group to train on" in command.err and message in command.err
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return ['1'] * len(completions)", "f returned '1', not a number"),
+        ("return []", "f returned 0 values"),
+        ("return 1.0", "not a list with one number per completion"),
+        ("import time; time.sleep(60)", "f did not answer a test completion within timeout_s=0.5"),
+        ("return [scoer(c) for c in completions]", "NameError"),
+        ("return [float(c[-1]['content']) for c in completions]", "completions are texts (str)"),
+    ],
+)
+def test_a_reward_that_no_response_could_please_is_refused_before_the_model_loads(
+    command, body, message, monkeypatch
+):
+    def load_model(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("rollpacker.trainer.model.load_model", load_model)
+    entry = command.reward(f"def f(completions, **columns):\n    {body}\n")
+    assert message in command.refused(rewards=[{**entry, "timeout_s": 0.5}])
+
+
+def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_is_mended(command):
+    body = (
+        "from pathlib import Path\n"
+        f"def f(completions, **columns):\n    if Path({str(command.folder / 'broken')!r}).exists():\n"
+        "        raise RuntimeError('the key has expired')\n"
+        "    return [float(len(c) % 7) for c in completions]\n"
+    )
+    entry = {**command.reward(body), "max_failed_calls": 5}
+    assert command.train(rewards=[entry], train__steps=2) == 0
+    (command.folder / "broken").touch()
+    assert command.train("--resume", rewards=[entry], train__steps=4) == 2
+    assert "reward f gave no verdict in 5 calls in a row" in command.err
+    assert "the key has expired" in command.err and "--resume" in command.err
+    command.reward(body.replace("exists()", "exists() and False"))
+    assert command.train("--resume", rewards=[entry], train__steps=4) == 0
+    assert command.steps() == 4
 
 
 def test_a_reward_that_failed_can_be_mended_and_the_run_resumed(command):

@@ -35,9 +35,22 @@ name: mine
 model: {path: MODEL}
 data: {train: {kind: jsonl, path: FOLDER/rows.jsonl, answer_column: answer}}
 rollout: {prompts_per_step: 2, samples_per_prompt: 2, max_response_tokens: 8}
-rewards: [{function: "reasoning_gym"}]
+rewards: [{function: "FOLDER/reward.py:f"}]
 train: {steps: 1}
 runs_dir: FOLDER/runs
+"""
+REWARD = """\
+def f(completions, answer, **columns):
+    return [float(c == str(a)) for c, a in zip(completions, answer)]
+
+def wants_more(completions, gold):
+    return [1.0 for c in completions]
+
+def misspelt(completions):
+    return [scoer(c) for c in completions]
+
+def strict(completions):
+    return [float(c.split("=")[1]) for c in completions]
 """
 
 
@@ -64,8 +77,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, model_folder: Path) -> Path:
-    rows = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(3)]
+    tests = [{"type": "call", "function": "f", "args": [1], "expected": 2}]
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1, "tests": tests} for n in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG.replace("MODEL", str(model_folder)).replace("FOLDER", str(tmp_path)))
     return path
@@ -143,7 +158,9 @@ def test_help_states_the_exit_codes(capsys):
 def test_a_good_config(capsys, config):
     code, found = look(capsys, config)
     assert code == 0
-    assert found["data.train"].text.endswith("first 3 rows usable")
+    assert found["data.train"].text.startswith("3 prompts, texts as they are")
+    assert "first prompt, 4 tokens: 0+1=" in found["data.train"].text
+    assert found["rewards"].text.startswith("f: ")
     assert "tokens, context" in found["model"].text
     assert found["memory fit"].level == "ok"
 
@@ -155,6 +172,10 @@ def test_a_good_config(capsys, config):
         ("data.train.path=/nowhere.jsonl", "data.train", "/nowhere.jsonl"),
         ("data.train.prompt_column=promt", "data.train", "promt"),
         ("train.stepz=1", "config", "stepz"),
+        ("rewards.0.function=FOLDER/reward.py:g", "rewards", "has no g"),
+        ("rewards.0.function=FOLDER/reward.py:wants_more", "rewards", "needs the column gold"),
+        ("rewards.0.function=FOLDER/reward.py:misspelt", "rewards", "NameError"),
+        ("data.train.chat=true", "data.train", "no chat template"),
         ("runs_dir=/proc/nowhere", "disk", "not writable"),
         ("model.lora={rank: 2, target_modules: [q_porj]}", "training", "q_porj"),
     ],
@@ -162,9 +183,26 @@ def test_a_good_config(capsys, config):
 def test_what_is_wrong_with_a_config(override, name, words, config, capsys):
     if name == "disk" and os.geteuid() == 0:
         pytest.skip("root may write anywhere, as far as access() says")
+    override = override.replace("FOLDER", str(config.parent))
     code, found = look(capsys, config, override)
     assert code == 1
     assert found[name].level == "fail" and words in found[name].text
+    if name != "disk":  # which root may write to
+        assert main(["train", str(config), override]) == 2, "it would not have started"
+        capsys.readouterr()
+
+
+def test_a_reward_that_some_responses_may_not_get_a_verdict_of(config, capsys):
+    code, found = look(capsys, config, f"rewards.0.function={config.parent}/reward.py:strict")
+    assert code == 0 and found["rewards"].level == "warn"
+    assert "IndexError on a test completion" in found["rewards"].text
+
+
+def test_a_row_that_cannot_be_used_wherever_it_stands(config, capsys):
+    with (config.parent / "rows.jsonl").open("a") as file:
+        file.write(40 * '{"prompt": "1+1=", "answer": 2, "tests": []}\n' + '{"answer": 2}\n')
+    code, found = look(capsys, config)
+    assert code == 1 and "line 44" in found["data.train"].text
 
 
 def test_adapters_that_fit_are_nothing_to_tell(config, capsys):

@@ -112,6 +112,7 @@ def finding(step_s: float, shift: float, *ideas: plan_ideas.Idea) -> plan_result
         shift=shift,
         shift_error=0.0,
         kinds_s={"short": step_s},
+        tokens=1000 * (1 + shift),
     )
 
 
@@ -155,3 +156,13 @@ def test_with_debias_it_says_what_the_bound_is_on() -> None:
     text = "\n".join(explain(plan, corrected=True))
     assert "its weights undo the shift" in text
     assert not math.isnan(plan.current.shift)
+
+
+def test_a_step_that_is_shorter_since_it_trains_on_less_says_so() -> None:
+    gentle = plan_ideas.factors_idea((1.125, 1.0))
+    longer = made_plan(finding(80.0, -0.2, gentle), 0.3)
+    assert "fewer tokens" not in "\n".join(explain(longer, corrected=False))
+    only = made_plan(finding(80.0, -0.5, gentle), 0.6)
+    text = "\n".join(explain(only, corrected=False))
+    assert "It is shorter only because it trains on 29% fewer tokens" in text
+    assert "0.89x the current settings" in text

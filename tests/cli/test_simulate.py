@@ -173,6 +173,7 @@ def asked(folder, monkeypatch) -> list[tuple[str, list[str]]]:
             predicted_same=system(*[step(total_s=60.0)] * 5, tail_trained_share=math.nan),
             predicted=RACING,
             fit_text="decode step: 2 ms",
+            outside="480 samples at once, 192 were measured.",
             scenario={"name": "real", "limit": math.inf},
         )
 
@@ -191,6 +192,7 @@ def test_what_if_shows_the_run_its_simulation_and_the_change(folder, asked, caps
         ["what-if", "60.0", "1.00x"],
     ]
     assert "Simulated as it was, the run's step is 9% shorter than measured (66.0 s)" in out
+    assert "480 samples at once, 192 were measured." in out
     assert "The timeline is in real-what-if.png." in out
     assert (folder / "real-what-if.png").exists()
 

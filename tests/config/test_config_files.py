@@ -37,7 +37,14 @@ def test_scenario_loads_and_survives_saving(path: Path, tmp_path: Path) -> None:
     assert load_scenario(tmp_path / "resolved.yaml") == scenario
 
 
-def test_reference_page_is_up_to_date() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["reference_page"]()
+@pytest.mark.parametrize("name", ["configuration.md", "scenarios.md"])
+def test_reference_pages_are_up_to_date(name: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["PAGES"][name]()
     command = "python docs/make_configuration.py"
-    assert (ROOT / "docs" / "configuration.md").read_text() == made, f"run: {command}"
+    assert (ROOT / "docs" / name).read_text() == made, f"run: {command}"
+
+
+def test_every_key_of_a_scenario_has_a_meaning() -> None:
+    describe = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["describe"]
+    silent = [row.path for row in describe(Scenario) if not row.text]
+    assert not silent

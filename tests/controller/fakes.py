@@ -229,6 +229,12 @@ class FakeTrainer:
         for sample in self._gradient:
             self._gradient[sample] *= factor
 
+    async def update(self) -> dict[str, float]:
+        self.calls.append("update")
+        self.trained.append(list(self._gradient))
+        self._gradient = {}
+        return {"actor/loss": 3.0, "train/tokens": 5.0}
+
     async def apply(self) -> dict[str, float]:
         self.calls.append("apply")
         self.trained.append(list(self._gradient))
@@ -305,6 +311,8 @@ def build_samples(
     weights: Sequence[Sequence[float]] | None = None,
     scores: object = None,
     partial: bool = False,
+    updates: Sequence[int] | None = None,
+    reward_parts: object = None,
 ) -> tuple[list, dict]:
     num_samples = 1 if partial else sum(map(len, groups))
     of_sample = None if weights is None else iter([w for group in weights for w in group])

@@ -173,6 +173,31 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
         check_resume([], same, {**same, "train_data": "d"})
 
 
+def test_how_prompts_were_made_is_kept_over_a_resume() -> None:
+    same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
+    chat = {**same, "chat": {"train": True, "eval": False}}
+    # A run of an earlier version, which had no such key and rendered nothing.
+    earlier = [("data.train.chat", None, "auto"), ("rewards[0].max_failed_calls", None, 32)]
+    assert check_resume(earlier, same, {**same, "chat": {"train": False}}) == []
+    with pytest.raises(RunError, match=r"set data\.train\.chat=false to go on") as caught:
+        check_resume(earlier, same, {**chat, "train_data": "d"})
+    assert "training data changed" not in str(caught.value)
+    with pytest.raises(RunError, match=r"set data\.eval\.chat=false to go on"):
+        check_resume([], chat, {**same, "chat": {"train": True, "eval": True}})
+    # The key may change where that changes nothing.
+    changes = [("data.train.chat", "auto", True)]
+    assert check_resume(changes, chat, chat) == ["data.train.chat: 'auto' -> True"]
+
+
+def test_a_changed_reward_file_is_named() -> None:
+    same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
+    before = {**same, "rewards": {"f": {"file": "/a/my_reward.py", "sha256": "1"}}}
+    now = {**same, "rewards": {"f": {"file": "/b/my_reward.py", "sha256": "2"}}}
+    assert check_resume([], before, before) == check_resume([], same, now) == []
+    (line,) = check_resume([], before, now)
+    assert line.startswith("my_reward.py (reward f) has changed")
+
+
 def test_a_log_is_cut_back_and_the_rest_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = LogWriter(path)

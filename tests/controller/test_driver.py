@@ -39,7 +39,7 @@ from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
 from rollpacker.rollout.engine import EngineStatus
-from rollpacker.trainer.trainer import NonFiniteError
+from rollpacker.trainer.trainer import NonFiniteError, TrainConfig
 from tests.controller.fakes import (
     FakeEngine,
     FakeReward,
@@ -562,3 +562,17 @@ def test_factors_chosen_for_measured_times_replay(tmp_path: Path) -> None:
     planner = controller.parts.job.lengths.planner
     assert planner is not None and planner.current is not None, "no factors were ever chosen"
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
+
+
+def test_a_step_of_two_updates_is_trained_once(tmp_path):
+    config = replace(run_config(steps=2), train=TrainConfig(steps=2, updates_per_round=2))
+    trainer = FakeTrainer()
+    controller, recorder = make(tmp_path, config, trainer=trainer)
+    assert drive(controller) == "every step is done"
+    of_step = ["score", "accumulate", "update", "accumulate", "apply"]
+    assert trainer.calls == of_step * trainer.version
+    assert all(len(trained) == 4 for trained in trainer.trained), "two prompts of two samples each"
+    events = [entry.event for entry in recorder.entries if isinstance(entry, Record)]
+    trained = [event for event in events if isinstance(event, Trained)]
+    assert [event.version for event in trained] == list(range(1, trainer.version + 1))
+    assert trained[0].metrics["train/updates"] == 2

@@ -94,5 +94,5 @@ def test_advantages_of_another_shape_are_refused(tmp_path: Path) -> None:
         "def algorithm():\n"
         "    return Algorithm(advantages=lambda rewards, *_, config: rewards[:2])\n"
     )
-    with pytest.raises(ValueError, match="give one of each sample, or one of each token"):
+    with pytest.raises(ValueError, match="one of each sample, or one of each token"):
         build_train_samples(responses(1), AlgorithmConfig(function=f"{path}:algorithm"))

@@ -177,7 +177,8 @@ class CostedRun:
         self.now += REWARD_S
         training_s = TRAIN_FIXED_S + TRAIN_TOKEN_S * sum(self.lengths[s] for s in kept)
         for sample in kept[:-2]:
-            self.record(SampleScored(time_s=self.now, sample=sample, value=1.0, seconds=CHECK_S))
+            value = float(sample.index % 2)
+            self.record(SampleScored(time_s=self.now, sample=sample, value=value, seconds=CHECK_S))
         event = SampleScored(time_s=self.now, sample=kept[-2], value=1.0, seconds=CHECK_S)
         self.record(event, *self.begin_gradients(step, kept))
         early_s = training_s * self.streamed / 2

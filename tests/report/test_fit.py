@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.events import SampleFailed
-from rollpacker.core.records import LogError, Record, Session, decode, encode
+from rollpacker.core.events import SampleFailed, SampleGenerated
+from rollpacker.core.records import Entry, LogError, Record, Session, decode, encode
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.decode_fit import nonnegative_least_squares
 from rollpacker.report.fit import fit_run, predict_rounds
@@ -123,9 +124,9 @@ def test_everything_around_the_rounds():
     assert fitted.train.fixed_s == pytest.approx(costed_run.TRAIN_FIXED_S, rel=0.02)
     assert fitted.train.per_token_s == pytest.approx(costed_run.TRAIN_TOKEN_S, rel=0.02)
     assert fitted.sync_s == pytest.approx(costed_run.SYNC_S)
-    assert fitted.commit_s == pytest.approx(costed_run.COMMIT_S)
-    assert fitted.checkpoint_s == pytest.approx(costed_run.CHECKPOINT_S)
-    assert fitted.between_s == pytest.approx(costed_run.FETCH_S)
+    assert fitted.commit.plain_s == pytest.approx(costed_run.COMMIT_S)
+    assert fitted.commit.checkpoint_s == pytest.approx(costed_run.CHECKPOINT_S)
+    assert fitted.commit.between_s == pytest.approx(costed_run.FETCH_S)
     assert fitted.rewards.exposed_s == pytest.approx(costed_run.REWARD_S)
     assert fitted.rewards.num == 20 * 64
     assert set(fitted.rewards.check_quantiles.values()) == {costed_run.CHECK_S}
@@ -268,3 +269,32 @@ def test_accounting_takes_the_slots_from_the_log():
     for entry in old:
         without.feed(entry)
     assert without.seconds()["tail_idle"] > told.seconds()["tail_idle"]
+
+
+def drafted_log(num_rounds: int, seed: int = 0) -> list[Entry]:
+    """A race's log, in which samples come forward by one to four tokens a step when few are left,
+    so that those of one length do not end together."""
+    rng = np.random.default_rng(seed)
+    entries = []
+    for entry in CostedRun(bent, race=True).run(num_rounds):
+        if isinstance(entry, Record) and isinstance(entry.event, SampleGenerated):
+            tokens = max(1, int(entry.event.num_tokens * rng.uniform(0.7, 1.0)))
+            entry = replace(entry, event=replace(entry.event, num_tokens=tokens))
+        entries.append(entry)
+    return entries
+
+
+def test_an_engine_that_drafts_is_fitted_by_whole_rounds():
+    entries = drafted_log(30)
+    with pytest.raises(ValueError, match="do not fit an engine"):
+        fit_run(entries)
+    fitted = fit_run(entries, may_draft=True)
+    assert fitted.drafted
+    assert (fitted.num_rounds, fitted.num_skipped) == (30, 0)
+    for errors in fitted.errors["step"].values():
+        assert errors.ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_an_engine_that_may_draft_and_does_not_is_fitted_as_ever():
+    entries = list(CostedRun(bent, race=True).run(20))
+    assert fit_run(entries, may_draft=True) == fit_run(entries)

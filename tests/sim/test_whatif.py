@@ -11,6 +11,7 @@ from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.records import Record, Session, encode
+from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.simulation import Simulation
@@ -110,7 +111,7 @@ def carried_log(folder: Path, model: RunModel, mismatch: float) -> RunModel:
     """The run simulated with a pool, its log taken for a run's."""
     records: list[Record] = []
     config = model.with_overrides(["tail_batching.enabled=true", "tail_batching.prompt_factor=2"])
-    machine = Machine(latency=model._latency(), gpus=1, prompt_tokens=0, mismatch=mismatch)
+    machine = Machine(latency=model.latency(), gpus=1, prompt_tokens=0, mismatch=mismatch)
     workload = Workload.from_pools(model._pools, max_response_tokens=300, samples_per_prompt=8)
     job = replace(config.job(), max_steps=None)
     Simulation(job, machine, workload, observe=records.append).run(200)
@@ -127,3 +128,14 @@ def test_the_mismatch_of_a_run_is_read_from_its_log(plain: RunModel, tmp_path: P
     assert found.mismatch == pytest.approx(2e-3, rel=0.2)
     assert carried_log(tmp_path / "same", plain, 0.0).mismatch == 0.0
     assert 0 <= plain.capped_share <= 1
+
+
+def test_workers_and_deadlines_of_a_run_hold_in_its_simulation(tmp_path: Path) -> None:
+    """What a kind's few workers make wait was left out before, as if there were any number."""
+    model = load_run(record(tmp_path / "bounded", race=False))
+    free = model.simulate().mean["reward_s"]
+    kinds = {model.fitted.workload.source: RewardKindConfig(workers=1)}
+    job = model.config.job(reward_kinds=kinds).to_plain()
+    bounded = replace(model, fitted=replace(model.fitted, job=job))
+    waits = bounded.simulate().mean["reward_s"]
+    assert waits > 20 * free

@@ -72,7 +72,7 @@ def test_batch_arithmetic(folder):
     assert (batch.long_samples, batch.trained_samples, batch.trained_prompts) == (32, 32, 8)
     assert batch.max_trained_tokens == 32 * 128
     assert (batch.min_micro_batches, batch.max_micro_batches) == (1, 8)
-    assert batch.optimizer_steps == 7
+    assert batch.steps == 7
 
 
 def test_parameters_and_what_follows_from_them_are_exact(folder):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,8 @@ TOLERANCE = 1e-10
 MAX_RESPONSE_TOKENS = 30
 WHOLE = 1_000_000
 """A budget that one micro-batch of all samples does not exceed."""
+
+OWN = Path(__file__).parents[2] / "examples" / "algorithm" / "own.py"
 
 Groups = list[list[tuple[Response, float]]]
 
@@ -93,6 +96,21 @@ CASES: dict[str, Case] = {
             ("distillation", {"whiten": False, "mask_truncated": True}),
         ]
     },
+    **{
+        f"outside, {list(functions)}": Case(
+            algorithm=AlgorithmConfig(
+                name="rloo",
+                importance_ratio="token",
+                clip_high=0.28,
+                old_logprobs="rollout",
+                **functions,
+            )
+        )
+        for functions in (
+            {"advantage_function": f"{OWN}:leave_one_out", "loss_function": f"{OWN}:clipped"},
+            {},
+        )
+    },
     "lora": Case(algorithm=AlgorithmConfig(kl_coef=0.3, old_logprobs="rollout"), lora=True),
 }
 
@@ -119,7 +137,12 @@ def step_groups() -> Groups:
     return [[(next(found), reward) for _, reward in group] for group in groups]
 
 
-def learner_of(case: Case, partition: Partition, shards: Shards | None = None) -> Learner:
+def learner_of(
+    case: Case,
+    partition: Partition,
+    shards: Shards | None = None,
+    config: TrainConfig | None = None,
+) -> Learner:
     """Policy, reference, teacher and critic all differ, and none of their gradients is zero."""
     model = exact_model()
     critic = None
@@ -135,7 +158,8 @@ def learner_of(case: Case, partition: Partition, shards: Shards | None = None) -
         model=model,
         tokenizer=None,
         pad_token_id=0,
-        config=TrainConfig(
+        config=config
+        or TrainConfig(
             steps=1,
             learning_rate=1e-3,
             betas=(0.0, 0.9),  # the optimizer's first moment is then the gradient
@@ -186,9 +210,15 @@ def dealt(rows: Sequence[Any], size: int, draw: random.Random | None) -> list[li
 
 
 def scores_of(
-    learner: Learner, groups: Groups, case: Case, shards: Shards | None, draw: random.Random | None
+    learner: Learner,
+    groups: Groups,
+    case: Case,
+    shards: Shards | None,
+    draw: random.Random | None,
+    *,
+    always: bool = False,
 ) -> dict[SampleId, TokenScores]:
-    if not case.algorithm.needs_scores:
+    if not (always or case.algorithm.needs_scores):
         return {}
     requests = [
         ScoreRequest(sample=r.sample, prompt_tokens=r.prompt_tokens, response_tokens=r.tokens)
@@ -230,6 +260,22 @@ def built(
         case.algorithm,
         scores=scores,
         partial=partial,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+    )
+
+
+def built_with(
+    groups: Groups,
+    case: Case,
+    scores: Mapping[SampleId, TokenScores],
+    updates: Sequence[int] | None,
+) -> tuple[list[TrainSample], Mapping[str, float]]:
+    """The same of a step with several updates."""
+    return build_train_samples(
+        groups,
+        case.algorithm,
+        scores=scores,
+        updates=updates,
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
 
@@ -313,6 +359,16 @@ def test_any_partition_gives_the_gradient_of_the_whole(name, ranks):
         assert sum(part for _, part in answers) == pytest.approx(loss, rel=1e-10, abs=1e-12)
 
     check()
+
+
+def test_functions_from_outside_give_the_gradient_of_the_same_ones_inside(ranks):
+    """In one process and in two, begun early or not."""
+    outside, inside = (CASES[name] for name in CASES if name.startswith("outside"))
+    wanted, loss = gradients(None, inside, Partition())
+    for partition in (Partition(), Partition(size=2, budget=40, num_early=2, seed=1)):
+        answers = ranks.run(partition.size, gradients, outside, partition)
+        assert_equal(answers[0][0], wanted)
+        assert sum(part for _, part in answers) == pytest.approx(loss, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -59,6 +59,7 @@ def test_metrics_are_means_over_all_tokens() -> None:
         "actor/lr": 1e-3,
         "actor/entropy": entropy.mean(),
         "actor/ppo_kl": -update.mean(),
+        "actor/ratio/mean": np.exp(update).mean(),
         "actor/kl": sum(p["token_sums"]["kl"].item() for p in parts) / len(entropy),
         "actor/clip_ratio_low": 8.0 / len(entropy),
         "sampling/sampling_logp_difference/mean": np.abs(difference).mean(),

@@ -60,6 +60,8 @@ class Rollout:
         self._lane_of: dict[int, Lane] = {}
         """By key of the sample."""
         self._num_generating = 0
+        self._empty_from_s = 0.0
+        """When the engines let go of the last response."""
         self._released: tuple[float, list[Lane]] | None = None
         """When devices were released, and their engines."""
 
@@ -70,6 +72,10 @@ class Rollout:
     def released(self) -> list[Lane]:
         """Engines that take nothing until the next round."""
         return [] if self._released is None else self._released[1]
+
+    def is_busy(self) -> bool:
+        """Whether an engine still generates, or has not let go of what it was told to stop."""
+        return self._num_generating > 0 or self._clock.time_s < self._empty_from_s
 
     # -- launch ------------------------------------------------------------------------
 
@@ -164,7 +170,7 @@ class Rollout:
         step.preemptions += preemptions
         self._num_generating -= 1
         if not self._num_generating:
-            self._rollout_ends()
+            self._rollout_ends(self._clock.time_s)
         assert self._launch is not None
         return SampleGenerated(
             time_s=0.0,
@@ -195,13 +201,14 @@ class Rollout:
             lane.last_busy_s = now
             self._clock.expect(lane.engine, lane.finish)
         self._num_generating -= len(command.samples)
+        stop_s = self._machine.latency.stop_s
         if not self._num_generating:
-            self._rollout_ends()
+            self._rollout_ends(now + stop_s)
         for sample in command.samples:
             key = keys[sample]
             tokens, preemptions = stopped[key]
             self._clock.after(
-                0.0,
+                stop_s,
                 SampleAborted(
                     time_s=0.0,
                     sample=sample,
@@ -212,10 +219,11 @@ class Rollout:
                 ),
             )
 
-    def _rollout_ends(self) -> None:
+    def _rollout_ends(self, now: float) -> None:
         """The last engine is empty: from here on every device waits for verdicts."""
-        now, machine, launch = self._clock.time_s, self._machine, self._launch
+        machine, launch = self._machine, self._launch
         assert launch is not None
+        self._empty_from_s = now
         self._tally.rollout_ends(now)
         self._work.have(now, machine.gpus)
         idle_s = sum(now - lane.last_busy_s for lane in self._fleet) * launch.tensor_parallel

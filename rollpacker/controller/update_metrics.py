@@ -1,0 +1,42 @@
+"""The metrics of a step that had several optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_SUMS = (
+    *("train/response_tokens", "train/tokens", "train/padded_tokens", "train/micro_batches"),
+    "train/recomputed_micro_batches",
+)
+"""Counts of the whole step."""
+_OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
+"""What grows from update to update is shown of each, as NAME/update_1 and so on."""
+_LAST = ("train/lora_merge_loss",)
+"""What is true at the end of the step."""
+
+
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Those of one update as they are. Of several: sums of what is counted, the extremes of what is
+    one, and means of all else, each update alike."""
+    if len(updates) == 1:
+        return dict(updates[0])
+    names = dict.fromkeys(name for update in updates for name in update)
+    found = {name: _of(name, [u[name] for u in updates if name in u]) for name in names}
+    for name in _OF_EACH:
+        for number, update in enumerate(updates, start=1):
+            if name in update:
+                found[f"{name}/update_{number}"] = update[name]
+    found["train/updates"] = float(len(updates))
+    return found
+
+
+def _of(name: str, values: Sequence[float]) -> float:
+    if name in _SUMS:
+        return sum(values)
+    if name in _LAST:
+        return values[-1]
+    if name.endswith("/max") or "peak" in name:
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    return sum(values) / len(values)

@@ -1,0 +1,186 @@
+"""What a run's rewards took and said, read off its log: for a simulation of the same rewards.
+
+    checks   what was said of a response and in how many seconds, by row of its prompt
+    calls    where checks go to the rewards in batches: one call each, and how many run at once
+
+A call's seconds are those of its worker: a batch that waits for a worker waits here, and not in a
+quantile of all waits. The first calls of a run (imports, caches) are told apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rollpacker.report.decode_fit import nonnegative_least_squares
+from rollpacker.report.step_history import StepHistory, Verdict
+
+MAX_KEPT_OF_ROW = 64
+"""Checks of a row's responses that are kept."""
+MAX_CALLS = 20_000
+"""Calls that are kept, the first ones."""
+MOST_AT_ONCE = 8
+"""Batches that a run has under way at once (`controller/scoring.py`)."""
+WORSE = 1.05
+"""Fewer workers are believed if they explain the ends as well but for this factor."""
+SHORTEST_S = 1e-6
+NUM_FIRST = 8
+"""Of a run's calls: those that may be a worker's first."""
+WARM_UP = 2.0
+"""A call that warms a worker up takes so many times as long as any later one."""
+
+
+class Check(NamedTuple):
+    """One response's verdict."""
+
+    num_tokens: int
+    """Of the response."""
+    seconds: float
+    """Of execution, as the reward says; without its word all that it was held."""
+    held_s: float
+    """From being handed over to the verdict, which keeps a worker of the core's."""
+    value: float | None
+    correct: bool | None
+    timed_out: bool
+    cause: str
+
+
+class Call(NamedTuple):
+    """Several responses judged at once."""
+
+    num_samples: int
+    seconds: float
+    """Of the worker that had the call."""
+    alone: bool
+    """Nothing was generated any more when it was asked for. Beside an engine at work the same call
+    takes longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Calls of batches of responses."""
+
+    recorded: tuple[Call, ...]
+    """By number of samples."""
+    num_workers: int
+    """Calls that ran at once."""
+    fixed_s: float
+    per_sample_s: float
+    """A call of n samples takes fixed_s + n * per_sample_s, on average."""
+    warm_ups: tuple[float, ...] = ()
+    """Seconds of the run's first calls, where each took longer than any that was not among them:
+    imports, caches. They are not among the recorded ones."""
+
+
+class _Batch(NamedTuple):
+    asked_s: float
+    """When the last of its samples was asked for."""
+    done_s: float
+    num_samples: int
+    alone: bool
+
+
+@dataclass(slots=True)
+class Checks:
+    """Gathers a log's checks, step by step."""
+
+    by_row: dict[int, list[Check]] = field(default_factory=dict)
+    _batches: list[_Batch] = field(default_factory=list)
+    _open: tuple[float | None, list[Verdict]] = (None, [])
+    """Seconds of the batch whose verdicts come in, and these."""
+    _rollouts: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each of the step at hand."""
+
+    def add(self, step: StepHistory) -> None:
+        self._rollouts = [(r.start_s, r.end_s or math.inf) for r in step.rounds]
+        for verdict in step.checks.verdicts:
+            self._gather(verdict)
+            known = step.samples.get(verdict.event.sample)
+            if known is not None and verdict.asked_s is not None:
+                self._keep(verdict, verdict.time_s - verdict.asked_s, known.num_tokens)
+
+    def _keep(self, verdict: Verdict, held_s: float, num_tokens: int) -> None:
+        event = verdict.event
+        if event.cause not in ("", "sample", "deadline"):
+            return
+        of_row = self.by_row.setdefault(event.sample.prompt.row, [])
+        if len(of_row) < MAX_KEPT_OF_ROW:
+            seconds = held_s if event.seconds is None else min(event.seconds, held_s)
+            told = (event.value, event.correct, event.timed_out, event.cause)
+            of_row.append(Check(num_tokens, seconds, held_s, *told))
+
+    def _gather(self, verdict: Verdict) -> None:
+        """Samples of one batch are answered together, with the seconds of all."""
+        seconds, members = self._open
+        if verdict.event.seconds is None or verdict.event.seconds != seconds:
+            self._close()
+            self._open = (verdict.event.seconds, [verdict])
+        else:
+            members.append(verdict)
+
+    def _close(self) -> None:
+        asked = [one.asked_s for one in self._open[1] if one.asked_s is not None]
+        if asked and self._open[0] is not None and len(self._batches) < MAX_CALLS:
+            asked_s = max(asked)
+            alone = not any(begin <= asked_s < end for begin, end in self._rollouts)
+            done_s = self._open[1][0].time_s
+            self._batches.append(_Batch(asked_s, done_s, len(asked), alone))
+        self._open = (None, [])
+
+    def calls(self) -> Calls | None:
+        """How long calls took, for the number of workers that explains their ends best; None:
+        there were none."""
+        self._close()
+        batches = sorted(self._batches)
+        if not batches:
+            return None
+        found = [_with_workers(batches, num) for num in range(1, MOST_AT_ONCE + 1)]
+        least = min(error for _, error in found)
+        return next(calls for calls, error in found if error <= WORSE * least)
+
+
+def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, float]:
+    """The calls, if so many ran at once, and the mean error of their ends when predicted, s."""
+    free = [-np.inf] * num_workers
+    recorded = []
+    for batch in batches:
+        began_s = max(batch.asked_s, free[0])
+        heapq.heapreplace(free, max(batch.done_s, free[0]))
+        seconds = max(SHORTEST_S, batch.done_s - began_s)
+        recorded.append(Call(batch.num_samples, seconds, batch.alone))
+    later_s = max((call.seconds for call in recorded[NUM_FIRST:]), default=np.inf)
+    warm_ups = [c for c in recorded[:NUM_FIRST] if c.seconds > WARM_UP * later_s]
+    recorded = [call for call in recorded if call not in warm_ups]
+    fixed_s, per_sample_s = _line(recorded)
+    errors, free = [], [-np.inf] * num_workers
+    for batch in batches:
+        done_s = max(batch.asked_s, free[0]) + fixed_s + per_sample_s * batch.num_samples
+        heapq.heapreplace(free, done_s)
+        errors.append(abs(done_s - batch.done_s))
+    return (
+        Calls(
+            recorded=tuple(sorted(recorded)),
+            num_workers=num_workers,
+            fixed_s=fixed_s,
+            per_sample_s=per_sample_s,
+            warm_ups=tuple(call.seconds for call in warm_ups),
+        ),
+        float(np.mean(errors)),
+    )
+
+
+def _line(calls: Iterable[Call]) -> tuple[float, float]:
+    """Seconds of a call and of each of its samples: of least absolute error, nearly."""
+    counts, seconds, _ = np.array(list(calls), dtype=np.float64).T
+    columns = np.column_stack([np.ones_like(counts), counts])
+    weights = np.ones_like(seconds)
+    for _ in range(20):
+        x = nonnegative_least_squares(columns * weights[:, None], seconds * weights)
+        errors = np.abs(columns @ x - seconds)
+        weights = 1 / np.sqrt(np.maximum(errors, 0.1 * float(np.mean(errors)) + 1e-9))
+    return float(x[0]), float(x[1])

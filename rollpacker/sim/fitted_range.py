@@ -1,0 +1,240 @@
+"""What of a simulation lies outside of what its constants were fitted to, and what hangs on it.
+
+A sentence or two for below a table. A scenario is compared with the set-ups of the calibration, a
+recorded run's simulation with the run. Of a constant that is extrapolated the seconds of a step
+that are it are named, or what a quarter more of it would add, by simulating that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.sim.hardware import GPUS
+from rollpacker.sim.latency import Calibration, DatasheetModel
+from rollpacker.sim.presets import LENGTH_LAWS
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.simulate import machine_of, simulate
+
+if TYPE_CHECKING:
+    from rollpacker.sim.whatif import RunModel
+
+FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
+FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)
+PARAMS_SLACK = 0.1
+"""A model this near to one of them is one of its size."""
+FITTED_GPU = GPUS["h800"]
+FITTED_NUM_GPUS = (16, 128)
+FITTED_CAPS = (8 * 1024, 32 * 1024)
+QUARTER = 1.25
+SENSITIVITY_STEPS = 8
+"""Steps that are simulated to see what a constant moves."""
+SLOWER = {
+    "launch_layer_s": QUARTER,
+    "per_sequence_s": QUARTER,
+    "bandwidth_share": 1 / QUARTER,
+    "train_utilization": 1 / QUARTER,
+}
+"""Constants of a machine that nobody measured, and by what each makes it a quarter slower."""
+OUTSIDE_STEPS = 20
+"""Of a plan's best setting, simulated once more for its sentence."""
+LEAST = 0.005
+"""Of a step: what moves less is not named."""
+
+
+def outside_of_scenario(scenario: Scenario) -> str:
+    """For below the table of a scenario."""
+    places = _places(scenario)
+    if not places:
+        return (
+            f"Model, GPUs and cap are inside of what the constants were fitted to ({FITTED}); how "
+            "far off the fit is there is told in docs/simulation.md."
+        )
+    told = [f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."]
+    base = _step_s(scenario, Calibration())
+    given = _power_laws(scenario)
+    if given:
+        told.append(f"Of a step's {_s(base)} are extrapolated: {', '.join(given)}.")
+    moved = _moved(scenario, base)
+    if moved:
+        told.append(f"Were one constant a quarter worse, a step would take longer by {moved}.")
+    return " ".join([*told, *_beyond_the_lengths(scenario)])
+
+
+def _places(scenario: Scenario) -> list[str]:
+    shape, gpu, cluster = scenario.shape, scenario.cluster.gpu_spec, scenario.cluster
+    cap = scenario.rollout.max_response_tokens
+    found = []
+    if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
+        name = scenario.model if isinstance(scenario.model, str) else "a model of its own"
+        found.append(f"{name} with {shape.params / 1e9:.1f}e9 parameters")
+    elif isinstance(scenario.model, str) and not scenario.model.startswith("qwen2.5"):
+        found.append(f"{scenario.model}, a size that was fitted in another shape")
+    same = (gpu.bandwidth_tb_s, gpu.tflops) == (FITTED_GPU.bandwidth_tb_s, FITTED_GPU.tflops)
+    if not same:
+        found.append(f"the GPU ({cluster.gpu if isinstance(cluster.gpu, str) else 'its own'})")
+    if not FITTED_NUM_GPUS[0] <= cluster.gpus <= FITTED_NUM_GPUS[1]:
+        found.append(f"{cluster.gpus} GPUs")
+    if not FITTED_CAPS[0] <= cap <= FITTED_CAPS[1]:
+        found.append(f"a cap of {cap:,} tokens")
+    return found
+
+
+def _power_laws(scenario: Scenario) -> list[str]:
+    """Constants that come from a power law of the parameters, with their seconds of a step."""
+    latency = machine_of(scenario, Calibration()).latency
+    found = []
+    if scenario.train.fixed_s is None:
+        found.append(f"train.fixed_s, {_s(latency.train_fixed_s)} by a power law")
+    if scenario.sync_s is None:
+        found.append(f"sync_s, {_s(latency.sync_s)} by a power law")
+    return found
+
+
+def _moved(scenario: Scenario, base: float) -> str:
+    found = []
+    for name, factor in SLOWER.items():
+        constant = min(1.0, getattr(Calibration(), name) * factor)
+        more_s = _step_s(scenario, replace(Calibration(), **{name: constant})) - base
+        if more_s > LEAST * base:
+            found.append((more_s, name))
+    return ", ".join(f"{_s(more_s)} ({name})" for more_s, name in sorted(found, reverse=True))
+
+
+def _step_s(scenario: Scenario, calibration: Calibration) -> float:
+    steps = min(scenario.steps, SENSITIVITY_STEPS)
+    return simulate(replace(scenario, steps=steps), calibration=calibration).mean["total_s"]
+
+
+def _beyond_the_lengths(scenario: Scenario) -> list[str]:
+    """Length presets end where the figure that they are read off ends, doubled once."""
+    cap = scenario.rollout.max_response_tokens
+    laws = [scenario.law_of(stage) for stage in scenario.stages]
+    presets = {law.preset for law in laws if law.preset is not None}
+    known = max((max(LENGTH_LAWS[name].values()) for name in presets), default=cap)
+    if cap <= known:
+        return []
+    latency = machine_of(scenario, Calibration()).latency
+    assert isinstance(latency, DatasheetModel)
+    cost = latency.step_cost(scenario.rollout.tensor_parallel)
+    more_s = (cap - known) * cost.step_s(1, known)
+    return [
+        f"The length presets know nothing beyond {known:,} tokens: a response that went on to the "
+        f"cap would make a round that awaits it up to {_s(more_s)} longer."
+    ]
+
+
+# -- a recorded run ----------------------------------------------------------------
+
+
+def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> str:
+    """For below the table of a run's simulation: `config` is what was simulated, with what
+    outcome."""
+    told = [
+        *_more_at_once(model, config, predicted),
+        *_more_trained(model, predicted),
+        *_more_responses(model, config),
+        *_other_carrying(model, config, predicted),
+        *_streams_anew(model, config),
+    ]
+    drafted = (
+        "Its engine drafted, so that the seconds of a token are averages over its own rounds: "
+        f"{_s(predicted.mean['rollout_s'])} of a step hang on drafts coming true as often."
+        if model.fitted.drafted
+        else ""
+    )
+    if told:
+        text = f"Outside of what the run measured: {'; '.join(told)}."
+    else:
+        text = "Nothing simulated here lies outside of what the run measured on its machine."
+    return " ".join(filter(None, (text, drafted)))
+
+
+def _most_at_once(config: RunConfig) -> int:
+    """Samples that its engine decodes at once, at most."""
+    rollout = config.rollout
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
+    tail = config.tail_batching
+    if tail.enabled:
+        prompts = tail.factors.num_prompts(prompts)
+        samples = tail.factors.num_samples(samples)
+    launched = prompts * samples
+    slots = rollout.engine.max_slots
+    return launched if slots is None else min(slots, launched)
+
+
+def _more_at_once(model: RunModel, config: RunConfig, predicted: SystemResult) -> Sequence[str]:
+    before, now = _most_at_once(model.config), _most_at_once(config)
+    if now <= before:
+        return []
+    cost = model.latency().step_cost(1)
+    share = 1 - cost.step_s(before, 0) / cost.step_s(now, 0)
+    hang = f"up to {_s(share * predicted.mean['rollout_s'])} of a step hang on that"
+    return [
+        f"{now} samples decoded at once, {before} were measured (a decode step is taken to go on "
+        f"as a straight line{f': {hang}' if share > LEAST else ', which is flat there'})"
+    ]
+
+
+def _more_trained(model: RunModel, predicted: SystemResult) -> Sequence[str]:
+    most = max(step.tokens_trained for step in model.measured().steps)
+    beyond = [max(0, step.tokens_trained - most) for step in predicted.steps]
+    more_s = model.fitted.train.per_token_s * sum(beyond) / len(beyond)
+    if more_s <= LEAST * predicted.mean["total_s"]:
+        return []
+    return [f"steps of more than the {most:,} trained tokens ({_s(more_s)} of a step on average)"]
+
+
+def _more_responses(model: RunModel, config: RunConfig) -> Sequence[str]:
+    before, now = (
+        c.tail_batching.factors.num_samples(c.rollout.samples_per_prompt)
+        if c.tail_batching.enabled
+        else c.rollout.samples_per_prompt
+        for c in (model.config, config)
+    )
+    if now <= before:
+        return []
+    return [
+        f"{now} responses of a prompt, {before} were recorded (the others' lengths are draws from "
+        "what prompts like it showed)"
+    ]
+
+
+def _other_carrying(model: RunModel, config: RunConfig, predicted: SystemResult) -> Sequence[str]:
+    if not config.tail_batching.carries or model.config.tail_batching.carries:
+        return []
+    steps = min(SENSITIVITY_STEPS, len(predicted.steps))
+    one, other = (
+        model.simulate_config(config, steps=steps, mismatch=rate).mean["total_s"]
+        for rate in (model.mismatch, ASSUMED_MISMATCH)
+    )
+    return [
+        "tokens are carried, which the run did not do (mismatches are taken as "
+        f"{model.mismatch:g} per token and update; at {ASSUMED_MISMATCH:g} a step would take "
+        f"{_s(other - one, sign=True)})"
+    ]
+
+
+ASSUMED_MISMATCH = 1e-3
+"""Per token and update: of a policy that learns fast."""
+
+
+def _streams_anew(model: RunModel, config: RunConfig) -> Sequence[str]:
+    if not config.stream_trainer.enabled or model.config.stream_trainer.enabled:
+        return []
+    hidden_s = model.fitted.train.fixed_s
+    return [
+        "gradients before the round's end, which the run did not take (each batch of them is "
+        f"taken to cost its tokens only: the fixed {_s(hidden_s)} come once a step)"
+    ]
+
+
+def _s(seconds: float, *, sign: bool = False) -> str:
+    digits = 1 if abs(seconds) >= 10 else 2 if abs(seconds) >= 1 else 3
+    return f"{seconds:{'+' if sign else ''},.{digits}f} s"
+
+
+assert SLOWER.keys() <= {constant.name for constant in fields(Calibration)}

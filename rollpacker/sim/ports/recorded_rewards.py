@@ -1,0 +1,158 @@
+"""Rewards of a run that was recorded: its own verdicts, and its own seconds.
+
+A kind of check with workers or a deadline is bounded by the core, and each check takes what a
+recorded one took. Other checks wait for one another as in a real run (`controller/scoring.py`):
+what is asked for while nothing more can be handed over joins one batch, and each batch is a call of
+the reward, which has so many workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rollpacker.core.commands import Score
+from rollpacker.core.events import Event, SampleScored
+from rollpacker.core.ids import SampleId
+from rollpacker.report.reward_fit import MOST_AT_ONCE, Check
+from rollpacker.sim.clock import VirtualClock
+from rollpacker.sim.machine import Machine
+from rollpacker.sim.ports.rewards import Rewards
+from rollpacker.sim.recorded_checks import RecordedChecks
+from rollpacker.sim.responses import Responses
+from rollpacker.sim.workload import Workload
+
+HANDED_OVER_S = 1e-6
+"""After a response ended: others may end in the same step of the engine, and share its call."""
+
+
+class RecordedRewards(Rewards):
+    """Obeys `Score` and `CancelScore`."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        machine: Machine,
+        workload: Workload,
+        responses: Responses,
+        max_response_tokens: int | None,
+        checks: RecordedChecks,
+        is_generating: Callable[[], bool],
+    ) -> None:
+        """`is_generating`: whether responses still come."""
+        super().__init__(clock, machine, workload, responses, max_response_tokens)
+        self._checks = checks
+        self._luck = random.Random(workload.seed)
+        self._batches = (
+            None
+            if checks.calls is None
+            else _Batches(clock, checks, self._luck, is_generating, self._was_cancelled)
+        )
+
+    def _score(self, command: Score) -> None:
+        check = self._check_of(command.sample)
+        if self._batches is not None:
+            self._batches.ask(_scored(command.sample, check, None)[0])
+            return
+        event, held_s = _scored(command.sample, check, command.timeout_s)
+        self._clock.after(held_s, event)
+
+    def _check_of(self, sample: SampleId) -> Check | None:
+        responses = self._responses
+        length = responses.lengths[responses.keys[sample]]
+        return self._checks.check(sample.prompt.row, length, self._luck.random())
+
+
+def _scored(
+    sample: SampleId, check: Check | None, timeout_s: float | None
+) -> tuple[SampleScored, float]:
+    """The verdict, and the seconds until it is there."""
+    if check is None:
+        return SampleScored(time_s=0.0, sample=sample, value=None, cause="sample"), 0.0
+    seconds, value, timed_out = check.seconds, check.value, check.timed_out
+    if timeout_s is not None:
+        # One that ran into the limit of its time would have gone on: the limit of now ends it.
+        ran_out = timed_out or seconds >= timeout_s
+        if ran_out:
+            seconds, value, timed_out = timeout_s, 0.0, True
+    event = SampleScored(
+        time_s=0.0,
+        sample=sample,
+        value=value,
+        seconds=seconds,
+        correct=check.correct,
+        timed_out=timed_out,
+        cause=check.cause,
+    )
+    return event, check.held_s - check.seconds + seconds
+
+
+class _Batches:
+    """Calls of many checks, a few at a time; a `clock.Moving`."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        checks: RecordedChecks,
+        luck: random.Random,
+        is_generating: Callable[[], bool],
+        passes_over: Callable[[Event], bool],
+    ) -> None:
+        """`passes_over`: true for a verdict that nobody waits for any more."""
+        assert checks.calls is not None
+        self._is_generating = is_generating
+        self._passes_over = passes_over
+        self._clock = clock
+        self._checks = checks
+        self._luck = luck
+        self._asked: list[SampleScored] = []
+        self._free = [0.0] * checks.calls.num_workers
+        """When each worker is free, a heap."""
+        self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
+        """(end, number, verdicts), a heap."""
+        self._done: deque[SampleScored] = deque()
+        self._begins = math.inf
+        """When what was asked for is handed over."""
+        self._num_begun = 0
+
+    @property
+    def next_finish(self) -> float:
+        """When something happens next."""
+        if self._done:
+            return self._clock.time_s
+        return min(self._begins, self._running[0][0] if self._running else math.inf)
+
+    def ask(self, verdict: SampleScored) -> None:
+        """This is to be said, in time."""
+        self._asked.append(verdict)
+        if self._begins == math.inf and len(self._running) < MOST_AT_ONCE:
+            self._begins = self._clock.time_s + HANDED_OVER_S
+            self._clock.expect(self, self._next)
+
+    def _next(self) -> Event | None:
+        now = self._clock.time_s
+        if self._begins <= now:
+            self._begin(now)
+        if not self._done and self._running and self._running[0][0] <= now:
+            _, _, verdicts = heapq.heappop(self._running)
+            self._done.extend(verdicts)
+            if self._asked and self._begins == math.inf:
+                self._begins = now + HANDED_OVER_S
+        if not self._done:
+            return None
+        verdict = self._done.popleft()
+        return None if self._passes_over(verdict) else verdict
+
+    def _begin(self, now: float) -> None:
+        alone = not self._is_generating()
+        seconds = self._checks.call_s(len(self._asked), self._luck.random(), alone=alone)
+        if self._num_begun < len(self._checks.warm_ups):
+            seconds = self._checks.warm_ups[self._num_begun]
+        done_s = max(now, self._free[0]) + seconds
+        heapq.heapreplace(self._free, done_s)
+        heapq.heappush(self._running, (done_s, self._num_begun, self._asked))
+        self._num_begun += 1
+        self._asked, self._begins = [], math.inf

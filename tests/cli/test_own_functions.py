@@ -1,0 +1,99 @@
+"""`algorithm.loss_function`, `advantage_function` and `train.updates_per_round` through the command
+line: in every process, checked at the start, resumed exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from rollpacker.controller.checkpoint import newest_checkpoint
+from tests.cli.test_bad_input import Command, command, model
+
+__all__ = ["command", "model"]
+
+LOSS = (
+    "def f(log_probs, old_log_probs, advantages):\n"
+    "    return -log_probs * advantages, {'mine': old_log_probs * 0 + 0.25}\n"
+)
+
+
+def loss(command: Command, code: str = LOSS) -> str:
+    (command.folder / "own.py").write_text(code)
+    return f"{command.folder / 'own.py'}:f"
+
+
+def rows(command: Command) -> list[dict]:
+    return [json.loads(line) for line in (command.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(command: Command) -> dict:
+    newest = newest_checkpoint(command.run / "checkpoints")
+    return load_file(newest.folder / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_a_loss_is_called_wherever_training_is(command, processes):
+    changes = {} if processes is None else {"train__processes": processes}
+    assert command.train(algorithm__loss_function=loss(command), **changes) == 0, command.err
+    assert {row["actor/mine"] for row in rows(command)} == {0.25}
+    assert all("actor/clip_ratio_low" not in row for row in rows(command))
+
+
+def test_a_wrong_loss_is_refused_at_the_start_and_in_a_dry_run(command):
+    wrong = loss(command, "def f(log_prob):\n    return log_prob\n")
+    said = command.refused(algorithm__loss_function=wrong)
+    assert 'no argument log_prob to give it. Did you mean "log_probs"' in said
+    assert command.train("--dry-run", algorithm__loss_function=wrong) == 2
+    assert "no argument log_prob" in command.err
+
+
+def test_a_changed_file_is_said_at_a_resume(command, caplog):
+    spec = loss(command)
+    assert command.train(algorithm__loss_function=spec, train__steps=1) == 0
+    loss(command, LOSS.replace("0.25", "0.5"))
+    assert command.train("--resume", algorithm__loss_function=spec, train__steps=2) == 0
+    assert "the file of algorithm.loss_function changed since the run began" in caplog.text
+    assert [row["actor/mine"] for row in rows(command)] == [0.25, 0.5]
+    assert command.train("--resume", algorithm__loss_function=spec, train__steps=2) == 0
+
+
+def test_a_streamed_run_refuses_an_advantage_that_compares_groups(command):
+    own = loss(command, "def f(rewards):\n    return rewards - rewards.mean()\n")
+    said = command.refused(
+        algorithm__advantage_function=own,
+        stream_trainer={"enabled": True, "reward_wait": True},
+    )
+    assert "compares the groups of a step" in said
+
+
+def test_updates_must_divide_the_prompts_and_do_not_stream(command):
+    prompts = command.settings["rollout"]["prompts_per_step"]
+    said = command.refused(train__updates_per_round=prompts + 1)
+    assert f"({prompts + 1}) must divide rollout.prompts_per_step" in said
+    said = command.refused(
+        train__updates_per_round=2, stream_trainer={"enabled": True, "reward_wait": True}
+    )
+    assert "does not go with train.updates_per_round above 1" in said
+
+
+def test_a_run_with_two_updates_is_resumed_bit_for_bit(command):
+    changes = {"train__updates_per_round": 2, "train__learning_rate": 1e-2}
+    assert command.train(**changes, train__steps=4, name="tiny") == 0, command.err
+    whole, expected = rows(command), weights(command)
+    assert all(row["train/updates"] == 2 for row in whole)
+    assert any(row["actor/ratio/mean/update_2"] != 1 for row in whole)
+    assert all(row["actor/ratio/mean/update_1"] == 1 for row in whole)
+    assert command.train("--overwrite", **changes, train__steps=2) == 0
+    assert command.train("--resume", **changes, train__steps=4) == 0, command.err
+    found = weights(command)
+    assert all((found[name] == value).all() for name, value in expected.items())
+    steps = [(row["step"], row["actor/loss"], row["actor/ppo_kl"]) for row in rows(command)]
+    assert steps == [(row["step"], row["actor/loss"], row["actor/ppo_kl"]) for row in whole]
+
+
+def test_the_dry_run_says_the_updates(command):
+    assert command.train("--dry-run", train__updates_per_round=2) == 0
+    prompts = command.settings["rollout"]["prompts_per_step"]
+    assert f"2 updates of {prompts // 2} prompts each" in command.out
