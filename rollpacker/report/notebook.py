@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextvars
 import html
+import importlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.display import State, phase_words
@@ -24,16 +26,18 @@ class NotebookDisplay:
     """Meets `Display`."""
 
     def __init__(self, accounting: Accounting, *, total_steps: int | None, name: str = "") -> None:
-        from IPython.display import HTML, display
-
+        ipython: Any = importlib.import_module("IPython.display")  # not typed
+        make_html = ipython.HTML
         self._state = State(accounting, total_steps)
         self._name = name
         self._shown = ""
         self._closing = threading.Event()
-        handle = display(HTML(self.page()), display_id=True)
+        handle = ipython.display(make_html(self.page()), display_id=True)
         # Which cell an output belongs to is a matter of the context: the thread needs this one's.
         self._context = contextvars.copy_context()
-        self._update = lambda page: self._context.run(lambda: handle.update(HTML(page)))
+        self._update: Callable[[str], None] = lambda page: self._context.run(
+            handle.update, make_html(page)
+        )
         self._thread = threading.Thread(target=self._work, name="notebook-display", daemon=True)
         self._thread.start()
 
