@@ -52,7 +52,8 @@ def console() -> Console:
     """A console that outlives its reader."""
     from rich.console import Console
 
-    return Console(file=cast("IO[str]", _Output()))
+    # A kernel would make an output of its own of every line.
+    return Console(file=cast("IO[str]", _Output()), force_jupyter=False)
 
 
 def in_notebook() -> bool:

@@ -187,7 +187,7 @@ class Session:
         self, checkpoint: Checkpoint | None, policy: Policy
     ) -> tuple[LiveReport, Audience]:
         """Metrics and display, and who is told of what they hold."""
-        from rollpacker.cli.output import console
+        from rollpacker.cli.output import console, in_notebook
         from rollpacker.cli.parts import build_trackers
         from rollpacker.config.load import to_plain
         from rollpacker.controller.audience import Audience, ToldRun
@@ -207,6 +207,7 @@ class Session:
             max_response_tokens=config.rollout.max_response_tokens,
             console=console() if self.display else None,
             show=self.display,
+            notebook=config.name if in_notebook() else None,
         )
         run = ToldRun(
             name=config.name,

@@ -147,7 +147,7 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
 
     with naming(folder):
         summary = write_reports(folder)
-    if display:
+    if display and not in_notebook():  # where a run shows itself
         from rollpacker.cli.output import console
         from rollpacker.report.summary import render
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,14 @@ class Desk:
         """Each reward's own value of these samples, by its name."""
         known = {sample: self._known[sample].verdict for group in groups for sample in group}
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
+
+    def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
+        """What rewards logged of these samples, by name: means over those that have it."""
+        values: dict[str, list[float]] = {}
+        for verdict in (self._known[sample].verdict for group in groups for sample in group):
+            for name, value in ({} if verdict is None else verdict.metrics).items():
+                values.setdefault(name, []).append(value)
+        return {name: math.fsum(of) / len(of) for name, of in values.items()}
 
     def streamed(self) -> dict[SampleId, TrainSample]:
         """What the step's gradient holds already."""

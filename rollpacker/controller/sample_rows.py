@@ -115,6 +115,7 @@ class SampleRows:
             **_sample_columns(sample, self.prompts, known.response, known.completion),
             "reward": None if verdict is None else verdict.value,
             **_parts(verdict, self.reward_names),
+            **_extras(verdict),
             "check_s": known.check_s,
             "trained": False,
             "advantage": None,
@@ -144,6 +145,7 @@ class EvaluationRows:
             **_sample_columns(response.sample, self.prompts, response, completion),
             "reward": reward,
             **_parts(verdict, self.reward_names),
+            **_extras(verdict),
             "check_s": verdict.seconds,
             "passed": None if reward is None else reward >= self.pass_threshold,
             "failure": verdict.reason if isinstance(verdict, Failed) else None,
@@ -161,6 +163,12 @@ def _sample_columns(
         "finish_reason": response.finish_reason,
         "num_tokens": len(response.tokens),
     }
+
+
+def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
+    """What reward functions logged of the sample (`log_extra`)."""
+    extras = verdict.extras if isinstance(verdict, Scored) else {}
+    return {f"extra/{name}": value for name, value in extras.items()}
 
 
 def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:

@@ -47,7 +47,7 @@ class SampleWriter:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Keep a step's rows for the next `write`. All rows of a run have the same keys, `step`
-        among them."""
+        among them, but for what rewards logged (`extra/...`)."""
         self.step_rows = rows
         self._waiting += rows
 
@@ -73,9 +73,10 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     temporary = path.with_suffix(f".tmp-{os.getpid()}")
     columns = {
         column: pyarrow.array(
-            [storable(row[column]) for row in rows], pyarrow.type_for_alias(_type_of(column))
+            [storable(_typed(column, row.get(column))) for row in rows],
+            pyarrow.type_for_alias(_type_of(column)),
         )
-        for column in rows[0]
+        for column in dict.fromkeys(column for row in rows for column in row)
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
     fsync(temporary)
@@ -85,6 +86,11 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 def _type_of(column: str) -> str:
     return COLUMN_TYPES.get(column, "float64" if column.startswith("reward/") else "string")
+
+
+def _typed(column: str, value: Any) -> Any:
+    """An extra may be anything, and another kind of thing in the next file: it is kept as text."""
+    return str(value) if column.startswith("extra/") and value is not None else value
 
 
 def storable(value: Any) -> Any:

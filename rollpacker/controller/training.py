@@ -129,6 +129,7 @@ class Training:
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         with self.bus.lock:
             metrics.update(self.carried.metrics())
+            metrics = {**self.desk.logged(command.groups), **metrics}
         self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         )

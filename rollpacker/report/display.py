@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.report.accounting import Accounting
+from rollpacker.report.history import History
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.summary import clock
 from rollpacker.report.time_book import STEP_CAUSES
@@ -62,13 +63,13 @@ def make_display(
     from rich.console import Console
 
     console = Console() if console is None else console
-    state = _State(accounting, total_steps)
+    state = State(accounting, total_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(state, console)
     return LineDisplay(state, console)
 
 
-class _State:
+class State:
     """What both displays tell."""
 
     def __init__(self, accounting: Accounting, total_steps: int | None) -> None:
@@ -76,6 +77,7 @@ class _State:
         self.total_steps = total_steps
         self.last: StepSummary | None = None
         self.evaluation: tuple[int, Mapping[str, float]] | None = None
+        self.is_over = False
         self._began_s = time.monotonic()
         self._num_steps, self._steps_s, self._last_step_at = 0, 0.0, self._began_s
 
@@ -108,10 +110,17 @@ class _State:
         return f"{self.evaluation[1]['eval/pass@1']:.3f}"
 
 
+def phase_words(history: History) -> str:
+    """What the run is doing."""
+    if history.last_step == 0 and history.phase == "controller" and history.session is None:
+        return "loading"
+    return _PHASE_WORDS[history.phase]
+
+
 class LineDisplay:
     """One plain line a step."""
 
-    def __init__(self, state: _State, console: Console) -> None:
+    def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
 
     def on_step(self, step: StepSummary) -> None:
@@ -147,7 +156,7 @@ class LineDisplay:
 class LiveDisplay:
     """A few lines that stay in place; they are left standing when the run ends."""
 
-    def __init__(self, state: _State, console: Console) -> None:
+    def __init__(self, state: State, console: Console) -> None:
         from rich.live import Live
 
         self._state, self._console = state, console
@@ -200,10 +209,7 @@ class LiveDisplay:
         from rich.text import Text
 
         history = self._state.accounting.history
-        phase = history.phase
-        words = _PHASE_WORDS[phase]
-        if history.last_step == 0 and phase == "controller":
-            words = "loading" if history.session is None else words
+        phase, words = history.phase, phase_words(history)
         kind = history.step.kind
         text = Text("now      ", style="dim")
         if kind is not None:

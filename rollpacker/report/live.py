@@ -30,7 +30,8 @@ class LiveReport:
     `resume`: the folder's event log, cut back to its checkpoint and closed or flushed, is read
     first, and rows of `metrics.jsonl` beyond it are taken out. Without it `metrics.jsonl` is
     appended to as it is. `total_steps` is what the progress bar counts to. `slots` and
-    `max_response_tokens` sharpen tail idle time and the length estimate (see `Accounting`)."""
+    `max_response_tokens` sharpen tail idle time and the length estimate (see `Accounting`).
+    `notebook`: the run's name, if a notebook's cell shows it instead of a terminal."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class LiveReport:
         max_response_tokens: int | None = None,
         console: Console | None = None,
         show: bool = True,
+        notebook: str | None = None,
         tensorboard: bool = True,
     ) -> None:
         folder = Path(folder)
@@ -55,7 +57,11 @@ class LiveReport:
         self.on_row: RowWritten | None = None
         """Told of every row that was written."""
         self._display: Display | None = None
-        if show:
+        if show and notebook is not None:
+            from rollpacker.report.notebook import NotebookDisplay
+
+            self._display = NotebookDisplay(self.accounting, total_steps=total_steps, name=notebook)
+        elif show:
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1])

@@ -68,6 +68,10 @@ class Scored:
     """Whether what was timed was right. None: a value above 0 is."""
     timed_out: bool = False
     """The answer ran into its time limit, and counts as wrong for it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the reward logged of the call that judged this sample, by the name that it gave."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What it logged of this sample, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,6 +268,8 @@ class WeightedReward:
             seconds=seconds,
             correct=all(_is_correct(verdict) for verdict in timed) if timed else None,
             timed_out=any(verdict.timed_out for verdict in scored),
+            metrics=_all(verdict.metrics for verdict in scored),
+            extras=_all(verdict.extras for verdict in scored),
         )
 
     def outage(self) -> str | None:
@@ -297,6 +299,10 @@ class WeightedReward:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+
+def _all(logged: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for one in logged for name, value in one.items()}
 
 
 def _is_correct(verdict: Scored) -> bool:

@@ -130,6 +130,39 @@ def test_an_interrupted_cell_returns_the_run(folder: Path, kernel: Kernel, await
     assert is_resumable(folder, name)
 
 
+def test_a_cell_shows_progress_in_one_output_that_changes(folder: Path, kernel: Kernel) -> None:
+    name = "shown"
+    code = "class Stops(rollpacker.Callback):\n  def on_step(self, run, step, metrics):\n"
+    code += (
+        "    import time; time.sleep(0.4)\n    print('told', step)\n    step == 8 and run.stop()\n"
+    )
+    cell = kernel.begin(code + call(folder, name, "callbacks=[Stops()]"))
+    began = time.monotonic()
+    pages, shown, printed, result = [], set(), "", {}
+    while True:
+        message = kernel.client.get_iopub_msg(timeout=120)
+        if message["parent_header"].get("msg_id") != cell:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        if kind in ("display_data", "update_display_data"):
+            shown.add((kind, content["transient"]["display_id"]))
+            pages.append(content["data"]["text/html"])
+        elif kind == "stream":
+            printed += content["text"]
+        elif kind == "execute_result":
+            result = content["data"]
+        elif kind == "status" and content["execution_state"] == "idle":
+            break
+    assert len({display for _, display in shown}) == 1 and len(shown) == 2
+    assert 3 <= len(pages) <= time.monotonic() - began + 2  # at most one a second
+    assert "shown" in pages[0] and "live" in "".join(pages)
+    assert f"step 8/{STEPS}" in pages[-1] and "reward" in pages[-1] and "left" not in pages[-1]
+    told = [line for line in printed.splitlines() if line.startswith("told")]
+    assert told == [f"told {step}" for step in range(1, 9)]
+    assert "a callback asked for it" in result["text/plain"]
+    assert "<table>" in result["text/html"]
+
+
 def test_a_second_interrupt_ends_the_cell_and_leaves_the_kernel(
     folder: Path, kernel: Kernel
 ) -> None:

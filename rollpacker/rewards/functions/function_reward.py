@@ -19,6 +19,7 @@ from typing import Any
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
 from rollpacker.processes.output import OutputQuota
+from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
@@ -307,16 +308,26 @@ class RewardFunction:
                 self._report(why)
             return [Failed(reason=f"{self.name} {why}")] * count
         seconds = None if self._config.deadline is None else reply["seconds"]
-        return [self._verdict(value, seconds) for value in reply["values"]]
+        logged = read(reply, count)
+        return [
+            self._verdict(value, seconds, *told)
+            for value, told in zip(reply["values"], logged, strict=True)
+        ]
 
-    def _verdict(self, value: Value, seconds: float | None) -> Verdict:
+    def _verdict(
+        self,
+        value: Value,
+        seconds: float | None,
+        metrics: Mapping[str, float],
+        extras: Mapping[str, Any],
+    ) -> Verdict:
         if value is None:
             return None
         if isinstance(value, dict):
             self._report(shortened(value["kind"]))
             why = shortened(value["why"], _MAX_REASON)
             return Failed(reason=f"{self.name} {why}", seconds=seconds)
-        return Scored(value=value, seconds=seconds)
+        return Scored(value=value, seconds=seconds, metrics=metrics, extras=extras)
 
 
 def _sent(spec: str) -> bytes:

@@ -9,7 +9,8 @@
 
 The first two judge a batch, the last two one sample a call. All may be async.
 
-trl: a function gets only what its signature takes. verl: `ground_truth` is the row's column of that
+trl: a function gets only what its signature takes. Any of them may name `log_metric` and
+`log_extra` (`logged.py`). verl: `ground_truth` is the row's column of that
 name, else its `reward_model["ground_truth"]`, else its answer; `data_source` the column, else the
 row's task. openrlhf: `queries` are prompts with their completions, `labels` the row's answer; of a
 dict, `rewards` count. areal: `prompt_ids` is None, since rewards see text. Where a framework passes
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
+from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.reward import RewardConfig, RewardError, RewardInput, Shape
 
 ANSWERS = ("labels", "label", "ground_truth", "answer", "solution", "target")
@@ -187,7 +189,7 @@ class Binding:
         first = (signature.positional_only + signature.named)[:num]
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
-        self._filled = {*self._style.fields, *(() if by_name else first)}
+        self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
         """The names of the parameters that are no columns."""
         self._check_signature()
         self._fields = [

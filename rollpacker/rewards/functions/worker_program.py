@@ -19,11 +19,13 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.imports import ImportSpecError, load_function
 from rollpacker.processes.line import Line, LineEnded
-from rollpacker.rewards.functions.returned import Value, WrongReturn, error_of, values_of
+from rollpacker.rewards.functions.logged import NAMES as LOGGERS
+from rollpacker.rewards.functions.logged import Logged
+from rollpacker.rewards.functions.returned import WrongReturn, error_of, values_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -133,47 +135,58 @@ class LoadedFunction:
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self._function = function
         self._arguments = arguments
+        named = [one["name"] for one in _parameters(function) or ()]
+        self._loggers = [name for name in LOGGERS if name in named]
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _call(self, payload: bytes) -> tuple[Any, str, int]:
+    def _call(self, payload: bytes) -> tuple[Any, _Call]:
         shape, count, args, kwargs = pickle.loads(payload)
-        return self._function(*args, **kwargs | self._arguments), shape, count
+        logged = Logged(count)
+        kwargs |= logged.arguments(self._loggers)
+        call = _Call(shape, count, logged)
+        return self._function(*args, **kwargs | self._arguments), call
 
     def answer(self, payload: bytes) -> dict[str, Any]:
         """Call the function and return the reply, whatever comes of that."""
         started = time.perf_counter()
         try:
-            returned, shape, count = self._call(payload)
+            returned, call = self._call(payload)
             if not inspect.isawaitable(returned):
-                return _answered(values_of(shape, returned, count), started)
+                return _answered(call, returned, started)
         except BaseException as error:  # an exit ends this call, not the worker
             return _not_answered(error)
         import asyncio
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(self._awaited(returned, shape, count, started))
+        return self._loop.run_until_complete(self._awaited(returned, call, started))
 
     async def answer_async(self, payload: bytes) -> dict[str, Any]:
         """Do as `answer` does for a coroutine function."""
         started = time.perf_counter()
         try:
-            returned, shape, count = self._call(payload)
+            returned, call = self._call(payload)
         except BaseException as error:
             return _not_answered(error)
-        return await self._awaited(returned, shape, count, started)
+        return await self._awaited(returned, call, started)
 
-    async def _awaited(
-        self, returned: Any, shape: str, count: int, started: float
-    ) -> dict[str, Any]:
+    async def _awaited(self, returned: Any, call: _Call, started: float) -> dict[str, Any]:
         try:
-            return _answered(values_of(shape, await returned, count), started)
+            return _answered(call, await returned, started)
         except BaseException as error:  # an exit would end the loop
             return _not_answered(error)
 
 
-def _answered(values: list[Value], started: float) -> dict[str, Any]:
-    return {"values": values, "seconds": time.perf_counter() - started}
+class _Call(NamedTuple):
+    shape: str
+    count: int
+    logged: Logged
+
+
+def _answered(call: _Call, returned: Any, started: float) -> dict[str, Any]:
+    values = values_of(call.shape, returned, call.count)
+    seconds = time.perf_counter() - started
+    return {"values": values, "seconds": seconds, **call.logged.reply()}
 
 
 def _not_answered(error: BaseException) -> dict[str, Any]:

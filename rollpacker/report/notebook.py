@@ -1,0 +1,118 @@
+"""What a notebook shows while a run goes on: one output that changes in place.
+
+Needs no widgets, only what every kernel has (`display_id`). Drawn by a thread of its own, at most
+once a second and only if something has changed; feeding costs the run nothing here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import html
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollpacker.report.accounting import Accounting
+from rollpacker.report.display import State, phase_words
+from rollpacker.report.step_summary import StepSummary
+from rollpacker.report.summary import clock
+from rollpacker.report.time_book import STEP_CAUSES
+
+REFRESH_S = 1.0
+
+
+class NotebookDisplay:
+    """Meets `Display`."""
+
+    def __init__(self, accounting: Accounting, *, total_steps: int | None, name: str = "") -> None:
+        ipython: Any = importlib.import_module("IPython.display")  # not typed
+        make_html = ipython.HTML
+        self._state = State(accounting, total_steps)
+        self._name = name
+        self._shown = ""
+        self._closing = threading.Event()
+        handle = ipython.display(make_html(self.page()), display_id=True)
+        # Which cell an output belongs to is a matter of the context: the thread needs this one's.
+        self._context = contextvars.copy_context()
+        self._update: Callable[[str], None] = lambda page: self._context.run(
+            handle.update, make_html(page)
+        )
+        self._thread = threading.Thread(target=self._work, name="notebook-display", daemon=True)
+        self._thread.start()
+
+    def on_step(self, step: StepSummary) -> None:
+        self._state.on_step(step)
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.on_evaluation(step, metrics)
+
+    def close(self) -> None:
+        """Show how it ended, and leave that standing."""
+        self._closing.set()
+        self._thread.join()
+        self._state.is_over = True
+        self._draw()
+
+    def _work(self) -> None:
+        while not self._closing.wait(REFRESH_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        page = self.page()
+        if page != self._shown:
+            self._shown = page
+            self._update(page)
+
+    def page(self) -> str:
+        """A few lines of HTML; texts in it are escaped."""
+        state = self._state
+        history = state.accounting.history
+        done, total = history.last_step, state.total_steps
+        head = f"step {done}" if total is None or done > total else f"step {done}/{total}"
+        left = state.left_s()
+        told = [f"<b>{head}</b>", clock(state.elapsed_s)]
+        if left and not state.is_over:
+            told.append(f"{clock(left)} left")
+        value = f' value="{min(done, total)}" max="{total}"' if total else ""
+        bar = f'<progress style="width: 100%; max-width: 40em"{value}></progress>'
+        lines = [" &nbsp; ".join(told), bar]
+        if not state.is_over:
+            lines.append(html.escape(_now(state)))
+        lines += [html.escape(line) for line in _learned(state)]
+        title = f"{html.escape(self._name)} &nbsp; " if self._name else ""
+        return (
+            '<div style="font-family: monospace; line-height: 1.5">'
+            + title
+            + "<br>".join(lines)
+            + "</div>"
+        )
+
+
+def _now(state: State) -> str:
+    history = state.accounting.history
+    kind = history.step.kind
+    text = phase_words(history)
+    if kind is not None:
+        text = f"{kind} round, {text}"
+    if history.phase == "rollout":
+        text += f", {len(history.live)} of {history.step.num_launched} samples live"
+    return text
+
+
+def _learned(state: State) -> list[str]:
+    step, passed = state.last, state.passed()
+    parts = []
+    if step is not None and step.rewards.mean is not None:
+        parts.append(f"reward {step.rewards.mean:.3f}")
+    if passed is not None and state.evaluation is not None:
+        parts.append(f"pass@1 {passed} (step {state.evaluation[0]})")
+    if step is not None and step.lengths.trained is not None:
+        lengths = step.lengths.trained
+        parts.append(f"tokens median {lengths.median:.0f}, max {lengths.max}")
+    lines = [", ".join(parts)] if parts else []
+    if step is not None and step.step_s:
+        shares = {c: step.seconds[c] / step.step_s for c in STEP_CAUSES}
+        told = [f"{c.replace('_', ' ')} {s:.0%}" for c, s in shares.items() if s >= 0.02]
+        lines.append(f"last step {step.step_s:.2f} s: {', '.join(told)}")
+    return lines

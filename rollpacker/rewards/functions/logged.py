@@ -1,0 +1,90 @@
+"""What a reward function logs besides its values, as TRL has it: `log_metric` and `log_extra`.
+
+    log_metric(name, number)     averaged over the samples that a step trains on
+    log_extra(column, values)    a value per completion, a column of the samples
+
+A function that has a parameter of that name is given it. Runs in the worker; `read` is the
+controller's side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from rollpacker.rewards.functions.returned import WrongReturn, shortened
+
+NAMES = ("log_metric", "log_extra")
+
+MAX_TEXT = 4000
+"""Longer texts of an extra are cut off."""
+MAX_LOGGED = 100
+"""Names that one call may log."""
+
+
+class Logged:
+    """Takes what one call logs."""
+
+    def __init__(self, count: int) -> None:
+        """`count`: completions of the call."""
+        self._count = count
+        self._metrics: dict[str, list[float]] = {}
+        self._extras: dict[str, list[Any]] = {}
+
+    def arguments(self, wanted: Collection[str]) -> dict[str, Callable[..., None]]:
+        """What the function is called with, of those that it wants."""
+        given: dict[str, Callable[..., None]] = {
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
+        }
+        return {name: given[name] for name in wanted}
+
+    def log_metric(self, name: str, value: float) -> None:
+        number = float(value)
+        if math.isfinite(number) and self._has_room(self._metrics, name):
+            self._metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Raises `WrongReturn` unless there is one value per completion."""
+        listed = list(values)
+        if len(listed) != self._count:
+            raise WrongReturn(
+                f"gave log_extra({column!r}) {len(listed)} values for {self._count} completions"
+            )
+        if self._has_room(self._extras, column):
+            self._extras[str(column)] = [_plain(value) for value in listed]
+
+    def _has_room(self, logged: Mapping[str, Any], name: str) -> bool:
+        return name in logged or len(logged) < MAX_LOGGED
+
+    def reply(self) -> dict[str, Any]:
+        """For JSON; empty if nothing was logged."""
+        means = {name: math.fsum(of) / len(of) for name, of in self._metrics.items()}
+        found = {"metrics": means, "extras": self._extras}
+        return {name: value for name, value in found.items() if value}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    text = str(value)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def read(
+    reply: Mapping[str, Any], count: int
+) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
+    """Metrics and extras of each sample of a call. A reply that says what `Logged` does not say,
+    since the function has found its worker's socket, has none."""
+    metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
+    if not (isinstance(metrics, dict) and isinstance(extras, dict)):
+        return [({}, {})] * count
+    means = {n: float(v) for n, v in metrics.items() if isinstance(v, int | float)}
+    whole = {n: of for n, of in extras.items() if isinstance(of, list) and len(of) == count}
+    return [
+        (means, {shortened(name): of[place] for name, of in whole.items()})
+        for place in range(count)
+    ]

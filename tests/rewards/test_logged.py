@@ -1,0 +1,117 @@
+"""`log_metric` and `log_extra` of reward functions, as TRL's have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+import rollpacker
+from benchmarks.resume import write_model
+from rollpacker.imports import giving
+from rollpacker.rewards.functions.function_reward import RewardFunction
+from rollpacker.rewards.functions.logged import read
+from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
+
+
+def judged(function: Any, texts: list[str]) -> list[Any]:
+    with giving({"f": function}):
+        reward = RewardFunction(RewardConfig(function="<python>:f", workers=1))
+    reward.check([{}])
+    samples = [
+        RewardInput(
+            prompt="p", completion=text, completion_tokens=(1,), finish_reason="stop", columns={}
+        )
+        for text in texts
+    ]
+
+    async def score() -> list[Any]:
+        try:
+            return await reward.score(samples)
+        finally:
+            await reward.close()
+
+    return asyncio.run(score())
+
+
+def test_metrics_are_the_calls_mean_and_extras_are_each_samples() -> None:
+    def f(completions, log_metric, log_extra=None):
+        for text in completions:
+            log_metric("seen", len(text))
+        log_metric("nothing", float("nan"))
+        log_extra("upper", [text.upper() for text in completions])
+        log_extra("odd", [{1, 2}, None])
+        return [1.0, 2.0]
+
+    first, second = judged(f, ["ab", "abcd"])
+    assert isinstance(first, Scored) and isinstance(second, Scored)
+    assert first.metrics == second.metrics == {"seen": 3.0}
+    assert first.extras == {"upper": "AB", "odd": "{1, 2}"}
+    assert second.extras == {"upper": "ABCD", "odd": None}
+
+
+def test_an_async_function_logs_too() -> None:
+    async def f(completions, log_metric, **columns):
+        assert "log_extra" not in columns
+        log_metric("n", len(completions))
+        return [0.5] * len(completions)
+
+    assert judged(f, ["a", "b", "c"])[2].metrics == {"n": 3.0}
+
+
+def test_one_value_for_each_completion_or_no_verdict() -> None:
+    def f(completions, log_extra):
+        log_extra("x", [1])
+        return [0.0] * len(completions)
+
+    verdicts = judged(f, ["a", "b"])
+    assert all(isinstance(one, Failed) for one in verdicts)
+    assert "log_extra('x') 1 values for 2 completions" in verdicts[0].reason
+
+
+@pytest.mark.parametrize(
+    "reply", [{"metrics": 3}, {"extras": []}, {"metrics": {"x": "much"}}, {"extras": {"x": [1]}}]
+)
+def test_a_forged_reply_has_logged_nothing(reply: dict[str, Any]) -> None:
+    assert read(reply, 2) == [({}, {})] * 2
+
+
+def test_they_reach_metrics_and_samples_of_a_run(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    write_model(tmp_path / "model")
+
+    def f(completions, log_metric, log_extra):
+        log_metric("mine/length", sum(map(len, completions)) / len(completions))
+        log_metric("critic/rewards/mean", 100.0)
+        log_extra("first", [text[:1] for text in completions])
+        return [len(text) / 16 for text in completions]
+
+    run = rollpacker.train(
+        {
+            "name": "logged",
+            "runs_dir": tmp_path,
+            "model": {"path": tmp_path / "model", "device": "cpu"},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_tokens": 16},
+            "train": {"steps": 2, "threads": 1},
+            "data.eval_fraction": 0.3,
+            "tail_batching.enabled": False,
+        },
+        rewards=[{"function": f, "shape": "trl"}],
+        data=[{"prompt": f"{n}+1="} for n in range(20)],
+    )
+    torch.set_num_threads(threads)
+    for row in run.metrics:
+        assert row["critic/rewards/mean"] < 2  # the run's own name stays the run's own
+        assert row["mine/length"] == pytest.approx(16 * row["critic/rewards/mean"], rel=0.6)
+    samples = run.samples()
+    assert [row["extra/first"] for row in samples] == [row["completion"][:1] for row in samples]
+    for path in (run.folder / "evaluations").glob("*.parquet"):
+        assert "extra/first" in pyarrow.parquet.read_schema(path).names
+    log = (run.folder / "events.jsonl").read_text().splitlines()
+    trained = [one for one in map(json.loads, log) if one.get("event") == "Trained"]
+    assert [one["metrics"]["mine/length"] for one in trained] == run.metrics["mine/length"]
