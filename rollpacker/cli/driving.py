@@ -40,7 +40,8 @@ come in and gradients are asked for."""
 CLOSE_WITHIN_S = 10.0
 """What a run that is ended at once may take to let go of its engine, workers and files."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last comes when the terminal is closed; where it is ignored (nohup) it stays so."""
 
 
 class Caller:
@@ -173,7 +174,8 @@ class _Ending:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        heeded = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heeded}
         try:
             yield
         finally:
@@ -201,9 +203,10 @@ class _Ending:
             self._loop.call_soon_threadsafe(what)
 
     def _finish(self) -> None:
-        again = "Ctrl-C again" if self._is_command else "Interrupting once more"
-        print(f"Finishing this step, then saving. {again} ends at once.", file=sys.stderr)
         self._controller.request_stop(INTERRUPTED)
+        again = "Ctrl-C again" if self._is_command else "Interrupting once more"
+        with contextlib.suppress(OSError):  # the terminal is gone (SIGHUP)
+            print(f"Finishing this step, then saving. {again} ends at once.", file=sys.stderr)
 
     def _cancel(self) -> None:
         if self._task is not None:

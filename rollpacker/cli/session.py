@@ -59,6 +59,7 @@ class Session:
         build.check_algorithm(config)
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
+            self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
@@ -137,6 +138,12 @@ class Session:
         """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
         if self._audience is not None:
             self._audience.end(reason)
+
+    def _check_config(self) -> None:
+        """A run that wrote no checkpoint has no identity to go on with, but a config."""
+        if self.folder.config.exists():
+            same = {"model": "", "dtype": "", "train_data": ""}
+            self._check_identity(same, same, 0)
 
     def _check_identity(self, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
         """A resume after `step` must find what the run began with."""

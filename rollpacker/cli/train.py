@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli.driving import INTERRUPTED
 
@@ -24,6 +25,12 @@ def add_parser(subparsers: Any) -> None:
         "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
     )
     parser.add_argument("--resume", action="store_true", help="go on exactly where the run stopped")
+    parser.add_argument(
+        "--resume=auto",
+        action="store_true",
+        dest="resume_auto",
+        help="the same if there is a run to go on with, else begin: for jobs that are restarted",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     parser.add_argument(
         "--dry-run",
@@ -50,20 +57,36 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         _print_dry_run(load_config(args.config, args.overrides, RunConfig))
         return 0
-    if args.resume and args.overwrite:
+    resume: bool | Literal["auto"] = "auto" if args.resume_auto else args.resume
+    if resume and args.overwrite:
         raise ValueError(
             "--resume and --overwrite exclude each other: one goes on, one begins anew"
         )
     config = load_config(args.config, args.overrides, RunConfig)
     if torchrun is not None:
         config = _with_processes(config, torchrun.world_size)
+    print(_first_line(config), flush=True)
     result = run_to_end(
-        config, resume=args.resume, overwrite=args.overwrite, display=True, is_command=True
+        config, resume=resume, overwrite=args.overwrite, display=True, is_command=True
     )
     if result.reason != INTERRUPTED:
         return 0
-    print("Interrupted. The same command with --resume goes on from here.", file=sys.stderr)
+    again = "The same command" if resume == "auto" else "The same command with --resume"
+    with contextlib.suppress(OSError):  # the terminal is gone (SIGHUP)
+        print(f"Interrupted. {again} goes on from here.", file=sys.stderr)
     return 130
+
+
+def _first_line(config: RunConfig) -> str:
+    """What is about to run, before anything is loaded."""
+    data = config.data.train
+    source = getattr(data, "path", None) or data.kind
+    rewards = ", ".join(str(reward.function) for reward in config.rewards)
+    line = (
+        f"{config.name}: {config.model.path}, rows of {source}, rewards {rewards}, "
+        f"into {config.runs_dir}/{config.name}"
+    )
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def _print_dry_run(config: RunConfig) -> None:

@@ -31,7 +31,7 @@ def train(
     data: Iterable[Mapping[str, Any]] | None = None,
     eval_data: Iterable[Mapping[str, Any]] | None = None,
     callbacks: Sequence[Callback] = (),
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     display: bool | Literal["auto"] = "auto",
     observers: Sequence[Observer] = (),
@@ -52,8 +52,10 @@ def train(
     `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
     entry of the event log. `display` shows progress; "auto": in a notebook.
 
-    An interrupt (Ctrl-C, a notebook's stop button, SIGTERM) ends the run after the step at hand,
-    saved; a second one at once, with `KeyboardInterrupt`.
+    `resume="auto"` goes on with the run if there is one, and begins it otherwise.
+
+    An interrupt (Ctrl-C, a notebook's stop button, SIGTERM, SIGHUP) ends the run after the step at
+    hand, saved; a second one at once, with `KeyboardInterrupt`.
 
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
@@ -87,7 +89,7 @@ def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
 def run_to_end(
     config: RunConfig,
     *,
-    resume: bool,
+    resume: bool | Literal["auto"],
     overwrite: bool,
     display: bool,
     callbacks: Sequence[Callback] = (),
@@ -98,7 +100,7 @@ def run_to_end(
     it."""
     from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.session import Session
-    from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.controller.run_folder import RunFolder, holds_run
 
     watch = time.perf_counter()
     if config.without_effect is not None:
@@ -108,6 +110,8 @@ def run_to_end(
     session: Session | None = None
     try:
         with naming(path), ExitStack() as stack:
+            if resume == "auto":
+                resume = holds_run(path)
             folder = RunFolder(path, resume=resume, overwrite=overwrite)
             stack.callback(folder.close)
             session = Session(

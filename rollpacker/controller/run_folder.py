@@ -63,6 +63,11 @@ ADDED_LATER = ("chat", "max_failed_calls")
 """Last parts of keys that configs of earlier versions lack."""
 
 
+def holds_run(path: Path) -> bool:
+    """Whether there is something to go on with."""
+    return any((path / name).exists() for name in ("events.jsonl", "checkpoints", "config.yaml"))
+
+
 class RunFolder:
     """Opens the folder for one run and holds its lock until closed.
 
@@ -109,7 +114,7 @@ class RunFolder:
         return False
 
     def _check_state(self, *, resume: bool, overwrite: bool) -> None:
-        used = self.events.exists() or self.checkpoints.exists() or self.config.exists()
+        used = holds_run(self.path)
         if used and not (resume or overwrite):
             raise RunError(
                 f"{self.path} already holds a run: continue it with --resume, replace it with "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _REFRESH_PER_S = 2
+_FEW_STEPS = 3
 _MIN_BAR = 16
 """Cells of the bar of a step's seconds; its legend gives way before it does."""
 _COLOURS = {
@@ -79,12 +80,15 @@ class State:
         self.evaluation: tuple[int, Mapping[str, float]] | None = None
         self.is_over = False
         self._began_s = time.monotonic()
-        self._num_steps, self._steps_s, self._last_step_at = 0, 0.0, self._began_s
+        self._steps_s: list[float] = []
+        self._evaluations_s: list[float] = []
+        self._last_step_at = self._began_s
 
     def on_step(self, step: StepSummary) -> None:
         self.last = step
-        self._num_steps += 1
-        self._steps_s += step.step_s + step.seconds["evaluation"]
+        self._steps_s.append(step.step_s)
+        if step.seconds["evaluation"]:
+            self._evaluations_s.append(step.seconds["evaluation"])
         self._last_step_at = time.monotonic()
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -96,11 +100,24 @@ class State:
         return time.monotonic() - self._began_s
 
     def left_s(self) -> float | None:
-        """Time left, from the mean time of this session's steps; None before the first."""
-        if self.total_steps is None or not self._num_steps:
+        """Time left, from the mean time of this session's steps and evaluations; None before the
+        first. Each counts as often as it is still to come: an evaluation may take as long as many
+        steps. The first step, in which everything is done for the first time, counts only as long
+        as there are few others."""
+        if self.total_steps is None or not self._steps_s:
             return None
-        num_left = max(0, self.total_steps - self.accounting.history.last_step)
-        left = num_left * self._steps_s / self._num_steps
+        history = self.accounting.history
+        num_left = max(0, self.total_steps - history.last_step)
+        steps_s = self._steps_s[1:] if len(self._steps_s) > _FEW_STEPS else self._steps_s
+        left = num_left * sum(steps_s) / len(steps_s)
+        if self._evaluations_s:
+            job = {} if history.session is None else history.session.job
+            every = (job.get("cadence") or {}).get("eval_every_steps")
+            last = history.last_step
+            num_evaluations = min(1, num_left)  # after the last step
+            if every and num_left:
+                num_evaluations = -(-self.total_steps // every) - last // every
+            left += num_evaluations * sum(self._evaluations_s) / len(self._evaluations_s)
         return max(0.0, left - (time.monotonic() - self._last_step_at))
 
     def passed(self) -> str | None:
@@ -118,7 +135,7 @@ def phase_words(history: History) -> str:
 
 
 class LineDisplay:
-    """One plain line a step."""
+    """One plain line a step, with the local time."""
 
     def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
@@ -150,6 +167,7 @@ class LineDisplay:
         pass
 
     def _print(self, line: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} | {line}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+MAX_WIDTH = 120
+"""Of the table, in a terminal that is wider."""
 SUMMARY_FILE = "summary.json"
 _LAST_STEPS = 5
 _NUM_REASONS = 5
@@ -229,6 +231,7 @@ def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def render(summary: Mapping[str, Any]) -> RenderableType:
     """The table printed at the end of a run; fits 80 columns."""
     from rich.console import Group
+    from rich.constrain import Constrain
     from rich.text import Text
 
     steps = summary["steps"]
@@ -249,7 +252,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(Text("weighted carrying: not exact (tokens of older weights)", "bold red"))
     if summary.get("paths"):
         parts.append(_paths_table(summary["paths"]))
-    return Group(*parts)
+    return Constrain(Group(*parts), MAX_WIDTH)
 
 
 def _table(*columns: str) -> Table:
@@ -257,7 +260,7 @@ def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", width=78
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True
     )
     for number, column in enumerate(columns):
         table.add_column(

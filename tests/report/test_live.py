@@ -96,7 +96,7 @@ def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):
         live.feed(entry)
     live.close()
     lines = output.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == [
+    assert [line.split(" | ")[1] for line in lines] == [
         "evaluation after step 0",
         "step 1/8",
         "step 2/8",

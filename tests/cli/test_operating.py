@@ -1,0 +1,105 @@
+"""What those who run it do: restart the same command, close the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollpacker.controller.run_folder import RESUME_MAY_DIFFER, RESUME_MUST_KEEP
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from benchmarks.resume import write_config, write_model
+
+    folder = tmp_path_factory.mktemp("operating")
+    write_model(folder / "model")
+    write_config(folder, 400)
+    return folder
+
+
+def start(folder: Path, name: str, *words: str, hup: bool = True) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rollpacker.cli.main", "train", str(folder / "run.yaml")]
+    if not hup:
+        command = ["nohup", *command]
+    return subprocess.Popen(
+        [*command, f"name={name}", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def steps(folder: Path, name: str) -> int:
+    path = folder / "runs" / name / "metrics.jsonl"
+    rows = path.read_text().splitlines() if path.exists() else []
+    return len([row for row in rows if row.endswith("}")])
+
+
+def wait_for_steps(folder: Path, name: str, num: int, run: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while steps(folder, name) < num:
+        assert run.poll() is None, run.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> None:
+    run = start(folder, "auto", "--resume=auto")
+    wait_for_steps(folder, "auto", 2, run)
+    run.send_signal(signal.SIGHUP)
+    shown, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    first, *_, last = [line for line in shown.splitlines() if line][:4]
+    assert first.startswith(f"auto: {folder}/model, rows of {folder}/rows.jsonl, rewards ")
+    assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \| step \d+/400 ", last)
+    assert "The same command goes on from here" in said
+    done = steps(folder, "auto")
+    again = start(folder, "auto", f"train.steps={done + 2}", "--resume=auto")
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
+    numbers = [json.loads(row)["step"] for row in rows]
+    assert numbers[: done + 2] == list(range(1, done + 3))
+
+
+def test_under_nohup_a_closed_terminal_is_nothing(folder: Path) -> None:
+    run = start(folder, "nohup", hup=False)
+    wait_for_steps(folder, "nohup", 2, run)
+    run.send_signal(signal.SIGHUP)
+    wait_for_steps(folder, "nohup", steps(folder, "nohup") + 3, run)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=120)
+    assert run.returncode == 130
+
+
+def test_a_beginning_of_another_run_is_not_thrown_away(folder: Path) -> None:
+    other = folder / "runs" / "other"
+    other.mkdir(parents=True)
+    (other / "config.yaml").write_text("seed: 5\nname: other\n")
+    run = start(folder, "other", "--resume=auto")
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 2 and "not the run that was started" in said
+    assert (other / "config.yaml").read_text() == "seed: 5\nname: other\n"
+
+
+def test_the_page_says_which_keys_a_resume_refuses() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    begin, end = "<!-- resume keys: begin -->\n", "<!-- resume keys: end -->"
+    table = page.partition(begin)[2].partition(end)[0]
+    rows = [f"| `{key}` | refused |\n" for key in RESUME_MUST_KEEP]
+    rows += [f"| `{key}` | allowed |\n" for key in RESUME_MAY_DIFFER]
+    assert table == "| key, with all below it | changed at a resume |\n|---|---|\n" + "".join(rows)
