@@ -16,8 +16,8 @@ from rollpacker.report.page.time_line import TimeLine
 READ_S = 0.5
 """So long one call reads at most: a page of a long log fills step by step."""
 MAX_WORK = 0.1
-"""Share of a processor that making pages of a run may take: those of long runs, which take a second,
-come less often than once a second. What the run is doing is told with every answer."""
+"""Share of a processor that making pages of a run may take: those of long runs take a second, and
+come less often than asked for. What the run is doing is told with every answer."""
 MAX_BARS = 12_000
 """Samples in the timeline of a live page: it is sent anew with each step."""
 
