@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
             log=log,
         )
     if log.truncated:
-        told = f"The last line of {printable(str(events))} is cut off (the run was killed while it wrote): left out."
+        where = printable(str(events))
+        told = f"The last line of {where} is cut off (the run was killed while it wrote): left out."
         console.print(Text(told, style="yellow"), soft_wrap=True)
     if summary["steps"]["total"] == 0:
         console.print(Text(f"{printable(str(events))} holds no finished step yet."), soft_wrap=True)
