@@ -11,12 +11,13 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test sandbox lint bench docs site package clean
+.PHONY: help quickstart test sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
 	@echo "make test         set up .venv and run linter, type checker and tests"
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
+	@echo "make browser      install Chromium, in which the tests look at pages, or say how to"
 	@echo "make bench        run every benchmark, rewriting benchmarks/results (about two hours, quiet machine)"
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make site         build the pages into site/"
@@ -73,7 +74,24 @@ sandbox:
 	  echo; \
 	fi
 
-test: sandbox $(VENV)/.installed-dev lint
+# Never fails: without it the tests of pages are skipped, and say so.
+browser:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing Chromium (apt-get install chromium) ..."; \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium; } \
+	    >/dev/null || true; \
+	fi; \
+	if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null \
+	  && ! command -v google-chrome >/dev/null; then \
+	  echo; \
+	  echo "*** NO BROWSER: the tests of report.html and the dashboard are SKIPPED."; \
+	  echo "*** Debian:          sudo apt-get install chromium"; \
+	  echo "*** Fedora, RHEL:    sudo dnf install chromium"; \
+	  echo "*** Arch:            sudo pacman -S chromium"; \
+	  echo; \
+	fi
+
+test: sandbox browser $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev

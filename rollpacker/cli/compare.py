@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
     from rollpacker.report.page.run_book import read_run
+    from rollpacker.report.writing import printable
 
     if not 2 <= len(args.runs) <= MAX_RUNS:
         raise ValueError(f"compare takes 2 to {MAX_RUNS} runs, not {len(args.runs)}")
@@ -45,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
     with naming(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_page(out, runs, [])
-    console.print(Text(f"\nWrote {out}."), soft_wrap=True)
+    console.print(Text(f"\nWrote {printable(str(out))}."), soft_wrap=True)
     return 0

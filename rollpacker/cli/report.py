@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.summary import render
     from rollpacker.report.timeline import draw_comparison
+    from rollpacker.report.writing import printable
 
     console = Console()
     events = events_path(args.run)
@@ -66,12 +67,11 @@ def run(args: argparse.Namespace) -> int:
             log=log,
         )
     if log.truncated:
-        told = (
-            f"The last line of {events} is cut off (the run was killed while it wrote): left out."
-        )
+        where = printable(str(events))
+        told = f"The last line of {where} is cut off (the run was killed while it wrote): left out."
         console.print(Text(told, style="yellow"), soft_wrap=True)
     if summary["steps"]["total"] == 0:
-        console.print(Text(f"{events} holds no finished step yet."), soft_wrap=True)
+        console.print(Text(f"{printable(str(events))} holds no finished step yet."), soft_wrap=True)
         return 0
     names = ("report.html", "summary.json", "timeline.png", "trace.json")
     written = [name for name in names if (folder / name).exists()]
@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
         draw_comparison(events, events_path(args.against), folder / "comparison.png")
         written.append("comparison.png")
     console.print(render(summary))
-    console.print(Text(f"\nWrote {', '.join(written)} to {folder}."), soft_wrap=True)
+    console.print(
+        Text(f"\nWrote {', '.join(written)} to {printable(str(folder))}."), soft_wrap=True
+    )
     return 0
 
 

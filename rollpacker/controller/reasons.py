@@ -53,7 +53,9 @@ class Reasons:
 
     def _tell(self, reason: str) -> None:
         if reason not in self._counts and len(self._counts) < MAX_TOLD_REASONS:
-            logger.warning("no use for a sample: %s (further ones are only counted)", reason)
+            # It may quote what a model wrote, which a terminal must not obey.
+            shown = "".join(one if one.isprintable() else "\ufffd" for one in reason)
+            logger.warning("no use for a sample: %s (further ones are only counted)", shown)
         self._count(reason)
 
     def _count(self, reason: str) -> None:

@@ -145,7 +145,8 @@ class MetricsWriter:
         if resume_step is not None:
             self._cut(resume_step, log_rows)
         # Held open for the life of the run and closed in close().
-        self._file = self.path.open("a", encoding="utf-8")
+        # A half surrogate has no bytes; as an escape JSON knows it.
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         self._board = None
         if tensorboard:
             lacking = missing("tensorboard", extra="report", what="writing tensorboard/")
@@ -200,7 +201,10 @@ class MetricsWriter:
                 *(self.path, len(lacking), first, last),
             )
         self._evaluated = {row["step"] for row in rows if is_evaluation(row)}
-        with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with (
+            replacing(self.path) as temporary,
+            temporary.open("w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.writelines(map(_line, rows))
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import CAUSES
-from rollpacker.report.writing import replacing
+from rollpacker.report.writing import printable, replacing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,7 +128,9 @@ class RunSummary:
 def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
     """Write it as JSON, in one atomic replacement."""
     with replacing(Path(path)) as temporary:
-        temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        # A half surrogate has no bytes; as an escape JSON knows it.
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def _steps(steps: list[StepSummary]) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     steps = summary["steps"]
     head = Text.assemble(
         "\n",
-        (str(summary.get("run", "run")), "bold"),
+        (printable(str(summary.get("run", "run"))), "bold"),
         f"  {steps['total']} steps in {clock(summary['wall_s'])}",
         f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
         "" if summary["finished"] else "  (not finished)",
@@ -384,7 +386,7 @@ def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     table = _table("checks", "count", "mean s", "longest", "queued s", "limit", "out", "failed")
     for name, kind in kinds.items():
         table.add_row(
-            name,
+            Text(printable(name)),
             f"{kind['checks']:,}",
             _number(kind["mean_s"]),
             _number(kind["longest_s"]),
@@ -397,18 +399,19 @@ def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> RenderableType:
         (one for kind in kinds.values() for one in kind["slowest"]),
         key=lambda one: -one["seconds"],
     )
-    lines = [f"slowest {one['seconds']:9.3f} s  {one['sample']}" for one in slowest[:3]]
+    lines = [f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}" for one in slowest[:3]]
     return Group(table, Text("\n".join(lines) + "\n", style="dim", overflow="fold"))
 
 
 def _paths_table(paths: Mapping[str, str]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, path in paths.items():
-        table.add_row(name, path)
+        table.add_row(name, Text(printable(path)))
     return table
 
 
@@ -423,10 +426,15 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
+    """As markup, in which a reason is text."""
+    from rich.markup import escape
+
     if not counts:
         return "0"
     most = sorted(counts.items(), key=lambda item: -item[1])
-    lines = [f"{num:,} ({_short(reason)})" for reason, num in most[:_NUM_REASONS]]
+    lines = [
+        f"{num:,} ({escape(_short(printable(reason)))})" for reason, num in most[:_NUM_REASONS]
+    ]
     if len(most) > _NUM_REASONS:
         lines.append(f"{sum(num for _, num in most[_NUM_REASONS:]):,} (other reasons)")
     return "\n".join(lines)

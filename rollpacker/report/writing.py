@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all."""
+"""Files that are complete or not there at all, and texts that are no more than texts."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def printable(text: str) -> str:
+    """The text with control characters, half surrogates and what turns the direction of writing
+    told as `\\xNN` or `\\uNNNN`: no terminal obeys it, and every file can hold it."""
+    if text.isprintable():
+        return text
+    clean = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(one if one.isprintable() else _code(one) for one in clean)
+
+
+def _code(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.report.page.document import printable
 from rollpacker.report.summary import clock
+from rollpacker.report.writing import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollpacker.report.page.packing import embedded, pack
-from rollpacker.report.writing import replacing
+from rollpacker.report.writing import printable, replacing
 
 PAGE_FILE = "report.html"
 COMPARISON_FILE = "compare.html"
@@ -62,12 +62,6 @@ def document(title: str, kind: Kind, *, core: str = "", samples: str = "") -> st
         "samples": samples,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _file("page.html"))
-
-
-def printable(text: str) -> str:
-    """Without half surrogates and control characters, which a document cannot hold."""
-    clean = text.encode("utf-8", "backslashreplace").decode()
-    return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in clean)
 
 
 def _file(name: str) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from rollpacker.report.log import LogError, LogTail
+from rollpacker.core.records import LogError
+from rollpacker.report.log import LogTail
 from rollpacker.report.page.run_book import RunBook
 from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
 """So long one call reads at most: a page of a long log fills step by step."""
+MAX_WORK = 0.1
+"""Share of a processor that making pages of a run may take: those of long runs take a second, and
+come less often than asked for. What the run is doing is told with every answer."""
 MAX_BARS = 12_000
 """Samples in the timeline of a live page: it is sent anew with each step."""
 
@@ -33,6 +38,7 @@ class Follower:
         self._book.time_line = TimeLine(max_bars=MAX_BARS)
         self._tail = LogTail(self._book.events)
         self._problem = ""
+        self._not_before_s = 0.0
 
     def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What the run is doing, and, if somebody who has `version` lacks something, its page.
@@ -43,10 +49,14 @@ class Follower:
                 self._begin()
             self._read()
             state = self._state()
-            if state["version"] == version:
+            began = time.monotonic()
+            if state["version"] == version or (version and began < self._not_before_s):
                 return state, None
             self._book.truncated = bool(self._problem)
-            return state, self._book.plain()
+            page = self._book.plain()
+            now = time.monotonic()
+            self._not_before_s = now + (now - began) / MAX_WORK
+            return state, page
 
     def samples(self) -> dict[str, Any]:
         return read_samples(self.folder)

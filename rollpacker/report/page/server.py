@@ -3,9 +3,11 @@ that it finds by listing a folder. What a browser sends is never made into a pat
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -162,8 +164,8 @@ def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
         timeout = 30
 
         def do_GET(self) -> None:
-            port = self.server.server_address[1]
-            hosts = {f"{host}:{port}" for host in (ADDRESS, "localhost")}
+            assert isinstance(self.server, ThreadingHTTPServer)
+            hosts = {f"{host}:{self.server.server_port}" for host in (ADDRESS, "localhost")}
             if self.headers.get("Host") not in hosts:  # another site's name that leads here
                 self._send((HTTPStatus.FORBIDDEN, "text/plain", b"not under this name\n"))
                 return
@@ -209,6 +211,8 @@ def serve(runs: str, port: int | None) -> int:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a folder of runs, such as runs, or one run")
     server = open_server(folder, port)
+    with contextlib.suppress(OSError):
+        os.nice(10)  # whoever trains on this machine goes first
     num = len(Runs(folder).folders())
     print(
         f"{num} runs in {folder}: http://{ADDRESS}:{server.server_address[1]}/ (Ctrl-C ends it)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,28 @@ rewards: [{function: "reward.py:exact", weight: 2.0}]
 """
 
 
-def write_run(folder: Path, *, steps: int = 30, text: str = "an answer", **fake: Any) -> Path:
+Complete = Callable[[str], str]
+"""The completion of a sample, by its id."""
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 30,
+    text: str = "an answer",
+    complete: Complete = lambda sample: f"It is {sample}. ",
+    **fake: Any,
+) -> Path:
     """A finished run with samples and evaluations; every text of it holds `text`."""
     folder.mkdir(parents=True)
     entries = FakeRun(1, **fake).run(steps)
     write(entries, folder / "events.jsonl")
     (folder / "config.yaml").write_text(CONFIG)
-    write_samples(folder, entries, text)
+    write_samples(folder, entries, text, complete)
     return folder
 
 
-def write_samples(folder: Path, entries: list[Entry], text: str) -> None:
+def write_samples(folder: Path, entries: list[Entry], text: str, complete: Complete) -> None:
     writer = SampleWriter(folder / "samples", folder / "evaluations")
     tokens: dict[Any, SampleGenerated] = {}
     values: dict[Any, float | None] = {}
@@ -54,7 +66,10 @@ def write_samples(folder: Path, entries: list[Entry], text: str) -> None:
         for command in entry.commands:
             if isinstance(command, TrainOn):
                 of_step = [s for group in command.groups for s in group]
-                writer.add([_trained(command.step, s, tokens[s], values[s], text) for s in of_step])
+                rows = [_trained(command.step, s, tokens[s], values[s], text) for s in of_step]
+                writer.add(
+                    [{**row, "completion": complete(row["sample_id"]) + text} for row in rows]
+                )
                 if command.step % 10 == 0:
                     writer.write()
     writer.write()
@@ -103,5 +118,5 @@ def _texts(prompt_id: str, sample_id: str, row: int, text: str) -> dict[str, str
         "row": json.dumps({"answer": str(row), "note": text}),
         "prompt": f"What is {row}? {text}",
         "rendered_prompt": f"<s>What is {row}? {text}",
-        "completion": f"It is {sample_id}. {text}",
+        "completion": text,
     }

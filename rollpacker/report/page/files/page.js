@@ -113,7 +113,7 @@ function compared(runs) {
   return { body, sections };
 }
 
-const footer = () => h("footer", {}, `Made by RollPacker ${document.querySelector("meta[name=generator]").content.split(" ")[1]}. This page holds all it needs and asks no network for anything.`);
+const footer = () => h("footer", {}, `Made by RollPacker ${document.querySelector("meta[name=generator]").content.split(" ")[1]}. ${kindOfPage === "live" ? "It reads the run's files on this machine, and changes nothing." : "This page holds all it needs and asks no network for anything."}`);
 
 /** Unpack the samples when the reader comes near them, or nothing else is to be done. */
 function lazily(element, load) {

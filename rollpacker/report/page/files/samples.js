@@ -48,6 +48,16 @@ class Samples {
     });
     new ResizeObserver(() => this.later()).observe(this.list);
     this.apply();
+    this.warm();
+  }
+  /** Make the texts ready for the first search while nothing else is to be done. */
+  warm() {
+    let place = 0;
+    const some = (idle) => {
+      while (place < this.data.table.length && idle.timeRemaining() > 1) this.searchable(place++);
+      if (place < this.data.table.length) requestIdleCallback(some); else this.isWarm = true;
+    };
+    if (window.requestIdleCallback) requestIdleCallback(some);
   }
   soon() { clearTimeout(this.timer); this.timer = setTimeout(() => this.apply(), 90); }
   /** The texts of a row, lower case, for the search; made once, on the first search. */

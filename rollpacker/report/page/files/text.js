@@ -64,6 +64,7 @@ function number(value, digits) {
 function percent(value, digits) { return value === null || value === undefined || Number.isNaN(value) ? "–" : number(100 * value, digits === undefined ? 1 : digits) + " %"; }
 function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0 s";
   if (value < 1e-3) return number(value * 1e6, 0) + " µs";
   if (value < 1) return number(value * 1e3, value < 0.01 ? 2 : value < 0.1 ? 1 : 0) + " ms";
   if (value < 60) return number(value, value < 10 ? 2 : 1) + " s";

@@ -1,0 +1,224 @@
+"""`rollpacker dash`: pages that follow runs, for this machine's browser alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.cli.main import main
+from rollpacker.core.records import Entry, encode
+from rollpacker.report.page.server import PORT, make_server, open_server
+from tests.report.fake_run import FakeRun, write
+from tests.report.page.browser import opened
+from tests.report.page.runs import HOSTILE, write_run
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[int]:
+    server = make_server(folder, 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+def ask(
+    port: int, path: str, *, method: str = "GET", host: str | None = None
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", host or f"127.0.0.1:{port}")
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, answer.read(), dict(answer.getheaders())
+    connection.close()
+    return found
+
+
+def lines(entries: list[Entry]) -> str:
+    return "".join(encode(entry) + "\n" for entry in entries)
+
+
+def up_to(entries: list[Entry], step: int) -> int:
+    """How many entries there are until the step is committed."""
+    found = (
+        n
+        for n, e in enumerate(entries)
+        if getattr(getattr(e, "event", None), "step", 0) == step
+        and type(e.event).__name__ == "Committed"
+    )  # type: ignore[union-attr]
+    return next(found) + 1
+
+
+def test_a_step_appears_within_two_seconds(tmp_path: Path) -> None:
+    entries, log = FakeRun(1).run(12), tmp_path / "runs" / "live" / "events.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text(lines(entries[: up_to(entries, 5)]))
+    with (
+        served(tmp_path / "runs") as port,
+        opened(f"http://127.0.0.1:{port}/run/live") as (page, seen),
+    ):
+        page.wait_for_selector("html[data-step='5']", state="attached")
+        assert "5 steps" in page.inner_text("#overview")
+        page.fill("[aria-label=Metric]", "grad_norm")
+        now, took = up_to(entries, 5), []
+        for step in (6, 7, 8):
+            until = up_to(entries, step)
+            with log.open("a") as file:
+                file.write(lines(entries[now:until]))
+            now, began = until, time.monotonic()
+            page.wait_for_selector(f"html[data-step='{step}']", state="attached")
+            took.append(time.monotonic() - began)
+        assert max(took) < 2.0
+        assert "8 steps" in page.inner_text("#overview")
+        assert (
+            page.input_value("[aria-label=Metric]") == "grad_norm"
+        )  # what the reader has set stays
+        own = f"http://127.0.0.1:{port}/"
+        assert all(request.startswith(own) for request in seen.requests if request != "data:,")
+        assert seen.errors == []
+
+
+def test_a_run_that_begins_anew_or_goes_away_while_it_is_looked_at(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    write(FakeRun(1).run(6), folder / "events.jsonl")
+    with (
+        served(tmp_path / "runs") as port,
+        opened(f"http://127.0.0.1:{port}/run/one") as (page, seen),
+    ):
+        page.wait_for_selector("html[data-step='6']", state="attached")
+        write(FakeRun(2).run(3), folder / "events.jsonl")  # shorter: a resume cut it back
+        page.wait_for_selector("html[data-step='3']", state="attached")
+        shutil.rmtree(folder)
+        page.wait_for_selector("text=folder is gone")
+        assert "3 steps" in page.inner_text("#overview")  # what was known stays
+        folder.mkdir()
+        write(FakeRun(3).run(9), folder / "events.jsonl")
+        page.wait_for_selector("html[data-step='9']", state="attached")
+        assert [one for one in seen.errors if "404" not in one] == []
+
+
+def test_the_list_names_runs_and_a_hostile_name_is_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror='window.hacked=1'>é %2e"
+    write_run(tmp_path / name, steps=6, text=HOSTILE)
+    write_run(tmp_path / "plain", steps=6)
+    (tmp_path / "no run").mkdir()
+    with served(tmp_path) as port, opened(f"http://127.0.0.1:{port}/") as (page, seen):
+        page.wait_for_selector("table")
+        assert page.locator("tbody tr").count() == 2
+        page.click(f"text={name}")
+        page.wait_for_selector("html[data-step='6']", state="attached")
+        assert page.inner_text("h1") == name
+        page.click("text=Read the samples")
+        page.wait_for_selector(".row")
+        page.click(".row")
+        assert "</script><script>" in page.inner_text(".detail")
+        assert page.evaluate("window.hacked") is None
+        assert seen.errors == []
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil:80"])
+def test_other_names_are_refused(tmp_path: Path, host: str) -> None:
+    write_run(tmp_path / "plain", steps=3)
+    with served(tmp_path) as port:
+        assert ask(port, "/api/runs", host=host)[0] == 403
+        assert ask(port, "/", host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
+def test_nothing_but_get_is_answered(tmp_path: Path, method: str) -> None:
+    with served(tmp_path) as port:
+        assert ask(port, "/api/runs", method=method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/run/..",
+        "/api/run/%2e%2e",
+        "/api/run/..%2f..%2fsecret",
+        "/api/run/plain%2f..%2f..%2fsecret",
+        "/api/run/plain/../../secret",
+        "/api/run/plain/events.jsonl",
+        "/run/plain/../../etc/passwd",
+        "/files/page.css",
+        "//etc/passwd",
+        "/api/run/%00",
+        "/api/run/%ff%fe",
+    ],
+)
+def test_no_path_leads_out(tmp_path: Path, path: str) -> None:
+    write_run(tmp_path / "runs" / "plain", steps=3)
+    write_run(tmp_path / "secret", steps=3)
+    with served(tmp_path / "runs") as port:
+        status, body, _ = ask(port, path)
+        assert status == 404 and b"secret" not in body
+        status, _, headers = ask(port, "/api/run/plain")
+        assert status == 200
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_a_log_that_cannot_be_read_is_told_on_its_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "plain", steps=3)
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('{"foreign": 1}\n')
+    with served(tmp_path) as port, opened(f"http://127.0.0.1:{port}/run/plain") as (page, _):
+        page.wait_for_selector("text=the event log cannot be read on")
+        assert "3 steps" in page.inner_text("#overview")
+
+
+def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
+    entries, log = FakeRun(1).run(4), tmp_path / "half" / "events.jsonl"
+    log.parent.mkdir()
+    text = lines(entries)
+    log.write_text(text[: len(text) // 2])
+    with served(tmp_path) as port:
+        state = state_of(port, "half")
+        assert 1 <= state["step"] < 4 and not state["problem"]
+        with log.open("a") as file:
+            file.write(text[len(text) // 2 :])
+        assert state_of(port, "half")["step"] == 4
+
+
+def state_of(port: int, name: str) -> dict[str, Any]:
+    status, body, headers = ask(port, f"/api/run/{name}")
+    assert status == 200 and headers["Content-Type"] == "application/octet-stream"
+    head = json.loads(body[8 : 8 + int.from_bytes(body[4:8], "little")])
+    return dict(head["state"])
+
+
+def test_a_port_in_use_is_passed_over_or_told(tmp_path: Path, capsys: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["dash", str(tmp_path), "--port", str(port)]) == 2
+        assert f"port {port}" in capsys.readouterr().err
+    first = open_server(tmp_path, None)
+    second = open_server(tmp_path, None)
+    try:
+        assert PORT <= first.server_port < second.server_port
+    finally:
+        first.server_close()
+        second.server_close()
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: Any) -> None:
+    assert main(["dash", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
