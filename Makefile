@@ -93,6 +93,7 @@ bench: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_migration.py
 	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_simulation.py
 	$(BIN)/python docs/make_tail_batching.py

@@ -26,6 +26,8 @@ class TrlSetting:
     name: str
     samples_per_pass: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] | None = None
+    """What `rollpacker.trl.rollout_function` is given; None: TRL alone."""
 
 
 def continuous_batching(samples: int, num_blocks: int) -> dict[str, Any]:
@@ -63,20 +65,39 @@ def trl_steps(config: RunConfig, num_steps: int, setting: TrlSetting) -> list[St
     assert all(tuple(tokenizer(row.prompt)["input_ids"]) == row.tokens for row in rows)
     clock = _Clock()
     reward = _reward_function(build_reward(config.rewards), rows, tokenizer.eos_token_id, clock)
+    data = Dataset.from_list(
+        [{"prompt": row.prompt, "row": number} for number, row in enumerate(rows)]
+    )
+    parts: dict[str, Any] = {"train_dataset": data, "callbacks": [_callback(clock)]}
+    if setting.rollout is not None:
+        parts = _with_rollpacker(data, setting.rollout, parts["callbacks"], clock)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
             args=GRPOConfig(output_dir=folder, **_arguments(config, num_steps, setting)),
-            train_dataset=Dataset.from_list(
-                [{"prompt": row.prompt, "row": number} for number, row in enumerate(rows)]
-            ),
             processing_class=tokenizer,
-            callbacks=[_callback(clock)],
+            **parts,
         )
-        trainer._generate = clock.timed(trainer._generate)
+        if setting.rollout is None:
+            trainer._generate = clock.timed(trainer._generate)
         trainer.train()
     return clock.steps
+
+
+def _with_rollpacker(
+    data: Any, keys: Mapping[str, Any], callbacks: Sequence[Any], clock: _Clock
+) -> dict[str, Any]:
+    """The three lines. What is timed is the step's generation, wherever it happens."""
+    from rollpacker.trl import rollout_function
+
+    rollout = rollout_function(data, **keys)
+    rollout.dataset._decide = clock.timed(rollout.dataset._decide)
+    return {
+        "train_dataset": rollout.dataset,
+        "rollout_func": rollout,
+        "callbacks": [*callbacks, rollout],
+    }
 
 
 def _arguments(config: RunConfig, num_steps: int, setting: TrlSetting) -> dict[str, Any]:

@@ -682,17 +682,19 @@ def cost_table() -> str:
     found = result("sim_published")["systems"]
     rows = []
     for set_up in SET_UPS:
+        verl = 1 + found[set_up]["verl"]["length_shift"]
         for system in SYSTEMS:
             row = found[set_up][system]
+            tokens = row["speedup_over_verl"] * (1 + row["length_shift"]) / verl
             rows.append(
                 [
                     f"{set_up}, {system}",
-                    *(f"{row['step_s']:.1f}", f"{row['speedup_over_verl']:.2f}x"),
+                    *(f"{row['step_s']:.1f}", f"{row['speedup_over_verl']:.2f}x", f"{tokens:.2f}x"),
                     *(f"{row['length_shift']:+.1%}", f"{row['tail_trained_share']:.1%}"),
                     f"{row['generated_per_trained']:.2f}",
                 ]
             )
-    head = ("set-up, system", "step, s", "over verl", "length shift")
+    head = ("set-up, system", "step, s", "over verl", "trained tokens/s over verl", "length shift")
     return table((*head, "trained beyond own P95", "generated / trained"), rows)
 
 
@@ -789,6 +791,22 @@ def sim_vs_real_table() -> str:
                 ]
             )
     return table(("rollout", "rounds", "real", "predicted", "ratio"), rows)
+
+
+def sim_from_rewards_table() -> str:
+    rows = []
+    for name, row in result("sim_from_rewards")["cases"].items():
+        step, wait = row["step_s"], row["wait_s"]
+        rows.append(
+            [
+                name,
+                *(f"{step:.3f}", f"{row['simulated_step_s']:.3f}", f"{row['step_error']:+.0%}"),
+                *(f"{1e3 * wait:,.1f} ms", f"{1e3 * row['simulated_wait_s']:,.1f} ms"),
+                f"{abs(row['simulated_wait_s'] - wait) / step:.1%}",
+            ]
+        )
+    head = ("reward", "step, s", "simulated, s", "error", "exposed wait", "simulated")
+    return table((*head, "apart, of the step"), rows)
 
 
 def debias_table() -> str:
@@ -902,6 +920,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "wrong": wrong_table,
     "speed": speed_table,
     "sim_vs_real": sim_vs_real_table,
+    "sim_from_rewards": sim_from_rewards_table,
     "debias": debias_table,
     "debias_run": debias_run_table,
     "beyond": beyond_table,

@@ -2,7 +2,7 @@
 
 import rollpacker
 run = rollpacker.train("configs/quickstart.yaml", overrides=["train.steps=20"])
-print(run.summary, run.model)
+print(run, run.metrics["critic/rewards/mean"], run.model)
 """
 
 from __future__ import annotations
@@ -10,15 +10,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cli.training import FinishedRun, train
+    from rollpacker.callbacks import Callback, RunningRun
+    from rollpacker.cli.run import Run
+    from rollpacker.cli.training import train
 
-__all__ = ["FinishedRun", "train"]
+__all__ = ["Callback", "Run", "RunningRun", "train"]
+
+_PLACES = {
+    "Callback": "rollpacker.callbacks",
+    "Run": "rollpacker.cli.run",
+    "RunningRun": "rollpacker.callbacks",
+    "train": "rollpacker.cli.training",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The API is loaded at first use, so that importing any part of the package stays light."""
-    if name in __all__:
+    if name in _PLACES:
         import importlib
 
-        return getattr(importlib.import_module("rollpacker.cli.training"), name)
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rollpacker")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

@@ -1,7 +1,8 @@
 """What is imported by name: functions of a config, and the packages of the optional parts.
 
-A function is `module:function` or `path/to/file.py:function`. An optional part calls `require`
-before it imports its package, so that a missing one is a sentence instead of a traceback."""
+A function is `module:function` or `path/to/file.py:function`; or `<python>:name`, an object that a
+program gave and no file holds. An optional part calls `require` before it imports its package, so
+that a missing one is a sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
@@ -24,6 +27,39 @@ class ImportSpecError(ValueError):
 
 class MissingPackageError(ValueError):
     """An optional part is asked for whose package is not installed. The message says what to do."""
+
+
+GIVEN = "<python>:"
+"""What a config names a program's own objects with."""
+
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextmanager
+def giving(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Let these objects, by name, be had as `<python>:name` in this thread."""
+    token = _given.set({**_given.get(), **objects})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def is_given(spec: str) -> bool:
+    return spec.startswith(GIVEN)
+
+
+def given(spec: str) -> Any:
+    """The object behind `<python>:name`. Raises `ImportSpecError` where no program gave it."""
+    name = spec.removeprefix(GIVEN)
+    objects = _given.get()
+    if name not in objects:
+        raise ImportSpecError(
+            f'"{spec}" is an object that a Python program gave to rollpacker.train, which only that'
+            " program has. Go on from there, with the same rewards=, data= and resume=True; or"
+            " name a function or file in its place."
+        )
+    return objects[name]
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
@@ -56,6 +92,8 @@ def load_function(spec: str) -> Callable[..., Any]:
 
     The module is run once, however often it is named. Raises `ImportSpecError`.
     """
+    if is_given(spec):
+        return given(spec)  # type: ignore[no-any-return]
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise ImportSpecError(

@@ -24,7 +24,7 @@ CONTRACTS = (
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("did_you_mean", "imports", "warn_once")
+FOR_ALL = ("chat_template", "did_you_mean", "imports", "warn_once")
 """Free to all parts but the core."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
+    "chat_template": (),
     "trackers": ("callbacks",),
     "trl": (
         *("bus", "core", "data.dataset", "report.history", "report.time_book", "rollout"),

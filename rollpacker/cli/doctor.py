@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,8 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
         yield _NamedCheck("training", lambda: trials.training(config))
         yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
         yield _NamedCheck("memory fit", lambda: trials.fit(config))
+        for tracker in config.tracker_configs:
+            yield _NamedCheck(tracker.name, partial(findings.tracker, tracker), must=False)
 
 
 def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding | None]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +43,20 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
     import asyncio
 
+    from rollpacker.cli.hub import look_for_hub
+
     if args.k is not None and args.k < 1:
         raise ValueError("-k must be at least 1")
     config, model = _resolve(args)
+    look_for_hub(config, model_path=model)
     if args.k is not None:
         config = dataclasses.replace(
             config, eval=dataclasses.replace(config.eval, samples_per_prompt=args.k)
         )
     result = asyncio.run(_evaluate(config, model))
+    told = result.out_of_reach(config.eval.pass_threshold)
+    if told is not None:
+        print(f"rollpacker: {told}", file=sys.stderr)
     if args.json:
         print(json.dumps({"model": model, **result.metrics}))
     else:
@@ -61,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
     """The config to evaluate by and the model folder."""
+    from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.checkpoint import newest_checkpoint
@@ -80,7 +88,7 @@ def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
             raise ValueError(f"the run {target} has no checkpoint yet")
         if not is_run:
             raise ValueError(f"{target} is no run's folder: say with --task what to evaluate it on")
-        return load_config(run_config, args.overrides, RunConfig), model
+        return load_config(run_config, args.overrides, RunConfig, below=as_it_was), model
     if Path(args.task).suffix in (".yaml", ".yml"):
         return load_config(args.task, args.overrides, RunConfig), model
     return _task_config(args.task, model, args.overrides), model

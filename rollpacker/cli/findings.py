@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from rollpacker.trackers.tracker import TrackerConfig
+
 GIB = 1 << 30
 LOW_MEMORY_GIB = 4
 LOW_DISK_GIB = 10
@@ -256,6 +258,22 @@ def bf16() -> Finding:
     has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
     by = f"by the processor ({', '.join(has)})" if has else "not by the processor"
     return Finding("ok", "bf16", f"{by}; model.dtype=auto takes float32 here")
+
+
+def tracker(config: TrackerConfig) -> Finding:
+    """Whether a tracker can be used; a run goes on without one that cannot."""
+    from rollpacker.trackers.by_name import make_tracker
+    from rollpacker.trackers.sending import TrackerProblem
+
+    made = make_tracker(config)
+    lacking = made.missing()
+    try:
+        if lacking is None:
+            return Finding("ok", config.name, made.check())
+    except TrackerProblem as problem:
+        lacking = str(problem)
+    text, _, cure = lacking.partition(": ")
+    return Finding("warn", config.name, f"{text}; a run goes on without it", cure)
 
 
 def cgroup_cpus() -> float | None:

@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
 
-VERBS = ("init", "train", "warmup", "eval", "replay", "report", "simulate", "plan", "doctor")
+VERBS = (
+    *("init", "train", "warmup", "eval", "replay", "report", "compare", "dash"),
+    *("simulate", "plan", "doctor"),
+)
 
 _EXAMPLES = """\
 examples:

@@ -53,3 +53,9 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(file=cast("IO[str]", _Output()))
+
+
+def in_notebook() -> bool:
+    """Whether a notebook's kernel runs this program: what it shows can be changed in place."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

@@ -115,6 +115,12 @@ def load_inputs(
                 tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
     doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
+    largest = reward.largest()
+    if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
+        doubts.append(
+            f"no response can reach eval.pass_threshold={config.eval.pass_threshold:g}: the weights"
+            f" of the rewards add up to {largest:g} at most. Lower the threshold"
+        )
     return dataclasses.replace(inputs, doubts=tuple(doubts))
 
 
@@ -148,9 +154,11 @@ def _as_input(row: PromptRow) -> RewardInput:
 def first_prompts(config: RunConfig) -> list[str]:
     """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
     it from being shown is said in its place."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.data.prompts import load_few
 
     try:
+        look_for_hub(config)
         return list(load_few(config.data, "train", **_of_tokenizer(config, config.model.path)).told)
     except (ValueError, OSError) as error:
         return [f"first prompt  cannot be shown: {error}"]
@@ -175,7 +183,8 @@ def load_policy(
 
     model_config = config.model
     if model_path is not None:
-        model_config = dataclasses.replace(model_config, path=model_path)
+        # A checkpoint's model is whole: its adapter is merged, and it is not of 4 bits.
+        model_config = dataclasses.replace(model_config, path=model_path, quantization=None)
     inputs = load_inputs(config, model_path=model_path, tell=tell)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
@@ -261,8 +270,12 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Try the advantage and the loss that the config names from outside of the package. Raises
-    `ValueError`, one message, for what is wrong with them."""
+    """Try the advantage and the loss that the config names from outside of the package, and look
+    for the package that fewer bits need. Raises `ValueError`, one message, for what is wrong."""
+    if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
+        from rollpacker.imports import require
+
+        require("bitsandbytes", extra="quantized", what="model.quantization and adamw_8bit")
     algorithm = config.algorithm
     algorithm.reload_own()
     if algorithm.own_advantages is None and algorithm.own_loss is None:
@@ -311,6 +324,12 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             "train.critic.path is set and does nothing: algorithm.name=%s trains no critic; "
             "algorithm.name=ppo does",
             config.algorithm.name,
+        )
+    if config.model.quantization is not None:
+        logger.info(
+            "the base is kept in 4 bits; a checkpoint's adapter/ goes beside it, and its model/ is "
+            "the merged model in %s, made of what the codes stand for",
+            str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
     if config.model.lora is not None:
@@ -379,7 +398,9 @@ def build_carried(
 def build_trackers(config: RunConfig) -> list[Callback]:
     """Who shows the run elsewhere. Each is told of a step when its row of `metrics.jsonl` is
     written."""
-    return []
+    from rollpacker.trackers.by_name import make_tracker
+
+    return [make_tracker(tracker) for tracker in config.tracker_configs]
 
 
 def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:

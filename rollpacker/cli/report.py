@@ -1,4 +1,4 @@
-"""`rollpacker report RUN`: the summary table again, and fresh timeline, trace and summary files."""
+"""`rollpacker report RUN`: the summary table again, and fresh files: page, timeline, trace."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
-        help="summary table, timeline picture and trace of a run",
-        description="Reads a run's event log, prints the summary table, and writes summary.json, "
-        "timeline.png and trace.json (open it at ui.perfetto.dev) into the run's folder. "
+        help="summary table, page, timeline picture and trace of a run",
+        description="Reads a run's event log, prints the summary table, and writes report.html "
+        "(one file: curves, timeline, samples; open it in a browser), summary.json, timeline.png "
+        "and trace.json (open it at ui.perfetto.dev) into the run's folder. "
         "Works on a run that is still going or that was killed.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart")
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if summary["steps"]["total"] == 0:
         console.print(Text(f"{events} holds no finished step yet."), soft_wrap=True)
         return 0
-    names = ("summary.json", "timeline.png", "trace.json")
+    names = ("report.html", "summary.json", "timeline.png", "trace.json")
     written = [name for name in names if (folder / name).exists()]
     if args.against:
         draw_comparison(events, events_path(args.against), folder / "comparison.png")

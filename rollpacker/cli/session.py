@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
-    from rollpacker.controller.driver import Controller
+    from rollpacker.controller.driver import Controller, Parts
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
@@ -50,7 +50,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.controller.driver import Controller, Parts
+        from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
@@ -69,7 +69,7 @@ class Session:
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:
-            self._check_identity(before, identity)
+            self._check_identity(before, identity, checkpoint.step)
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -105,12 +105,19 @@ class Session:
             observers=watching,
             audience=self._audience,
         )
+        self._open(parts, watch, time_s, build.marks(config, policy))
+
+    def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
+        """Begin the session in the log. `time_s`: where the run's clock goes on."""
+        from rollpacker.controller.driver import Controller
+
         seconds = time.perf_counter() - watch
+        checkpoints = self.folder.checkpoints
         self._controller = Controller(
-            config, parts, checkpoints=folder.checkpoints, time_s=time_s + seconds
+            self.config, parts, checkpoints=checkpoints, time_s=time_s + seconds
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._controller.open(started_at=now, began_s=time_s, marks=build.marks(config, policy))
+        self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -131,8 +138,8 @@ class Session:
         if self._audience is not None:
             self._audience.end(reason)
 
-    def _check_identity(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """A resume must find what the run began with."""
+    def _check_identity(self, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
+        """A resume after `step` must find what the run began with."""
         from rollpacker.config.document import ConfigError, parse_document, read_text
         from rollpacker.config.load import differences, to_plain
         from rollpacker.controller.errors import RunError
@@ -146,7 +153,7 @@ class Session:
                 "it is the same run. Restore the file, or begin anew with --overwrite"
             ) from error
         for change in check_resume(differences(old, to_plain(self.config)), before, now):
-            logger.warning("resuming with a change: %s", change)
+            logger.warning("resuming after step %d with a change: %s", step, change)
 
     def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
         """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""

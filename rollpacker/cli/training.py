@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollpacker.callbacks import CallbackError
+from rollpacker.callbacks import Callback, CallbackError
 from rollpacker.cli.errors import naming
+from rollpacker.cli.output import in_notebook
+from rollpacker.cli.run import Run
 
 if TYPE_CHECKING:
-    from rollpacker.callbacks import Callback
+    from rollpacker.cli.given import Overrides, Reward
     from rollpacker.cli.session import Session
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
@@ -22,59 +23,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRun:
-    """What `train` returns."""
-
-    folder: Path
-    reason: str
-    """Why it ended: "every step is done", "the data ended" or "interrupted"."""
-    summary: dict[str, Any]
-    """What `summary.json` holds; see docs/metrics.md."""
-
-    @property
-    def model(self) -> Path:
-        """The trained model, a Hugging Face folder."""
-        from rollpacker.controller.checkpoint import newest_checkpoint
-
-        return newest_checkpoint(self.folder / "checkpoints").folder / "model"
-
-
 def train(
-    config: str | Path | RunConfig,
-    overrides: Sequence[str] = (),
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Overrides = (),
     *,
+    rewards: Reward | Sequence[Reward] | None = None,
+    data: Iterable[Mapping[str, Any]] | None = None,
+    eval_data: Iterable[Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
     resume: bool = False,
     overwrite: bool = False,
-    display: bool = False,
-    callbacks: Sequence[Callback] = (),
+    display: bool | Literal["auto"] = "auto",
     observers: Sequence[Observer] = (),
-) -> FinishedRun:
+) -> Run:
     """Run a config to its end.
 
+    `config` is a file, a dict with the same keys (`{"train": {"steps": 20}}` or
+    `{"train.steps": 20}`), or a `RunConfig`; `overrides` change it, `["train.steps=20"]` or
+    `{"train.steps": 20}`.
+
+    `rewards` take the place of the config's: functions, `(function, weight)`, names as in a config
+    (`"math"`), or dicts with the keys of `rewards[]`. Functions, also lambdas and those of a
+    notebook, are copied into worker processes: what they refer to is what it was when the run
+    began, and what they change stays there. `data` and `eval_data` take the place of where
+    `data.train` and `data.eval` come from: dicts in a list, a Dataset, a DataFrame. A resume wants
+    the same objects again, which the run's folder does not hold.
+
     `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
-    entry of the event log; `display` shows progress on the terminal.
+    entry of the event log. `display` shows progress; "auto": in a notebook.
+
     An interrupt (Ctrl-C, a notebook's stop button, SIGTERM) ends the run after the step at hand,
     saved; a second one at once, with `KeyboardInterrupt`.
 
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
-    run folder, `NonFiniteError`, `DeadlineExceeded`, `OSError`; the run can then be resumed.
+    run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
+    `OSError`; the run can then be resumed.
     """
-    from rollpacker.config.load import load_config
-    from rollpacker.config.schema import RunConfig
+    from rollpacker.cli.given import as_given
+    from rollpacker.imports import giving
 
-    if not isinstance(config, RunConfig):
-        config = load_config(config, overrides, RunConfig)
-    elif overrides:
-        raise ValueError("overrides go with a config file, not with a RunConfig")
-    return run_to_end(
-        config,
-        resume=resume,
-        overwrite=overwrite,
-        display=display,
-        callbacks=callbacks,
-        observers=observers,
-    )
+    given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
+    with giving(given.objects):
+        return run_to_end(
+            given.config,
+            resume=resume,
+            overwrite=overwrite,
+            display=in_notebook() if display == "auto" else display,
+            callbacks=_checked(callbacks),
+            observers=observers,
+        )
+
+
+def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    if isinstance(callbacks, Callback):
+        return [callbacks]
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            made = " (make one of it: add ())" if isinstance(callback, type) else ""
+            raise ValueError(f"callbacks.{number} is no rollpacker.Callback: {callback!r}{made}")
+    return callbacks
 
 
 def run_to_end(
@@ -86,15 +93,17 @@ def run_to_end(
     callbacks: Sequence[Callback] = (),
     observers: Sequence[Observer] = (),
     is_command: bool = False,
-) -> FinishedRun:
+) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.session import Session
     from rollpacker.controller.run_folder import RunFolder
 
     watch = time.perf_counter()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
+    look_for_hub(config)
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
     try:
@@ -115,9 +124,7 @@ def run_to_end(
             session.prepare(watch)
             reason = session.drive()
             stack.pop_all().close()
-        run = FinishedRun(
-            folder=folder.path, reason=reason, summary=_finish(folder.path, display=display)
-        )
+        run = Run(folder.path, reason=reason, summary=_finish(folder.path, display=display))
     except BaseException:
         if session is not None:
             _end_in_error(session)

@@ -190,12 +190,14 @@ def engine() -> Finding:
 
 def model(config: RunConfig) -> Finding:
     """The folder is whole, and its tokenizer loads."""
+    from rollpacker.cli.hub import HubError, look_for_hub
     from rollpacker.trainer.model import ModelError, context_tokens, load_tokenizer
 
     path = config.model.path
     try:
+        look_for_hub(config)
         tokenizer = load_tokenizer(path)
-    except ModelError as error:
+    except (ModelError, HubError) as error:
         cure = "Set model.path to a Hugging Face folder, or a name on the hub (network needed)."
         return Finding("fail", "model", str(error), cure)
     text = f"{path}: {len(tokenizer)} tokens, context {context_tokens(path) or 'not stated'}"
@@ -272,7 +274,7 @@ def inputs(config: RunConfig) -> list[Finding]:
     tried = ", ".join(loaded.reward.names)
     if not loaded.doubts:
         return [*found, Finding("ok", "rewards", f"{tried}: each has looked at the rows")]
-    cure = "Nothing needs to be done if only some responses fare so."
+    cure = "A run starts all the same; docs/rewards.md (Tried out) says what these mean."
     return [*found, Finding("warn", "rewards", "\n".join(loaded.doubts), cure)]
 
 

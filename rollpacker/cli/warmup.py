@@ -16,7 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "warmup",
         help="fine-tune a model on prompt-completion pairs before reinforcement learning",
-        description="Fine-tune on JSONL rows of prompt and completion, and write a model folder.",
+        description="Fine-tune on JSONL rows of prompt and completion, or of chat messages, and "
+        "write a model folder.",
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument(
@@ -31,11 +32,14 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
     from rich.console import Console
 
+    from rollpacker.cli.hub import look_for_names
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import WarmupConfig
     from rollpacker.trainer.warmup import run_warmup
 
     config = load_config(args.config, args.overrides, WarmupConfig)
+    if config.model is not None:
+        look_for_names({"model.path": config.model.path})
     console = Console()
     if console.is_terminal:
         result = _with_progress_bar(config, console, overwrite=args.overwrite)

@@ -47,10 +47,13 @@ def nested_schema(kind: Any) -> type | None:
 
 def item_schema(kind: Any) -> type | None:
     """The dataclass of the items, where the type is `tuple[SomeDataclass, ...]`."""
-    for member in members(kind):
-        if get_origin(member) is tuple:
-            return nested_schema(get_args(member)[0])
-    return None
+    item = _item_kind(kind)
+    return None if item is None else nested_schema(item)
+
+
+def _item_kind(kind: Any) -> Any:
+    """The type of a list's items; None for what is no list."""
+    return next((get_args(m)[0] for m in members(kind) if get_origin(m) is tuple), None)
 
 
 def allowed(kind: Any) -> str:
@@ -140,10 +143,20 @@ class Checker:
         schema = item_schema(kind)
         if schema is not None:
             if not isinstance(value, list):
-                return self._refuse(path, f"is {_show(value)}. Allowed: a list of mappings")
-            items = [self.build(schema, v, (*path, i)) for i, v in enumerate(value)]
+                problem = f"is {_show(value)}. Allowed: {allowed_value(kind)}"
+                if isinstance(value, str) and _may_be_text(_item_kind(kind)):
+                    problem += f" (in brackets: [{value}])"
+                return self._refuse(path, problem)
+            items = [self._item(kind, schema, v, (*path, i)) for i, v in enumerate(value)]
             return _FAILED if any(item is _FAILED for item in items) else tuple(items)
         return self._leaf(kind, value, path)
+
+    def _item(self, kind: Any, schema: type, value: Any, path: Path_) -> Any:
+        """An item of a list whose items are mappings, or a name that stands for one."""
+        item = _item_kind(kind)
+        if isinstance(value, Mapping) or not _may_be_text(item):
+            return self.build(schema, value, path)
+        return self._leaf(item, value, path)
 
     def _leaf(self, kind: Any, value: Any, path: Path_) -> Any:
         unprintable = _unprintable(value)
@@ -196,8 +209,8 @@ class Checker:
 
 
 def _may_be_text(kind: Any) -> bool:
-    """Whether a name may stand in place of the mapping: `str | SomeDataclass`."""
-    return str in members(kind)
+    """Whether a name may stand in place of the mapping: `str | SomeDataclass`, or a literal."""
+    return any(member is str or get_origin(member) is Literal for member in members(kind))
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
@@ -212,8 +225,12 @@ def allowed_value(kind: Any) -> str:
         return allowed(kind)
     required = [field.name for field in dataclasses.fields(schema) if _required(field)]
     listed = f" with at least {', '.join(required)}" if required else ""
-    shape = "a mapping" if nested_schema(kind) else "a list of mappings"
-    return ("a text or " if _may_be_text(kind) else "") + shape + listed
+    if nested_schema(kind):
+        return ("a text or " if _may_be_text(kind) else "") + "a mapping" + listed
+    if _may_be_text(_item_kind(kind)):
+        either = allowed(_item_kind(kind)).replace("a mapping", "a mapping" + listed, 1)
+        return f"a list (each item {either})"
+    return "a list of mappings" + listed
 
 
 def _prepared(kind: Any, value: Any) -> Any:

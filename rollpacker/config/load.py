@@ -47,6 +47,21 @@ def load_config(
     Raises `ConfigError` with one message that lists everything that is wrong.
     """
     tree, lines = parse_document(read_text(path), str(path))
+    return config_of(tree, overrides, schema, below, where=str(path), lines=lines)
+
+
+def config_of(
+    tree: dict[str, Any],
+    overrides: Sequence[str],
+    schema: type[T],
+    below: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    *,
+    where: str = "config",
+    lines: Mapping[Path_, int] | None = None,
+) -> T:
+    """The same of plain values, which the overrides change. `where` begins messages; `lines` are
+    those of keys in a file."""
+    lines = lines or {}
     problems: list[str] = []
     raw: dict[Path_, str] = {}
     for override in overrides:
@@ -65,7 +80,7 @@ def load_config(
         subject = f"{dotted(place)}{_origin(place, raw, lines)} " if place else ""
         problems.append(f"{subject}{problem}{end}")
     if problems:
-        raise ConfigError(_message(str(path), problems))
+        raise ConfigError(_message(where, problems))
     return cast(T, config)
 
 

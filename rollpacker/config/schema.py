@@ -21,6 +21,7 @@ from rollpacker.data.dataset import DataConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.rollout.engine import EngineConfig, SamplingParams
 from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
@@ -187,6 +188,9 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    trackers: tuple[TrackerName | TrackerConfig, ...] = ()
+    """Where the run is shown besides its folder, such as `[wandb]`; a name alone stands for
+    `{name: wandb}`. A tracker that cannot be used, or stops answering, never ends the run."""
     save_samples: bool = True
     """Write every trained sample's text to `samples/`, and those of evaluations to `evaluations/`,
     as parquet."""
@@ -195,6 +199,7 @@ class RunConfig:
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
+        self._check_quantization()
         self._check_stream_trainer()
         self._check_carrying()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
@@ -208,6 +213,10 @@ class RunConfig:
                 f"deadlines.reward_s ({self.deadlines.reward_s:g}) must be at least twice the "
                 f"longest timeout_s of a reward ({slowest:g}), or one slow call ends the run"
             )
+        names = [tracker.name for tracker in self.tracker_configs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"trackers names {twice} twice: a run is one run of each tracker")
         if not _is_folder_name(self.name):
             raise ValueError(
                 f"name must be a plain folder name (no slash, no control character, at most"
@@ -252,6 +261,21 @@ class RunConfig:
                 "algorithm.name=distillation does"
             )
 
+    def _check_quantization(self) -> None:
+        if self.model.quantization is None:
+            return
+        if (self.train.processes or 1) > 1:
+            raise ValueError(
+                f"model.quantization={self.model.quantization} does not go with several processes "
+                "(train.processes): codes of 4 bits are not sharded. Set train.processes=1, or "
+                "leave model.quantization out"
+            )
+        if self.algorithm.needs_critic:
+            raise ValueError(
+                f"model.quantization={self.model.quantization} does not go with a critic, which is "
+                "trained as a whole: use an algorithm without one (algorithm.advantage=reward)"
+            )
+
     def _check_stream_trainer(self) -> None:
         stream = self.stream_trainer
         if stream.enabled and self.algorithm.needs_whole_batch:
@@ -294,6 +318,13 @@ class RunConfig:
                 "clipped importance ratio: set algorithm.mismatch_correction=token-truncate (or "
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
+
+    @property
+    def tracker_configs(self) -> tuple[TrackerConfig, ...]:
+        """`trackers` with the names alone written out."""
+        return tuple(
+            TrackerConfig(name=one) if isinstance(one, str) else one for one in self.trackers
+        )
 
     @property
     def without_effect(self) -> str | None:
@@ -402,7 +433,8 @@ class WarmupStage:
     """One pass of supervised steps over one file."""
 
     path: str
-    """JSONL with `prompt` and `completion`; the loss is on the completion and the end token."""
+    """JSONL with `prompt` and `completion`, texts or chat messages, or with `messages`. The loss is
+    on the completion, or each message of the assistant, and the token that ends it."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3

@@ -130,8 +130,8 @@ class Controller:
             generate=self._generation.collect,
             reward=parts.reward,
             decode=parts.decode,
-            rows=self._evaluation_rows(),
             audience=parts.audience,
+            rows=self._evaluation_rows(),
         )
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed

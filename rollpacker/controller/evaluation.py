@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from math import comb
 
 from rollpacker.bus import Bus
@@ -17,6 +18,9 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
 from rollpacker.rewards.reward import Failed, Reward, RewardInput, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
+from rollpacker.warn_once import WarnOnce
+
+logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
 """Samples of an evaluation that are judged in one call; each batch is a sign of life."""
@@ -35,6 +39,17 @@ class EvalResult:
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Responses in order, each with its text and its verdict."""
 
+    def out_of_reach(self, threshold: float) -> str | None:
+        """In words, where some rewards were above 0 and none was as high as the threshold."""
+        values = [v.value for _, _, v in self.judged if isinstance(v, Scored)]
+        largest = max(values, default=0.0)
+        if largest <= 0 or largest >= threshold:
+            return None
+        return (
+            f"no response of the evaluation reached eval.pass_threshold={threshold:g}; the largest"
+            f" reward was {largest:.4g}. If none can be larger, lower the threshold"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
@@ -52,6 +67,7 @@ class Evaluator:
     audience: Audience
     rows: EvaluationRows | None = None
     """Keeps the samples' texts."""
+    warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
     async def evaluate(self, step: int) -> None:
         """The result is a note in the log, and its texts are a file."""
@@ -61,6 +77,9 @@ class Evaluator:
         result = await evaluate(
             self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
         )
+        told = result.out_of_reach(self.config.eval.pass_threshold)
+        if told is not None:
+            self.warn_once("%s", told)
         if self.rows is not None:
             self.rows.write(step, result.judged)
         logged = await self.audience.evaluated(step, result.metrics)

@@ -6,6 +6,7 @@ runs/NAME/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
     model             link to the last one's      evaluations/    the same of evaluations
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
+    trackers/         what they keep here         report.html
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from rollpacker.controller.errors import RunError
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
     *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
-    *("summary.json", "trace.json", "timeline.png"),
-    *("summary.json.tmp", "trace.json.tmp", "timeline.png.tmp"),
+    *("summary.json", "report.html", "trace.json", "timeline.png"),
+    *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
 """What a run writes, and what a kill leaves of it half written."""
 _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
+    "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
     "evaluations": ("step_*",),
 }
 """Folders of a run, and what it writes into them."""

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollpacker.chat_template import end_of_turn
 from rollpacker.data.dataset import DataError, DatasetConfig
 
 MAX_SHOWN = 600
 """Characters of a prompt that is shown."""
-_REPLY = "reply"
 _WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -70,28 +70,6 @@ def chat_of(
         f"texts as they are: the chat template ends a turn with {shown}, where this model does not"
         f" stop, so it looks like a base model ({key}=true renders them all the same)",
     )
-
-
-def end_of_turn(
-    tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
-) -> int | None:
-    """The token that the template puts behind an assistant's message. None: it puts none there, or
-    refuses a plain exchange."""
-    exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
-    try:
-        text = tokenizer.apply_chat_template(
-            exchange, tokenize=False, **(chat_template_kwargs or {})
-        )
-    except Exception:  # whatever a template's author wrote
-        return None
-    _, found, rest = str(text).rpartition(_REPLY)
-    rest = rest.strip()
-    if not found or not rest:
-        return None
-    ids = tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids or ids[0] == tokenizer.unk_token_id:
-        return None
-    return int(ids[0])
 
 
 def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:

@@ -35,7 +35,8 @@ class TaskConfig:
 class DatasetConfig:
     """One set of prompts (`data.train`, `data.eval`)."""
 
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface"]
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface", "python"]
+    """python: rows that a program gave to `rollpacker.train`, and only there."""
     path: str | None = None
     """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
     (huggingface)."""

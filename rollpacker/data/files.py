@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollpacker.data.dataset import DataError, DatasetConfig
-from rollpacker.imports import require
+from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,10 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
     Raises `DataError` for what cannot be read, naming the file and line.
     """
     assert config.path is not None
-    if config.kind == "huggingface":
+    rows: Iterable[RawRow]
+    if config.kind == "python":
+        rows = _given_rows(config.path)
+    elif config.kind == "huggingface":
         where = f"{config.path} ({config.split}), row "
         rows = (RawRow(f"{where}{n}", columns) for n, columns in enumerate(_huggingface(config)))
     else:
@@ -39,8 +42,26 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
         rows = (row for path in find_files(config.path, suffix) for row in read(path))
     found = list(islice(rows, config.size))
     if not found:
-        raise DataError(f"{config.path}: the dataset is empty, there is no row in it.")
+        name = config.path.removeprefix(GIVEN)
+        raise DataError(f"{name}: the dataset is empty, there is no row in it.")
     return found
+
+
+def _given_rows(spec: str) -> Iterator[RawRow]:
+    """Of a program: mappings, in a list or in whatever else can be gone through."""
+    try:
+        rows = given(spec)
+    except ImportSpecError as error:
+        raise DataError(f"data {error}") from None
+    name = spec.removeprefix(GIVEN)
+    for number, row in enumerate(rows):
+        where = f"{name}, row {number}"
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f'{where}: a row is a dict such as {{"prompt": "...", "answer": "..."}}, not a'
+                f" {type(row).__name__}."
+            )
+        yield RawRow(where, dict(row))
 
 
 def find_files(path: str, suffix: str) -> list[Path]:

@@ -1,4 +1,5 @@
-"""The files that tell of a finished (or killed) run: summary.json, timeline.png, trace.json."""
+"""The files that tell of a finished (or killed) run: summary.json, report.html, timeline.png,
+trace.json."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from typing import Any
 
 from rollpacker.imports import missing
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.page.document import PAGE_FILE, write_page
+from rollpacker.report.page.run_book import RunBook
+from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.spans import Excerpt
 from rollpacker.report.step_history import StepHistory
-from rollpacker.report.summary import SUMMARY_FILE, summarize_entries, with_paths, write_summary
+from rollpacker.report.summary import SUMMARY_FILE, with_paths, write_summary
 from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
 from rollpacker.report.trace import write_steps_trace
 
@@ -26,7 +30,7 @@ def write_reports(
     trace_steps: int = 50,
     log: EventLog | None = None,
 ) -> dict[str, Any]:
-    """Write all three into `out` (None: the run's folder) and return the summary.
+    """Write all four into `out` (None: the run's folder) and return the summary.
 
     `steps` are those in the picture (None: a few around a long round), `trace_steps` how many of
     the last ones the trace holds. The log is read once. Nothing is written for a run without a
@@ -36,8 +40,14 @@ def write_reports(
         raise ValueError(f"a trace needs at least one step, not {trace_steps}")
     events = events_path(run)
     folder = events.parent if out is None else Path(out)
-    keep = _Keep(trace_steps)
-    summary = summarize_entries(EventLog(events) if log is None else log, keep.feed)
+    keep, book = _Keep(trace_steps), RunBook(events)
+    log = EventLog(events) if log is None else log
+    for entry in log:
+        done = book.feed(entry)
+        if done is not None:
+            keep.feed(done)
+    book.truncated = log.truncated
+    summary = book.summary.plain()
     if summary["steps"]["total"] == 0:
         return with_paths(summary, events.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,8 +59,10 @@ def write_reports(
     elif any(step.samples for step in keep.excerpt.steps):
         draw_steps(keep.excerpt.steps, folder / "timeline.png")
     write_steps_trace(list(keep.last), folder / "trace.json")
+    write_page(folder / PAGE_FILE, [book.plain(summary)], [read_samples(events.parent)])
     summary = with_paths(summary, events.parent)
-    for name, file in (("timeline", "timeline.png"), ("trace", "trace.json")):
+    files = (("report", PAGE_FILE), ("timeline", "timeline.png"), ("trace", "trace.json"))
+    for name, file in files:
         if (folder / file).exists():
             summary["paths"][name] = str(folder / file)
     write_summary(summary, folder / SUMMARY_FILE)

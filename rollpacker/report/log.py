@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,46 @@ class EventLog:
                         self.truncated = True
                         return
                     raise LogError(f"{self.path}, line {number}: {error}") from error
+                yield entry
+
+
+class LogTail:
+    """Reads a log that grows: each `read` goes on where the last one stopped.
+
+    A resume cuts a log back and writes on: `is_same` tells whether the file still begins with what
+    was read. If it does not, begin anew with another tail."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.num_bytes = 0
+        """Read so far."""
+        self._last = b""
+        """The line before them."""
+
+    def is_same(self) -> bool:
+        """Raises `OSError` where the file is gone."""
+        with self.path.open("rb") as file:
+            file.seek(self.num_bytes - len(self._last))
+            return file.read(len(self._last)) == self._last
+
+    def read(self, most_s: float) -> Iterator[Entry]:
+        """Entries that were not read yet, for about `most_s` seconds. A last line without its
+        newline is still being written, and waits. Raises `LogError` and `OSError`."""
+        until = time.monotonic() + most_s
+        with self.path.open("rb") as file:
+            file.seek(self.num_bytes)
+            for line in file:
+                if not line.endswith(b"\n") or time.monotonic() > until:
+                    return
+                self.num_bytes += len(line)
+                self._last = line
+                if line.isspace():
+                    continue
+                try:
+                    entry = decode(line.decode("utf-8"))
+                    _check(entry)
+                except ValueError as error:
+                    raise LogError(f"{self.path}, byte {self.num_bytes}: {error}") from error
                 yield entry
 
 

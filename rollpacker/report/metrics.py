@@ -199,7 +199,7 @@ class MetricsWriter:
                 "%s lacked %d of its rows (steps %d to %d): made again from the event log",
                 *(self.path, len(lacking), first, last),
             )
-        self._evaluated = {row["step"] for row in rows if _is_evaluation(row)}
+        self._evaluated = {row["step"] for row in rows if is_evaluation(row)}
         with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(map(_line, rows))
             file.flush()
@@ -232,13 +232,13 @@ def _foreign(path: str | Path, number: int, what: str) -> str:
     )
 
 
-def _is_evaluation(row: Row) -> bool:
+def is_evaluation(row: Row) -> bool:
     return any(name.startswith("eval/") for name in row)
 
 
 def _place(row: Row) -> tuple[int, bool]:
     """Rows in order: a step's evaluation comes before its commit."""
-    return row["step"], not _is_evaluation(row)
+    return row["step"], not is_evaluation(row)
 
 
 def _line(row: Row) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,62 +51,76 @@ def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
 
 
-def summarize_entries(
-    entries: Iterable[Entry], observe: Callable[[StepHistory], None] = lambda step: None
-) -> dict[str, Any]:
-    """The same from entries alone, without `run` and `paths`. `observe` is given every committed
-    step, for those who want more of it in the same pass."""
-    accounting = Accounting()
-    history = accounting.history
-    steps: list[StepSummary] = []
+def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
+    """The same from entries alone, without `run` and `paths`."""
+    summary = RunSummary()
     for entry in entries:
-        step = history.step
-        summary = accounting.feed(entry)
-        if summary is not None:
-            steps.append(summary)
-            observe(step)
-    not_streamed = [step.samples.not_streamed for step in steps]
-    dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
-    return {
-        "finished": history.finished,
-        "sessions": history.num_sessions,
-        "steps": _steps(steps),
-        "wall_s": accounting.time.wall_s,
-        "seconds": {
-            cause: seconds
-            for cause, seconds in accounting.seconds().items()
-            if seconds or cause != "callbacks"  # most runs have none
-        },
-        "evaluations": [
-            {"step": step, **metrics} for step, metrics in sorted(history.evaluations.items())
-        ],
-        "training_reward": _training_reward(steps),
-        "tokens": _tokens(steps),
-        "lengths": _lengths(steps),
-        "prompts": {
-            "trained": sum(step.prompts.trained for step in steps),
-            "deferred": sum(step.prompts.deferred for step in steps),
-            "long_queue": len(history.queue),
-            "dropped": dropped,
-        },
-        "samples": {
-            "launched": sum(step.samples.launched for step in steps),
-            "trained": sum(step.samples.trained for step in steps),
-            "aborted": sum(step.samples.aborted for step in steps),
-            "failed": sum(step.samples.failed for step in steps),
-            "no_verdict": _add_up(step.samples.no_verdict for step in steps),
-        },
-        "carrying": _carrying(steps),
-        "streaming": {
-            "samples": sum(step.samples.streamed for step in steps),
-            "steps": sum(step.samples.streamed > 0 for step in steps),
-            "steps_without": _add_up({reason: 1} for reason in not_streamed if reason),
-        },
-        "checks": {
-            name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
-        },
-        **dict.fromkeys(sorted(history.marks), True),
-    }
+        summary.feed(entry)
+    return summary.plain()
+
+
+class RunSummary:
+    """Feed it a log's entries; `plain` is what came of them so far."""
+
+    def __init__(self) -> None:
+        self.accounting = Accounting()
+        self._steps: list[StepSummary] = []
+
+    def feed(self, entry: Entry) -> tuple[StepHistory, StepSummary] | None:
+        """The step that was committed with it, for those who want more of it in the same pass."""
+        step = self.accounting.history.step
+        summary = self.accounting.feed(entry)
+        if summary is None:
+            return None
+        self._steps.append(summary)
+        return step, summary
+
+    def plain(self) -> dict[str, Any]:
+        """What `summary.json` holds but for `run` and `paths`."""
+        accounting, steps = self.accounting, self._steps
+        history = accounting.history
+        not_streamed = [step.samples.not_streamed for step in steps]
+        dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
+        return {
+            "finished": history.finished,
+            "sessions": history.num_sessions,
+            "steps": _steps(steps),
+            "wall_s": accounting.time.wall_s,
+            "seconds": {
+                cause: seconds
+                for cause, seconds in accounting.seconds().items()
+                if seconds or cause != "callbacks"  # most runs have none
+            },
+            "evaluations": [
+                {"step": step, **metrics} for step, metrics in sorted(history.evaluations.items())
+            ],
+            "training_reward": _training_reward(steps),
+            "tokens": _tokens(steps),
+            "lengths": _lengths(steps),
+            "prompts": {
+                "trained": sum(step.prompts.trained for step in steps),
+                "deferred": sum(step.prompts.deferred for step in steps),
+                "long_queue": len(history.queue),
+                "dropped": dropped,
+            },
+            "samples": {
+                "launched": sum(step.samples.launched for step in steps),
+                "trained": sum(step.samples.trained for step in steps),
+                "aborted": sum(step.samples.aborted for step in steps),
+                "failed": sum(step.samples.failed for step in steps),
+                "no_verdict": _add_up(step.samples.no_verdict for step in steps),
+            },
+            "carrying": _carrying(steps),
+            "streaming": {
+                "samples": sum(step.samples.streamed for step in steps),
+                "steps": sum(step.samples.streamed > 0 for step in steps),
+                "steps_without": _add_up({reason: 1} for reason in not_streamed if reason),
+            },
+            "checks": {
+                name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
+            },
+            **dict.fromkeys(sorted(history.marks), True),
+        }
 
 
 def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:

@@ -149,7 +149,8 @@ class RewardConfig:
 
     function: str
     """`module:function` or `file.py:function`, run in worker processes of its own; or the name of a
-    built-in: reasoning_gym, math, code, judge, reward_model."""
+    built-in: reasoning_gym, math, code, judge, reward_model. `<python>:name` stands for an object
+    that a program gave to `rollpacker.train`, and only there."""
     tasks: tuple[str, ...] | None = None
     """Judge only rows whose task column (`data.*.task_column`) has one of these values. None:
     every row."""

@@ -36,6 +36,9 @@ Kind = tuple[int | None, AdaptiveDeadlineConfig | None]
 """Checks at a time (None: batches of any size) and the limit of each (None: the reward's own)."""
 Verdict = Scored | Failed | None
 
+_AT_MOST_ONE = ("math", "code", "judge", "reasoning_gym")
+"""Built-ins whose value is at most 1."""
+
 _BY_INFRASTRUCTURE = (Cause.INFRASTRUCTURE, Cause.DEADLINE, Cause.SAMPLE)
 
 
@@ -146,6 +149,18 @@ class WeightedReward:
             return await asyncio.gather(*(try_out(row) for try_out, row in trials))
 
         return [warning for warning in self.shared.run(try_all) if warning is not None]
+
+    def largest(self) -> float | None:
+        """The largest value that a sample can get. None: a function or a reward model may give any
+        number."""
+        if any(one.config.function not in _AT_MOST_ONE for one in self._parts):
+            return None
+        tasks = (*self._tasks, None)
+        sums = (
+            sum(max(one.config.weight, 0.0) for one in self._parts if one.applies_to(task))
+            for task in tasks
+        )
+        return max(sums)
 
     def sources(self) -> dict[str, str]:
         """The files of the functions that are not built in, by reward."""

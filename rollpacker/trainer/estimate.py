@@ -194,6 +194,9 @@ def _engine_memory(
     size = models.parameters * models.element
     formula = f"parameters x {models.element} bytes, apart from training"
     changed = size
+    if config.model.quantization is not None:
+        weights = models.policy_weights("engine", models.parameters)
+        size, formula = weights.size_bytes, f"{weights.formula}, apart from training"
     if lora is not None:
         changed = 4 * (models.num_adapter_parameters([]) or 0)
         size, formula = size + changed, f"{formula}; adapters x 4 bytes"

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from rollpacker.trainer.model_shape import decoder_shape
+from rollpacker.trainer.quantization import num_elements
 
 PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500,
@@ -89,7 +90,7 @@ class FlopModel:
             if parameter.ndim < 2 or parameter is head or id(parameter) in embeddings:
                 continue
             share = active if ".experts." in name else 1.0
-            body += share * _per_parameter(parameter) * parameter.numel()
+            body += share * _per_parameter(parameter) * num_elements(parameter)
         return cls(
             body=body,
             output=0.0 if head is None else float(_per_parameter(head) * head.numel()),

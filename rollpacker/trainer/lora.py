@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.imports import require
+from rollpacker.trainer.quantization import dequantized
 from rollpacker.trainer.trainer import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
@@ -115,22 +116,24 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model without adapters that computes the same: names, shapes and dtypes as
     in the state dict of the model before `add_adapter`, a tied weight once, under its first name.
 
-    Products and sums are in float32 (float64 for such a model), one matrix at a time; the model
-    stays as it is. What has no adapter is not copied. Of a sharded model these are `DTensor`s, and
-    all processes have to take part.
+    A base of 4 bits is what its codes stand for. Products and sums are in float32 (float64 for
+    such a model), one matrix at a time; the model stays as it is. What has no adapter is not
+    copied. Of a sharded model these are `DTensor`s, and all processes have to take part.
     """
     adapted, adapters = _adapted_modules(model), adapter_parameters(model)
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         module_name, _, rest = name.partition(".base_layer.")
-        if id(value) in seen or name in adapters:
+        of_codes = ".weight." in name  # scales and tables
+        if id(value) in seen or name in adapters or of_codes:
             continue
         seen.add(id(value))
+        value = dequantized(value)
         if rest == "weight":
             change = adapted[module_name].get_delta_weight(_ADAPTER)
             yield f"{module_name}.weight", (value + change.to(_wide(value))).to(value.dtype)
         else:
-            yield f"{module_name}.{rest}" if rest else name, value.detach()
+            yield f"{module_name}.{rest}" if rest else name, value
 
 
 @torch.no_grad()
@@ -140,7 +143,7 @@ def merge_loss(model: nn.Module) -> float:
     model all processes have to take part."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
-        weight = module.get_base_layer().weight
+        weight = dequantized(module.get_base_layer().weight)
         change = module.get_delta_weight(_ADAPTER).to(_wide(weight))
         exact = weight + change
         rounded = exact.to(weight.dtype).to(exact.dtype)

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from rollpacker.trainer.quantization import quantize_layers
 from rollpacker.trainer.trainer import ModelConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -97,6 +98,11 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
     model, info = read
     _check_loaded(info, config.path)
     check_vocabulary(model, tokenizer, config.path)
+    if config.quantization is not None and not quantize_layers(model, device, dtype):
+        raise ModelError(
+            f"model.quantization={config.quantization}: {config.path} has no plain matrices in its"
+            " layers"
+        )
     return LoadedModel(
         model=model.to(device).eval(), tokenizer=tokenizer, device=device, dtype=dtype
     )

@@ -106,10 +106,18 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
-    """From the headers of its files, or from its name; `notes` say if it is the name or nothing."""
+    """From the headers of its files, from its config, or from its name; `notes` say if it is
+    not the files."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)
+    shape = read_shape(folder, []) if folder else None
+    if shape is not None:
+        notes.append(
+            f"the weights of {path} are not on this machine: its parameters are counted from its "
+            "config.json, without biases and norms"
+        )
+        return shape.layers * shape.layer_matrices + shape.embedding * (1 if shape.tied else 2)
     match = _SIZE_IN_NAME.search(path.rsplit("/", 1)[-1])
     if match is None:
         notes.append(

@@ -1,4 +1,5 @@
-"""AdamW and Muon with float32 master weights and gradient sums, whatever precision the model has.
+"""AdamW, also of 8 bits, and Muon with float32 master weights and gradient sums, whatever precision
+the model has.
 
 For a bfloat16 model every backward pass adds its gradients to float32 sums and frees them; the step
 updates float32 masters and rounds them into the model, in place. A float32 weight is its own
@@ -9,13 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.trainer.offload import HostStore, local
+from rollpacker.trainer.quantization import (
+    adamw_8bit,
+    moments_like,
+    moments_of,
+    restore_moments,
+)
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerStateError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -57,7 +64,7 @@ class MasterOptimizer:
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        optimizer: Literal["adamw", "muon"] = "adamw",
+        optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw",
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
@@ -71,15 +78,14 @@ class MasterOptimizer:
         orthogonal = self._orthogonalized_names() if optimizer == "muon" else set()
         elementwise = {n: m for n, m in self._masters.items() if n not in orthogonal}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._is_coded = optimizer == "adamw_8bit"
         if elementwise:
-            self._optimizers.append(_adamw(elementwise.values(), betas, eps, weight_decay))
+            make = _adamw_8bit if self._is_coded else _adamw
+            self._optimizers.append(make(elementwise.values(), betas, eps, weight_decay))
         if orthogonal:
             matrices = [self._masters[name] for name in self._masters if name in orthogonal]
             self._optimizers.append(_muon(matrices, weight_decay))
-        self._state_keys = {
-            name: {"momentum_buffer"} if name in orthogonal else {"step", "exp_avg", "exp_avg_sq"}
-            for name in self._masters
-        }
+        self._orthogonal = frozenset(orthogonal)
         self._offloaded_state = HostStore(offload_from)
         self._offloaded_gradients = HostStore(offload_from)
         self._parked_gradients: dict[str, Tensor] = {}
@@ -130,8 +136,9 @@ class MasterOptimizer:
 
     def state(self) -> dict[str, Tensor]:
         """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, or `momentum_buffer.NAME` where Muon
-        works; and `master.NAME` where master and weight differ. Not copies; `DTensor`s where the
-        parameters are. Reloads what was offloaded."""
+        works, or with 8 bits `state1.NAME`, `absmax1.NAME` and so on; and `master.NAME` where
+        master and weight differ. Not copies; `DTensor`s where the parameters are. Reloads what was
+        offloaded."""
         self.reload()
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
@@ -146,8 +153,7 @@ class MasterOptimizer:
         values mean nothing."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            for key in self._state_keys[name]:
-                blank = torch.tensor(0.0) if key == "step" else torch.empty_like(master.detach())
+            for key, blank in self._blank_state(name).items():
                 tensors[f"{key}.{name}"] = blank
             if master is not self._weights[name]:
                 tensors[f"master.{name}"] = torch.empty_like(master.detach())
@@ -224,19 +230,30 @@ class MasterOptimizer:
         for optimizer in self._optimizers:
             if master in optimizer.state:
                 state: dict[str, Tensor] = optimizer.state[master]
-                return state
+                return moments_of(state) if self._is_coded else state
         return {}
+
+    def _blank_state(self, name: str) -> dict[str, Tensor]:
+        """Tensors like those that the optimizer keeps of this parameter."""
+        master = self._masters[name]
+        if self._is_coded:
+            return moments_like(master)
+        if name in self._orthogonal:
+            return {"momentum_buffer": torch.empty_like(master.detach())}
+        blank = {key: torch.empty_like(master.detach()) for key in ("exp_avg", "exp_avg_sq")}
+        return blank | {"step": torch.tensor(0.0)}
 
     def _check_state(self, key: str, name: str, value: Tensor) -> None:
         if name not in self._masters:
             raise TrainerStateError(f"the optimizer's state has {name}, which the model has not")
         master = self._masters[name]
-        if key != "step" and value.shape != master.shape:
+        kept = self._blank_state(name) | {"master": master}
+        if key in kept and value.shape != kept[key].shape:
             raise TrainerStateError(
                 f"the optimizer's state of {name} has shape {tuple(value.shape)}, "
-                f"the model's has {tuple(master.shape)}"
+                f"the model's has {tuple(kept[key].shape)}"
             )
-        if key != "master" and key not in self._state_keys[name]:
+        if key not in kept:
             raise TrainerStateError(
                 f"the optimizer's state of {name} has {key}, which this optimizer does not keep: "
                 "it was saved with another train.optimizer"
@@ -246,6 +263,9 @@ class MasterOptimizer:
     def _load_into(
         self, optimizer: torch.optim.Optimizer, per_name: Mapping[str, dict[str, Tensor]]
     ) -> None:
+        if self._is_coded:
+            restore_moments(optimizer, {self._masters[n]: state for n, state in per_name.items()})
+            return
         name_of = {id(master): name for name, master in self._masters.items()}
         ordered = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(
@@ -288,15 +308,30 @@ def _master_of(weight: nn.Parameter) -> Tensor:
 
 def _adamw(
     masters: Iterable[Tensor], betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
+    groups = _decayed(list(masters), weight_decay)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def _adamw_8bit(
+    masters: Iterable[Tensor], betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.Optimizer:
     masters = list(masters)
+    if isinstance(masters[0], DTensor):
+        raise ValueError(
+            "train.optimizer=adamw_8bit does not go with several processes (train.processes), "
+            "whose shards cut its blocks: set train.optimizer=adamw"
+        )
+    return adamw_8bit(_decayed(masters, weight_decay), betas, eps)
+
+
+def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of matrices and of all else, of which the first alone decay."""
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
         {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True
-    )
+    return [group for group in groups if group["params"]]
 
 
 def _muon(matrices: list[Tensor], weight_decay: float) -> torch.optim.Optimizer:

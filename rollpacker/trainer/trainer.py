@@ -43,11 +43,21 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     chat_template_kwargs: Mapping[str, object] | None = None
     """Passed on to the tokenizer's `apply_chat_template`."""
+    quantization: Literal["4bit"] | None = None
+    """4bit: the matrices inside the layers are kept as 4-bit NormalFloat codes (bitsandbytes), with
+    `model.lora` trained above them, in the trainer and in the engine alike."""
     lora: LoraConfig | None = None
     """Train low-rank adapters (peft) instead of the weights. The engine generates with the same
     adapters; checkpoints hold the merged model and, beside it, the adapter."""
     teacher: str | None = None
     """A model folder or hub name with the same vocabulary, for algorithm.advantage=teacher."""
+
+    def __post_init__(self) -> None:
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                f"quantization={self.quantization} needs model.lora: codes of 4 bits cannot be "
+                "trained, an adapter above them can"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +129,9 @@ class TrainConfig:
     warmup_steps: int = 0
     min_learning_rate_ratio: float = 0.0
     """Where linear and cosine end, as a share of learning_rate."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: torch's Muon for the matrices inside the layers, AdamW for all else."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for the matrices
+    inside the layers, AdamW for all else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -147,6 +158,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.optimizer == "adamw_8bit" and (self.processes or 1) > 1:
+            raise ValueError(
+                "optimizer=adamw_8bit does not go with several processes, whose shards cut its "
+                "blocks: set optimizer=adamw, or processes=1"
+            )
         if self.schedule != "constant" and self.steps is None:
             raise ValueError(
                 f"schedule={self.schedule} needs to know where it ends: set train.steps"

@@ -21,6 +21,13 @@ LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 
 
+BYTES_OF_8BIT = 1 + 4 / 256
+"""A moment of 8 bits: its code, and a float32 scale for every 256."""
+BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""An element of a 4-bit matrix: its code, a code of 8 bits for the scale of every 64, and a float32
+scale for every 256 of these."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
     """One line of the estimate."""
@@ -65,8 +72,30 @@ class TrainingMemory:
             parts += self._working_memory(self.shape)
         return parts
 
+    def policy_weights(self, name: str, parameters: int) -> MemoryPart:
+        """The policy's weights, codes of 4 bits where it is quantized."""
+        coded = self._coded_matrices()
+        if not coded:
+            return self._at_rest(name, parameters)
+        size = (parameters - coded) * self.kept + coded * BYTES_OF_4BIT
+        formula = f"layers' matrices x {BYTES_OF_4BIT:.3f} bytes, the rest x {self.kept} bytes"
+        return memory_part(name, int(size), formula)
+
+    def _coded_matrices(self) -> int:
+        if self.config.model.quantization is None or self.shape is None:
+            return 0
+        return self.shape.layers * self.shape.layer_matrices
+
     def _policy(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
-        parts = [self._at_rest("weights", parameters)]
+        parts = [self.policy_weights("weights", parameters)]
+        if self.config.model.quantization is not None and self.shape is None:
+            notes.append(
+                "the weights are counted as if they were not quantized: how many of them are "
+                "matrices in layers is not known without its config.json"
+            )
+        elif self.config.model.quantization is not None:
+            whole = text_of_bytes(parameters * self.element)
+            notes.append(f"while it loads, host memory holds the whole model, {whole}")
         if self.config.model.lora is None:
             return parts + self._trained(parameters, "parameters", self.kept)
         adapters = self.num_adapter_parameters(notes)
@@ -94,6 +123,10 @@ class TrainingMemory:
         if self.config.train.optimizer == "muon" and self.shape is not None:
             in_layers = self.shape.layers * self.shape.layer_matrices
             matrices = count if what == "adapters" else min(in_layers, count)
+        if self.config.train.optimizer == "adamw_8bit":
+            size = int(2 * count * BYTES_OF_8BIT)
+            formula = f"{what} x 2 moments x {BYTES_OF_8BIT:.3f} bytes"
+            return memory_part(f"{prefix}optimizer", size, formula)
         formula = f"{what} x 2 moments x 4 bytes{self.shared}"
         if matrices:
             formula += ", one moment for the matrices in layers (muon)"
@@ -157,6 +190,10 @@ class TrainingMemory:
         if self.config.algorithm.needs_critic:
             size, formula = 2 * size, f"{formula}, twice (critic)"
         parts = [memory_part("activations", tokens * size, f"{tokens} tokens x {formula}")]
+        if self._coded_matrices():
+            largest = shape.hidden * max(shape.feed_forward, shape.query)
+            formula = f"the largest matrix while it is used x {self.element} bytes"
+            parts.append(memory_part("decoded", largest * self.element, formula))
         if self.ranks > 1:
             root = shape.embedding * (1 if shape.tied else 2)
             parts.append(

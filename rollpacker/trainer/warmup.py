@@ -1,5 +1,5 @@
-"""Supervised fine-tuning before reinforcement learning: stages of steps over prompt-completion
-files.
+"""Supervised fine-tuning before reinforcement learning: stages of steps over files of prompts and
+completions, or of chat messages.
 
 Batches run without padding where the model's attention allows it, else in micro-batches of like
 length. The loss is the mean over the batch's completion tokens, the end token included.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollpacker.chat_template import end_of_turn
 from rollpacker.trainer.checkpoint import save_model
 from rollpacker.trainer.micro_batch import (
     MicroBatch,
@@ -44,6 +45,8 @@ EPS = 1e-8
 MICRO_BATCH_TOKENS = 4096
 SMALL_MODEL_PARAMETERS = 20_000_000
 """Below this, one thread is as fast as several or faster."""
+Messages = list[dict[str, str]]
+
 LOSS_WINDOW = 20
 """`max_loss` is compared with the mean over this many last steps."""
 
@@ -122,6 +125,7 @@ def run_warmup(
                 )
         losses.append(sum(recent) / len(recent))
         _check_loss(losses[-1], stage, index)
+    _stop_at(model, {row[1][-1] for _, rows in stages for row in rows} - {tokenizer.eos_token_id})
     _write(model, tokenizer, output)
     return WarmupResult(
         output=output,
@@ -138,8 +142,11 @@ def read_rows(
     max_tokens: int | None = None,
     chat_options: Mapping[str, object] | None = None,
 ) -> list[Row]:
-    """The rows of a JSONL file: prompt tokens, and completion tokens with the end token. A prompt
-    is a text or a list of chat messages.
+    """The rows of a JSONL file: prompt tokens, and completion tokens with the end token.
+
+    Lines are `prompt` and `completion`, each a text or chat messages, or `messages`. Every message
+    of the assistant (of `completion`, if there is one) is a row: what stands before it, as the chat
+    template renders it when it asks for an answer; then the message and the token that ends a turn.
 
     Raises `WarmupError` that names the file and the line.
     """
@@ -152,14 +159,15 @@ def read_rows(
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise WarmupError(f"{path}: no rows in it")
-    texts = []
+    parse = _Parser(tokenizer, chat_options or {})
+    texts: list[tuple[int, _Text]] = []
     for number, line in numbered:
         try:
-            texts.append(_parse_row(line, tokenizer, chat_options or {}))
+            texts += [(number, text) for text in parse(line)]
         except WarmupError as error:
             raise WarmupError(f"{path}, line {number}: {error}") from None
-    rows = _tokenize(texts, tokenizer)
-    for (number, _), text, row in zip(numbered, texts, rows, strict=True):
+    rows = _tokenize([text for _, text in texts], tokenizer, parse.end_of_turn)
+    for (number, text), row in zip(texts, rows, strict=True):
         if problem := _problem_with(text, row, tokenizer, max_tokens):
             raise WarmupError(f"{path}, line {number}: {problem}")
     return rows
@@ -173,36 +181,88 @@ class _Text:
     """The prompt comes from a chat template, which has put the special tokens in."""
 
 
-def _parse_row(
-    line: str, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, object]
-) -> _Text:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise WarmupError(f"not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise WarmupError("must be an object with `prompt` and `completion`")
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if not isinstance(prompt, str | list) or not prompt:
-        raise WarmupError("`prompt` must be a text or chat messages, and not empty")
-    if not isinstance(completion, str) or not completion:
-        raise WarmupError("`completion` must be a text that is not empty")
-    if isinstance(prompt, str):
-        return _Text(prompt, completion, rendered=False)
-    if tokenizer.chat_template is None:
-        raise WarmupError("chat messages need a tokenizer with a chat template; use a text prompt")
-    if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
-        raise WarmupError('chat messages must look like {"role": "user", "content": "..."}')
-    options: dict[str, Any] = dict(chat_options)
-    text = tokenizer.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=True, **options
+class _Parser:
+    """Makes texts of a file's lines, one for each completion or message of the assistant."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, object]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = dict(chat_options)
+        self.end_of_turn = end_of_turn(tokenizer, self._options)
+
+    def __call__(self, line: str) -> list[_Text]:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise WarmupError(f"not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise WarmupError("must be an object with `prompt` and `completion`, or `messages`")
+        if "messages" in record and "prompt" not in record:
+            return self._turns([], _messages(record["messages"], "messages"))
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if not isinstance(prompt, str | list) or not prompt:
+            raise WarmupError("`prompt` must be a text or chat messages, and not empty")
+        if not isinstance(completion, str | list) or not completion:
+            raise WarmupError("`completion` must be a text or chat messages, and not empty")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [_Text(prompt, completion, rendered=False)]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        return self._turns(_messages(prompt, "prompt"), _messages(completion, "completion"))
+
+    def _turns(self, before: Messages, messages: Messages) -> list[_Text]:
+        """A text for each of the assistant's `messages`."""
+        if self._tokenizer.chat_template is None:
+            raise WarmupError(
+                "chat messages need a tokenizer with a chat template; use a text prompt"
+            )
+        turns = []
+        for message in messages:
+            if message["role"] == "assistant":
+                if not before:
+                    raise WarmupError("nothing stands before the assistant's first message")
+                if not message["content"]:
+                    raise WarmupError("a message of the assistant is empty")
+                turns.append(_Text(self._rendered(before), message["content"], rendered=True))
+            before = [*before, message]
+        if not turns:
+            raise WarmupError("no message of the assistant to learn from")
+        return turns
+
+    def _rendered(self, messages: Messages) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except Exception as error:  # whatever a template's author wrote
+            raise WarmupError(f"the chat template refuses the messages: {error}") from None
+        assert isinstance(text, str), "not tokenized"
+        return text
+
+
+def _messages(value: object, key: str) -> Messages:
+    sound = isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in value
     )
-    assert isinstance(text, str), "not tokenized"
-    return _Text(text, completion, rendered=True)
+    if not sound:
+        raise WarmupError(
+            f'`{key}`: chat messages must look like {{"role": "user", "content": "..."}}'
+        )
+    assert isinstance(value, list)
+    return value
 
 
-def _tokenize(texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """All at once, which is many times faster than one by one."""
+def _tokenize(
+    texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends_turn: int | None
+) -> list[Row]:
+    """All at once, which is many times faster than one by one. `ends_turn` ends what answers a
+    rendered prompt; None: the end token does."""
+    end = tokenizer.eos_token_id
+    ends = {False: end, True: end if ends_turn is None else ends_turn}
 
     def encode(strings: list[str], special: bool) -> Iterator[list[int]]:
         if not strings:
@@ -213,7 +273,7 @@ def _tokenize(texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase) -> lis
     rendered = encode([t.prompt for t in texts if t.rendered], special=False)
     completions = encode([t.completion for t in texts], special=False)
     return [
-        (next(rendered if t.rendered else plain), [*next(completions), tokenizer.eos_token_id])
+        (next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
         for t in texts
     ]
 
@@ -338,6 +398,17 @@ def _check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(output.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(output.parent))
+
+
+def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
+    """Let responses stop at these too, which the model has learnt to end its turns with."""
+    generation = model.generation_config
+    if not tokens or generation is None:
+        return
+    configured: Any = generation.eos_token_id
+    known = configured if isinstance(configured, list) else [configured]
+    ends = {*tokens, *(token for token in known if token is not None)}
+    generation.eos_token_id = sorted(ends)
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:

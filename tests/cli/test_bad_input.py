@@ -307,7 +307,8 @@ def test_a_reward_that_no_response_could_please_is_refused_before_the_model_load
 def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_is_mended(command):
     body = (
         "from pathlib import Path\n"
-        f"def f(completions, **columns):\n    if Path({str(command.folder / 'broken')!r}).exists():\n"
+        "def f(completions, **columns):\n"
+        "    if Path(__file__).with_name('broken').exists():\n"
         "        raise RuntimeError('the key has expired')\n"
         "    return [float(len(c) % 7) for c in completions]\n"
     )
@@ -522,9 +523,12 @@ def controller():
 
 
 def _once(number: int) -> str:
-    """A reward that sends the controller one signal, whichever of its workers is first."""
+    """A reward that sends the controller one signal, whichever of its workers is first, once the
+    run is under way and not while it is tried out (no response of the tiny model reads so)."""
     return CONTROLLER + (
         "def f(completions, **columns):\n"
+        "    if 'This is a test' in completions[0]:\n"
+        "        return [0.0 for c in completions]\n"
         "    if not os.path.exists(__file__ + '.sent'):\n"
         "        open(__file__ + '.sent', 'w').close()\n"
         f"        os.kill(controller(), {number})\n"

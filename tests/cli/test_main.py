@@ -68,7 +68,7 @@ def test_report_of_a_run(tmp_path, capsys):
     write(FakeRun(1).run(6), tmp_path / "events.jsonl")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "2-3"]) == 0
     text = capsys.readouterr().out
-    assert "tail idle" in text and "Wrote summary.json" in text
+    assert "tail idle" in text and "Wrote report.html, summary.json" in text
     assert (tmp_path / "out" / "timeline.png").exists()
     assert not (tmp_path / "timeline.png").exists()
 

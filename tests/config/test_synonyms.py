@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,44 @@ def test_other_schemas_keep_their_own_hints() -> None:
 
 def test_the_table_is_plain_yaml() -> None:
     assert set(yaml.safe_load(TABLE.read_text())) >= {"TRL", "verl", "OpenRLHF", "prime-rl"}
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "migration.md").read_text()
+
+
+def test_the_page_is_the_table() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_migration.py"))["with_tables"]
+    assert made(PAGE) == PAGE, "run: python docs/make_migration.py"
+    assert {one.framework for one in synonyms()} == set(re.findall(r"table: ([\w-]+)", PAGE))
+
+
+@pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_the_pages_configs_load(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    load_config(path, [], RunConfig)
+
+
+def test_the_pages_hints_are_what_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_run.yaml").write_text(MINIMAL)
+    shown = PAGE.partition("    $ ")[2].partition("\n\n")[0]
+    for part in ("$ " + shown).split("$ ")[1:]:
+        command, *said = [line.removeprefix("    ") for line in part.splitlines()]
+        assert main(command.split()[1:]) != 0
+        found = capsys.readouterr().err
+        for line in filter(None, said):
+            assert line in found
+
+
+def test_verls_command_on_the_page_is_hinted_to_the_end(tmp_path: Path) -> None:
+    """Every key of it that is not ours gets a hint."""
+    command = PAGE.partition("main_ppo")[2].partition("```")[0].replace("\\", " ")
+    overrides = [word for word in command.split() if not word.startswith("algorithm.name")]
+    foreign = [word for word in overrides if word.partition("=")[0] not in KNOWN]
+    for word in foreign:
+        said = hint(word.partition("=")[0].split("."), KNOWN | NOT_YET)
+        assert said.startswith((" Here it is", " There is none")), word

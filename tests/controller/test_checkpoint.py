@@ -191,11 +191,11 @@ def test_how_prompts_were_made_is_kept_over_a_resume() -> None:
 
 def test_a_changed_reward_file_is_named() -> None:
     same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
-    before = {**same, "rewards": {"f": {"file": "/a/my_reward.py", "sha256": "1"}}}
-    now = {**same, "rewards": {"f": {"file": "/b/my_reward.py", "sha256": "2"}}}
+    before = {**same, "files": {"the reward f": "1"}}
+    now = {**same, "files": {"the reward f": "2"}}
     assert check_resume([], before, before) == check_resume([], same, now) == []
     (line,) = check_resume([], before, now)
-    assert line.startswith("my_reward.py (reward f) has changed")
+    assert line == "the file of the reward f changed since the run began"
 
 
 def test_a_log_is_cut_back_and_the_rest_kept(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ def config(tmp_path: Path) -> Path:
     torch.set_num_threads(threads)
 
 
-def train(config: Path, name: str, *overrides: str) -> tuple[rollpacker.FinishedRun, list[Any]]:
+def train(config: Path, name: str, *overrides: str) -> tuple[rollpacker.Run, list[Any]]:
     run = rollpacker.train(config, [f"name={name}", "save_samples=false", *overrides])
     return run, list(EventLog(run.folder / "events.jsonl"))
 
 
-def rows(run: rollpacker.FinishedRun) -> list[dict[str, Any]]:
+def rows(run: rollpacker.Run) -> list[dict[str, Any]]:
     return [row for _, row in read_metrics(run.folder / "metrics.jsonl") if "actor/loss" in row]
 
 

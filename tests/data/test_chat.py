@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.data.chat import end_of_turn, shown_prompt, visible
+from rollpacker.chat_template import end_of_turn
+from rollpacker.data.chat import shown_prompt, visible
 from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptSet
 from rollpacker.data.prompts import load_few, load_prompts
 from tests.data.characters import TEMPLATE, character_tokenizer, chat_tokenizer

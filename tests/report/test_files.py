@@ -129,6 +129,7 @@ def test_reports_land_in_the_folder(run):
     assert json.loads((run / "summary.json").read_text()) == json.loads(json.dumps(summary))
     assert sorted(p.name for p in run.iterdir()) == [
         "events.jsonl",
+        "report.html",
         "summary.json",
         "timeline.png",
         "trace.json",

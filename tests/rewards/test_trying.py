@@ -95,7 +95,7 @@ def test_what_the_made_up_text_may_have_brought_about(tmp_path: Path, body: str)
 @pytest.mark.parametrize(
     "source",
     [
-        "def f(completions, answer, **columns):\n    return [c == str(a) for c, a in zip(completions, answer)]",
+        "def f(completions, answer, **rest):\n    return [c == answer[0] for c in completions]",
         "def f(completions):\n    return [None for c in completions]",
         "def f(completions):\n    return [float(c) if c.isdigit() else 1 / 0 for c in completions]",
         "async def f(completions):\n    return [1.0 for c in completions]",

@@ -235,3 +235,15 @@ def test_a_bonus_does_not_make_an_answer_that_was_wrong_without_a_check_right() 
     (verdict,) = asyncio.run(weighted(code, style).score([sample()]))
     assert isinstance(verdict, Scored)
     assert (verdict.value, verdict.correct) == (0.1, False)
+
+
+def test_the_largest_value_that_a_sample_can_get() -> None:
+    def largest(*entries: dict[str, Any]) -> float | None:
+        configs = [RewardConfig(**{"function": "math", **entry}) for entry in entries]
+        parts = [Weighted(Part(name=str(n)), config) for n, config in enumerate(configs)]
+        return WeightedReward(parts, Shared(SandboxConfig())).largest()
+
+    assert largest({"weight": 0.5}) == 0.5
+    assert largest({"tasks": ("a",), "weight": 0.5}, {"tasks": ("b",)}, {"weight": 0.25}) == 1.25
+    assert largest({"weight": 1.0}, {"weight": -1.0}) == 1.0
+    assert largest({}, {"function": "mine.py:f", "weight": 0.1}) is None

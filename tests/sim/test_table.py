@@ -221,3 +221,35 @@ def test_a_picture_says_what_it_shows(tmp_path):
     assert drawn[:4] == [(0, 0.0, 60.0), (0, 60.0, 10.0), (0, 70.0, 20.0), (0, 90.0, 10.0)]
     assert drawn[4:8] == [(1, 0.0, 24.0), (1, 24.0, 4.0), (1, 28.0, 8.0), (1, 36.0, 4.0)]
     assert drawn[8:] == drawn[:8]  # the mean of one step is that step
+
+
+# -- what a shorter step is worth --------------------------------------------------
+
+
+def test_tokens_per_second_stand_beside_the_step() -> None:
+    rows = render(RESULTS).splitlines()
+    assert "tokens/s" in rows[0]
+    found = {line.split()[0]: line.split()[3] for line in rows[2:5]}
+    assert found == {"verl": "10", "rollpacker": "17", "oracle": "10"}
+
+
+def test_a_step_that_is_shorter_only_because_it_trains_on_less_says_so() -> None:
+    less = system(*[step(total_s=70.0, tokens_trained=630)] * 5)
+    more = system(*[step(total_s=50.0, tokens_trained=630)] * 5)
+    text = explain({"verl": system(*[step()] * 5), "less": less, "more": more})
+    assert "Mind less: its step is shorter only because it trains on 37% fewer tokens" in text
+    assert "Mind more: its step is 50% shorter and trains on 37% fewer tokens" in text
+    assert "1.26x verl" in text
+    assert "fewer tokens" not in explain(RESULTS)
+    told = explain_what_if({"measured": system(step()), "simulated": system(step()), "x": less})
+    assert "it trains on 37% fewer tokens" in told
+
+
+def test_a_system_that_beats_the_oracle_says_why() -> None:
+    """An oracle slower than the system that it bounds had no word beside it."""
+    pool = system(*[step(total_s=60.0)] * 5)
+    text = explain({"pool": pool, "race": RACING, "oracle": system(*[step()] * 5)})
+    assert "The oracle bounds only what reordering gives to rounds that await every" in text
+    assert "pool awaits nobody" in text
+    assert "race leaves long responses out" in text
+    assert "The oracle bounds" not in explain({"slow": system(step()), "oracle": RACING})

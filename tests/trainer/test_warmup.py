@@ -12,8 +12,16 @@ import torch
 
 from rollpacker.cli import warmup as command
 from rollpacker.config.schema import WarmupConfig, WarmupStage
+from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.data.prompts import load_prompts
 from rollpacker.trainer import warmup
-from rollpacker.trainer.model import character_tokenizer, fingerprint, load_model
+from rollpacker.trainer.model import (
+    character_tokenizer,
+    end_tokens,
+    fingerprint,
+    load_model,
+    new_model,
+)
 from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.trainer.warmup import WarmupError, read_rows, run_warmup
 
@@ -202,3 +210,86 @@ def test_command_line(tmp_path, data, capsys):
     assert torch.is_tensor(
         next(load_model(ModelConfig(path=str(tmp_path / "out"))).model.parameters())
     )
+
+
+def chat_model(folder):
+    """A template that ends its turns with a token of its own, at which nothing stops yet."""
+    tokenizer = character_tokenizer("abcdefghi=")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<u>", "<a>", "<end>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    new_model(ARCHITECTURE, tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_chat_messages_are_learnt_from_as_they_are_asked_for(tmp_path):
+    tokenizer = chat_model(tmp_path / "model")
+    talk = [turn("user", "ab"), turn("assistant", "cd"), turn("user", "e"), turn("assistant", "f")]
+    data = write_rows(
+        tmp_path / "chat.jsonl",
+        [
+            {"messages": talk},
+            {"prompt": talk[:3], "completion": talk[3:]},
+            {"prompt": talk[:3], "completion": "f"},
+            {"prompt": "ab", "completion": talk[1:2]},
+            {"prompt": "ab", "completion": "cd"},
+        ],
+    )
+    rows = [tuple(map(tokenizer.decode, row)) for row in read_rows(Path(data), tokenizer)]
+    first, last = ("<u>ab<end><a>", "cd<end>"), ("<u>ab<end><a>cd<end><u>e<end><a>", "f<end>")
+    # The loss is on the second of each: the assistant's words and the token that ends its turn.
+    assert rows == [first, last, last, last, first, ("ab", "cd<eos>")]
+
+
+def test_a_model_warmed_up_on_chat_stops_at_the_end_of_a_turn(tmp_path):
+    chat_model(tmp_path / "model")
+    rows = [{"messages": [turn("user", a), turn("assistant", b)]} for a, b in PAIRS.items()]
+    data = write_rows(tmp_path / "chat.jsonl", rows)
+    config = WarmupConfig(
+        output=str(tmp_path / "out"),
+        stages=(WarmupStage(path=data, steps=80, batch_size=8, learning_rate=1e-2),),
+        model=ModelConfig(path=str(tmp_path / "model")),
+    )
+    run_warmup(config)
+    loaded = load_model(ModelConfig(path=str(tmp_path / "out")))
+    end = loaded.tokenizer.convert_tokens_to_ids("<end>")
+    assert end in end_tokens(str(tmp_path / "out")) - end_tokens(str(tmp_path / "model"))
+    # ... and is one that a run renders prompts for, unless told not to.
+    path = write_rows(tmp_path / "q.jsonl", [{"prompt": a} for a in PAIRS])
+    data_config = DataConfig(train=DatasetConfig(kind="jsonl", path=path))
+    ends = end_tokens(str(tmp_path / "out"))
+    prompts, _ = load_prompts(data_config, loaded.tokenizer, end_tokens=ends)
+    assert prompts.chat
+    for row in prompts.rows[:2]:
+        ids = torch.tensor([row.tokens])
+        out = loaded.model.generate(ids, max_new_tokens=6, do_sample=False)[0, len(row.tokens) :]
+        assert loaded.tokenizer.decode(out) == PAIRS[row.prompt] + "<end>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "hi"}, "`messages`: chat messages must look like"),
+        ({"messages": [turn("user", "a")]}, "no message of the assistant"),
+        ({"messages": [turn("assistant", "a")]}, "nothing stands before"),
+        (
+            {"messages": [turn("user", "a"), turn("assistant", "")]},
+            "a message of the assistant is empty",
+        ),
+        ({"prompt": [turn("user", 5)], "completion": "a"}, "`prompt`: chat messages must look"),
+        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "`completion`: chat messages"),
+        ({"prompt": "a", "completion": 5}, "`completion` must be a text or chat messages"),
+    ],
+)
+def test_chat_rows_that_cannot_be_used(row, message, tmp_path):
+    tokenizer = chat_model(tmp_path / "model")
+    data = write_rows(tmp_path / "chat.jsonl", [row])
+    with pytest.raises(WarmupError, match="line 1: " + message):
+        read_rows(Path(data), tokenizer)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
+from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
 from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.returned import Value, shortened
@@ -49,8 +50,8 @@ class RewardFunction:
         self._own_check = check
         self._is_built_in = factory is not None
         self._cwd = str(Path.cwd())
-        spec, is_factory = factory or config.function, factory is not None
-        self._load = pickle.dumps((spec, is_factory, dict(config.arguments)))
+        spec = _sent(config.function) if is_given(config.function) else config.function
+        self._load = pickle.dumps((factory or spec, factory is not None, dict(config.arguments)))
         self._quota = OutputQuota()
         self._spares = [self._start(f"{config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
@@ -316,6 +317,25 @@ class RewardFunction:
             why = shortened(value["why"], _MAX_REASON)
             return Failed(reason=f"{self.name} {why}", seconds=seconds)
         return Scored(value=value, seconds=seconds)
+
+
+def _sent(spec: str) -> bytes:
+    """A program's own function, with all that it refers to and no module holds, for a worker."""
+    import cloudpickle
+
+    try:
+        function = given(spec)
+    except ImportSpecError as error:
+        raise RewardError(f"reward {error}") from None
+    try:
+        return cloudpickle.dumps(function)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever the user's objects say of being copied
+        raise RewardError(
+            f"reward {spec.removeprefix(GIVEN)} cannot be sent to its worker processes:"
+            f" {type(error).__name__}: {shortened(str(error))}. It may only refer to what can be"
+            " copied: make locks, files, connections and models inside of it, at its first call,"
+            " or name a function in a file."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

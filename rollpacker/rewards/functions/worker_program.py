@@ -85,7 +85,7 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
     """Return what the controller needs to know of the function, or why it cannot be had."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
-        function = load_function(spec)
+        function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)
         if is_factory:
             function = function(**arguments)
             arguments = {}

@@ -1,0 +1,156 @@
+"""`simulate --from` on short real runs with rewards of four kinds: is the step met, and the wait?
+
+Three runs of the quickstart with function rewards (its own; one whose first call in a process takes
+a second; one that sleeps 5 to 50 ms a response) and one of `configs/code-tiny.yaml`, whose programs
+run in the sandbox. Each run's event log is all that the simulator is given. Compared are the mean
+step and the wait for rewards that is not hidden behind the rollout, of all the run's steps. A fifth
+run, the first one without tail batching, is held against what the simulation of the first one says
+of that change.
+
+    python benchmarks/sim_from_rewards.py [--steps 40] [--code-steps 30] [--folder FOLDER]
+
+The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT, write_result
+
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.whatif import load_run
+
+STEP_BOUND = 0.10
+"""The simulated step is off by this share at most ..."""
+WAIT_FACTOR, WAIT_SHARE = 2.0, 0.01
+"""... and the exposed wait for rewards by this factor, or by this share of the step."""
+FUNCTIONS = '''"""Rewards of a benchmark."""
+
+import random
+import time
+
+_loaded = []
+
+
+def _values(completions, answer, finish_reasons):
+    pairs = zip(completions, answer, finish_reasons, strict=True)
+    return [float(r == "stop" and c.rpartition("=")[2].rstrip("!") == a) for c, a, r in pairs]
+
+
+def slow_first(completions, answer, finish_reasons, **columns):
+    if not _loaded:
+        time.sleep(1.0)
+        _loaded.append(True)
+    return _values(completions, answer, finish_reasons)
+
+
+def sleeps(completions, answer, finish_reasons, **columns):
+    for _ in completions:
+        time.sleep(random.uniform(0.005, 0.05))
+    return _values(completions, answer, finish_reasons)
+'''
+COMMON = ("data.eval=null", "eval.every_steps=null", "checkpoint.every_steps=1000000")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    config: str
+    overrides: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("function", "quickstart.yaml"),
+    Case("slow first call", "quickstart.yaml", ("rewards.0.function={functions}:slow_first",)),
+    Case("5 to 50 ms a response", "quickstart.yaml", ("rewards.0.function={functions}:sleeps",)),
+    Case("code", "code-tiny.yaml"),
+)
+CHANGE = "tail_batching.enabled=false"
+
+
+def record(case: Case, folder: Path, steps: int) -> Path:
+    """A real run; where it is there already it is taken as it is."""
+    name = case.name.replace(" ", "-")
+    run = folder / name
+    if run.exists():
+        return run
+    functions = folder / "functions.py"
+    functions.write_text(FUNCTIONS)
+    own = [override.format(functions=functions) for override in case.overrides]
+    overrides = [*COMMON, *own, f"name={name}", f"runs_dir={folder}", f"train.steps={steps}"]
+    main = "import sys; from rollpacker.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "train", f"configs/{case.config}", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case.name}: the run failed\n{done.stderr[-3000:]}")
+    return run
+
+
+def compare(measured: SystemResult, simulated: SystemResult) -> dict[str, Any]:
+    """The step and the wait, measured and simulated, and whether both are near enough."""
+    step, wait = measured.mean["total_s"], measured.mean["reward_s"]
+    found, waited = simulated.mean["total_s"], simulated.mean["reward_s"]
+    near = abs(waited - wait) <= WAIT_SHARE * step or (
+        wait > 0 and 1 / WAIT_FACTOR <= waited / wait <= WAIT_FACTOR
+    )
+    return {
+        "step_s": step,
+        "simulated_step_s": found,
+        "step_error": found / step - 1,
+        "wait_s": wait,
+        "simulated_wait_s": waited,
+        "wait_ratio": waited / wait if wait else None,
+        "holds": abs(found / step - 1) <= STEP_BOUND and near,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--code-steps", type=int, default=30)
+    parser.add_argument("--folder", type=Path, help="keep the runs here; those there are taken")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        results = {}
+        for case in CASES:
+            steps = arguments.code_steps if case.config == "code-tiny.yaml" else arguments.steps
+            model = load_run(record(case, folder, steps))
+            found = compare(model.measured(), model.simulate())
+            results[case.name] = {**found, "drafted": model.fitted.drafted}
+            print(
+                f"{case.name:<24} step {found['step_s']:7.3f} s, simulated "
+                f"{found['simulated_step_s']:7.3f} s ({found['step_error']:+.1%}); wait "
+                f"{found['wait_s']:7.4f} s, simulated {found['simulated_wait_s']:7.4f} s"
+                f"{'' if found['holds'] else '   MISSED'}",
+                flush=True,
+            )
+        first = load_run(record(CASES[0], folder, arguments.steps))
+        off = Case("function off", "quickstart.yaml", (CHANGE,))
+        without = load_run(record(off, folder, arguments.steps)).measured().mean["total_s"]
+        change = {
+            "measured": without / first.measured().mean["total_s"],
+            "simulated": first.simulate([CHANGE]).mean["total_s"]
+            / first.simulate().mean["total_s"],
+        }
+        print(
+            f"without tail batching a step takes {change['measured']:.2f} times as long, simulated "
+            f"{change['simulated']:.2f} times"
+        )
+    holds = all(found["holds"] for found in results.values())
+    payload = {"cases": results, "without_tail_batching": change, "holds": holds}
+    print(f"Wrote {write_result('sim_from_rewards', payload)}")
+    if not holds:
+        raise SystemExit("the simulation is further off than it should be")
+
+
+if __name__ == "__main__":
+    main()

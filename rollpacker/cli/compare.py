@@ -1,0 +1,49 @@
+"""`rollpacker compare RUN RUN ...`: what differs between runs, as a table and as one page."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="several runs beside each other",
+        description="Prints results, seconds by cause, lengths and differing settings of several "
+        "runs beside each other, and writes compare.html, a page with their curves over each "
+        "other. Works on runs that are still going.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, two or more")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        default="compare.html",
+        help="where the page is written (default %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from rollpacker.cli.errors import naming
+    from rollpacker.report.page.compare import MAX_RUNS, render_comparison
+    from rollpacker.report.page.document import write_page
+    from rollpacker.report.page.run_book import read_run
+
+    if not 2 <= len(args.runs) <= MAX_RUNS:
+        raise ValueError(f"compare takes 2 to {MAX_RUNS} runs, not {len(args.runs)}")
+    out = Path(args.out)
+    if out.is_dir():
+        out = out / "compare.html"
+    runs = [read_run(run).plain() for run in args.runs]
+    console = Console()
+    console.print(render_comparison(runs))
+    with naming(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_page(out, runs, [])
+    console.print(Text(f"\nWrote {out}."), soft_wrap=True)
+    return 0

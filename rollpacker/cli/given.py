@@ -1,0 +1,225 @@
+"""What a program gives to `rollpacker.train`, as a config that can be checked and saved.
+
+    a dict, dotted keys in it            -> a config file's values, and overrides
+    rewards=[function, (function, 0.5)]  -> rewards: [{function: "<python>:name"}, ...]
+    data=[{"prompt": ...}, ...]          -> data.train: {kind: python, path: "<python>:data.train"}
+
+The objects themselves stay in this process (`imports.giving`), by the names that the config has.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+
+OF_ITS_SOURCE = ("kind", "path", "split", "subset", "tasks", "size", "seed")
+"""Keys of a data set that say where rows come from; the others say what to make of them, and hold
+for given rows as well."""
+
+Overrides = Sequence[str] | Mapping[str, Any]
+Reward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A config, and the objects that it names."""
+
+    config: RunConfig
+    objects: Mapping[str, Any]
+
+
+def as_given(
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Overrides,
+    *,
+    rewards: Reward | Sequence[Reward] | None,
+    data: Iterable[Mapping[str, Any]] | None,
+    eval_data: Iterable[Mapping[str, Any]] | None,
+) -> Given:
+    """Check it all. Raises `ConfigError` and `ValueError`, with the messages of a config file."""
+    from rollpacker.config.document import parse_document, read_text
+    from rollpacker.config.load import config_of, to_plain
+    from rollpacker.config.schema import RunConfig
+
+    lines, where, dotted = None, "config", list[str]()
+    if isinstance(config, RunConfig):
+        tree = to_plain(config)
+    elif isinstance(config, Mapping):
+        tree, dotted = _tree_of(config)
+    elif isinstance(config, str | PathLike):
+        where = str(config)
+        tree, lines = parse_document(read_text(where), where)
+    else:
+        raise ValueError(
+            "config must be a path, a dict or a RunConfig, not"
+            f" {type(config).__module__}.{type(config).__name__}"
+        )
+    objects: dict[str, Any] = {}
+    if rewards is not None or _has_objects(tree.get("rewards")):
+        tree["rewards"] = _rewards_of(tree.get("rewards") if rewards is None else rewards, objects)
+    if data is not None or eval_data is not None:
+        tree["data"] = _data_of(tree.get("data"), data, eval_data, objects)
+    overrides = [*dotted, *_override_texts(overrides)]
+    return Given(config_of(tree, overrides, RunConfig, where=where, lines=lines), objects)
+
+
+def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values as a file would have them, and overrides for the keys with dots."""
+    tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
+    return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
+
+
+def _override_texts(overrides: Overrides) -> list[str]:
+    """`a.b=value` each, the value as JSON, which is YAML."""
+    if isinstance(overrides, str):
+        raise ValueError(
+            f'overrides is a list of texts such as ["train.steps=20"] or a dict, not "{overrides}"'
+        )
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    texts = []
+    for key, value in overrides.items():
+        try:
+            texts.append(f"{key}={json.dumps(_plain(value))}")
+        except TypeError:
+            raise ValueError(
+                f"{key} is {type(value).__name__}; a config has texts, numbers, lists and dicts"
+            ) from None
+    return texts
+
+
+def _plain(value: Any) -> Any:
+    """Paths as texts, tuples as lists, numbers of numpy as numbers; what is none of it as it is."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, PathLike):
+        return str(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+# -- rewards -----------------------------------------------------------------------------
+
+
+def _has_objects(rewards: Any) -> bool:
+    if callable(rewards):
+        return True
+    if not isinstance(rewards, list):
+        return False
+    return any(not isinstance(one, Mapping) or callable(one.get("function")) for one in rewards)
+
+
+def _rewards_of(rewards: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
+    if callable(rewards) or isinstance(rewards, str | Mapping):
+        rewards = [rewards]
+    if not isinstance(rewards, Iterable):
+        raise ValueError(f"rewards is a list of functions, not {type(rewards).__name__}")
+    entries = [_reward_entry(f"rewards.{number}", one) for number, one in enumerate(rewards)]
+    named = {entry["name"] for entry in entries if entry.get("name")}
+    for number, entry in enumerate(entries):
+        function = entry["function"]
+        if not callable(function):
+            continue
+        name = entry.get("name") or _free_name(_name_of(function), named)
+        if name in objects:
+            raise ValueError(f'two rewards are called "{name}"; give rewards.{number} another name')
+        named.add(name)
+        objects[name] = function
+        entry |= {"function": f"<python>:{name}", "name": name}
+    return entries
+
+
+def _reward_entry(where: str, reward: Any) -> dict[str, Any]:
+    """What the config says of it, the function itself in the place of its name."""
+    entry: dict[str, Any]
+    if isinstance(reward, Mapping):
+        entry = {key: _plain(value) for key, value in reward.items()}
+        if "function" not in entry:
+            raise ValueError(f"{where} has no function; its keys: {', '.join(map(str, reward))}")
+    elif isinstance(reward, list | tuple) and len(reward) == 2:
+        entry = {"function": reward[0], "weight": _plain(reward[1])}
+    else:
+        entry = {"function": reward}
+    if not (callable(entry["function"]) or isinstance(entry["function"], str)):
+        raise ValueError(
+            f"{where} is {type(entry['function']).__name__}, not a function: give a function, the"
+            ' name of one ("math", "my_reward.py:f"), (function, weight), or a dict such as'
+            ' {"function": f, "weight": 0.5, "name": "short"}'
+        )
+    return entry
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return "reward" if name == "<lambda>" else str(name)
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """Only lambdas have no name of their own, and are numbered."""
+    if name != "reward" or name not in taken:
+        return name
+    number = 2
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
+
+
+# -- data --------------------------------------------------------------------------------
+
+
+def _data_of(
+    section: Any,
+    data: Iterable[Mapping[str, Any]] | None,
+    eval_data: Iterable[Mapping[str, Any]] | None,
+    objects: dict[str, Any],
+) -> Any:
+    """The section `data` with given rows in the place of what it names."""
+    if section is not None and not isinstance(section, Mapping):
+        return section  # the check of the whole says what is wrong with it
+    section = copy.deepcopy(dict(section or {}))
+    said = _rest(section.get("train"))
+    if data is not None:
+        section["train"] = {**said, **_rows_given("data.train", data, objects)}
+    if eval_data is not None:
+        said |= _rest(section.get("eval"))
+        section["eval"] = {**said, **_rows_given("data.eval", eval_data, objects)}
+        section.pop("eval_fraction", None)
+    return section
+
+
+def _rest(dataset: Any) -> dict[str, Any]:
+    if not isinstance(dataset, Mapping):
+        return {}
+    return {key: value for key, value in dataset.items() if key not in OF_ITS_SOURCE}
+
+
+def _rows_given(name: str, rows: Any, objects: dict[str, Any]) -> dict[str, Any]:
+    """`name`: of the section, whose rows these are."""
+    wanted = f"{name}: rows are a list of dicts, a Dataset or a DataFrame"
+    if isinstance(rows, str | bytes | PathLike):
+        raise ValueError(
+            f'{wanted}. A file is named in the config: {name} = {{"kind": "jsonl", "path": ...}}'
+        )
+    if isinstance(rows, Mapping):
+        parts = ", ".join(map(str, list(rows)[:5]))
+        raise ValueError(f"{wanted}, not a {type(rows).__name__} of {parts}: choose one of them")
+    if hasattr(rows, "to_dict") and hasattr(rows, "itertuples"):  # a DataFrame
+        rows = rows.to_dict("records")
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"{wanted}, not {type(rows).__name__}")
+    objects[name] = rows if hasattr(rows, "__len__") else list(rows)
+    return {"kind": "python", "path": f"<python>:{name}"}

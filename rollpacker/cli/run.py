@@ -1,0 +1,135 @@
+"""`rollpacker.Run`: a run as a program sees it afterwards, or while another process trains."""
+
+from __future__ import annotations
+
+import html
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.report.rows import Table
+
+METRICS_TO_SEE = (
+    *("step", "round/kind", "critic/rewards/mean", "response_length/mean", "actor/loss"),
+    *("actor/grad_norm", "timing_s/step"),
+)
+SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "advantage", "num_tokens")
+
+
+class Run:
+    """A run's folder, read when it is asked for. `rollpacker.train` returns one; `Run(folder)` is
+    one that is there already, also while it is still at work.
+
+    Raises `ValueError` if the folder holds no run."""
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        reason: str | None = None,
+        summary: dict[str, Any] | None = None,
+    ) -> None:
+        """`reason` and `summary` are read from the folder if they are not given."""
+        self.folder = Path(folder)
+        if not (self.folder / "config.yaml").is_file():
+            raise ValueError(f"there is no run in {self.folder}: it has no config.yaml")
+        if summary is not None:
+            self.summary = summary
+        self._reason = reason
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended: "every step is done", "the data ended", "interrupted", or what a callback
+        said. None: it is at work, or was killed."""
+        return self.summary["finished"] if self._reason is None else self._reason
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds; see docs/metrics.md."""
+        from rollpacker.report.summary import summarize
+
+        return summarize(self.folder)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.yaml`, every default written out."""
+        from rollpacker.config.document import parse_document, read_text
+
+        path = self.folder / "config.yaml"
+        return parse_document(read_text(path), str(path))[0]
+
+    @property
+    def model(self) -> Path:
+        """The trained model, a Hugging Face folder. Raises `CheckpointError` if none is saved."""
+        from rollpacker.controller.checkpoint import newest_checkpoint
+
+        return newest_checkpoint(self.folder / "checkpoints").folder / "model"
+
+    @property
+    def metrics(self) -> Table:
+        """A row for each step, as it is now; docs/metrics.md names the columns."""
+        return self._rows(evaluations=False)
+
+    @property
+    def evaluations(self) -> Table:
+        """A row for each evaluation, as it is now."""
+        return self._rows(evaluations=True)
+
+    def _rows(self, *, evaluations: bool) -> Table:
+        from rollpacker.report.metrics import METRICS_FILE, is_evaluation, read_metrics
+        from rollpacker.report.rows import Table
+
+        path = self.folder / METRICS_FILE
+        rows = [row for _, row in read_metrics(path)] if path.exists() else []
+        chosen = [row for row in rows if is_evaluation(row) == evaluations]
+        if evaluations:
+            return Table(chosen, name="evaluations")
+        return Table(chosen, name="steps", first=METRICS_TO_SEE)
+
+    def samples(self, step: int | None = None) -> Table:
+        """What was trained on, of all steps or of one. Written with each checkpoint; empty with
+        `save_samples: false`."""
+        import pyarrow.parquet
+
+        from rollpacker.report.rows import Table
+
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self.folder / "samples").glob("steps_*.parquet")):
+            chosen = None if step is None else [("step", "=", step)]
+            rows += pyarrow.parquet.read_table(path, filters=chosen).to_pylist()
+        return Table(rows, name="samples", first=SAMPLES_TO_SEE)
+
+    def __repr__(self) -> str:
+        steps = self.summary["steps"]["total"]
+        passed = _passed(self.summary)
+        told = [f"{steps} steps", self.reason or "not finished", *([passed] if passed else [])]
+        return f"Run({str(self.folder)!r}: {', '.join(told)})"
+
+    def _repr_html_(self) -> str:
+        summary = self.summary
+        told = {
+            "run": str(self.folder),
+            "ended": self.reason or "not finished",
+            "steps": str(summary["steps"]["total"]),
+            "seconds": f"{summary['wall_s']:.1f}",
+            "held out": _passed(summary) or "not evaluated",
+        }
+        cells = "".join(
+            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in told.items()
+        )
+        return f"<table>{cells}</table>"
+
+
+def _passed(summary: dict[str, Any]) -> str | None:
+    """The first and the last evaluation."""
+    values = [one["eval/pass@1"] for one in summary["evaluations"] if "eval/pass@1" in one]
+    if not values:
+        return None
+    first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
+    return f"pass@1 {first}{values[-1]:.3f}"

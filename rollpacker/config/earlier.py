@@ -1,0 +1,21 @@
+"""What the saved config of an earlier version means where keys have come since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for the keys that a run's `config.yaml` lacks because they did not exist, where their
+    default would mean something else: text prompts went through no chat template then, unless they
+    had a system prompt."""
+    data = tree.get("data")
+    if not isinstance(data, Mapping):
+        return {}
+    plain = {
+        name: {"chat": False}
+        for name in ("train", "eval")
+        if isinstance(data.get(name), Mapping) and data[name].get("system_prompt") is None
+    }
+    return {"data": plain}

@@ -1,0 +1,79 @@
+"""Metrics by step, column by column, and few enough points of them for a picture."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+MAX_POINTS = 1000
+"""More steps than twice this are told in so many buckets, each with its mean, least and most."""
+
+_NAN = float("nan")
+
+
+class MetricColumns:
+    """Feed it rows in the order of their steps. Texts are left out, but for `round/kind`."""
+
+    def __init__(self) -> None:
+        self.steps = array("l")
+        self._columns: dict[str, array[float]] = {}
+        self._places: dict[int, int] = {}
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """A row of a step that is not there yet."""
+        place = self._places[step] = len(self.steps)
+        self.steps.append(step)
+        for name, column in self._columns.items():
+            column.append(_number(row.get(name)))
+        for name, value in row.items():
+            if name not in self._columns and _is_number(value):
+                self._columns[name] = array("d", [_NAN]) * place + array("d", [_number(value)])
+
+    def complete(self, step: int, row: Mapping[str, Any]) -> None:
+        """Add to a step what its row lacks; a step that is not there is left out."""
+        place = self._places.get(step)
+        if place is None:
+            return
+        for name, value in row.items():
+            if name == "step" or not _is_number(value):
+                continue
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = array("d", [_NAN]) * len(self.steps)
+            if column[place] != column[place]:
+                column[place] = _number(value)
+
+    def plain(self) -> dict[str, Any]:
+        """`step` and the columns as arrays. `of`: steps in a bucket; with more than one, `step` is
+        the last of each bucket, and each column has `mean`, `min` and `max`."""
+        steps = np.asarray(self.steps, dtype=np.int32)
+        of = 1 if len(steps) <= 2 * MAX_POINTS else -(-len(steps) // MAX_POINTS)
+        columns = {name: bucketed(column, of) for name, column in sorted(self._columns.items())}
+        ends = np.minimum(np.arange(of, len(steps) + of, of), len(steps)) - 1
+        return {"num_steps": len(steps), "of": of, "step": steps[ends], "columns": columns}
+
+
+def bucketed(column: Sequence[float], of: int) -> dict[str, Any]:
+    """Mean, least and most of every `of` values in a row, left out where there are none."""
+    values = np.asarray(column, dtype=np.float64)
+    if of == 1:
+        return {"mean": values.astype(np.float32)}
+    padded = np.full(-(-len(values) // of) * of, np.nan)
+    padded[: len(values)] = values
+    rows = padded.reshape(-1, of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # buckets without a value
+        found = {"mean": np.nanmean(rows, 1), "min": np.nanmin(rows, 1), "max": np.nanmax(rows, 1)}
+    return {name: value.astype(np.float32) for name, value in found.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else _NAN

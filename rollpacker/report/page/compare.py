@@ -1,0 +1,126 @@
+"""Several runs beside each other, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.report.page.document import printable
+from rollpacker.report.summary import clock
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MAX_RUNS = 8
+"""As many as a page has colours for."""
+_MAX_SETTINGS = 40
+_MAX_CHARS = 60
+
+Run = Mapping[str, Any]
+"""As `RunBook.plain` tells it."""
+
+
+def render_comparison(runs: Sequence[Run]) -> RenderableType:
+    """Results, seconds by cause, lengths and the settings in which the runs differ."""
+    from rich.console import Group
+
+    parts = [_results(runs), _seconds(runs)]
+    differing = settings_that_differ(runs)
+    if differing:
+        table = _table("settings that differ", runs)
+        for key, values in differing[:_MAX_SETTINGS]:
+            table.add_row(_shown(key), *map(_shown, values))
+        if len(differing) > _MAX_SETTINGS:
+            table.add_row(f"... and {len(differing) - _MAX_SETTINGS} more, in the page")
+        parts.append(table)
+    return Group(*parts)
+
+
+def settings_that_differ(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Keys with their value in each run, the runs' names left out."""
+    own = [{key: value for key, value, _ in run["settings"]} for run in runs]
+    defaults = {key: default for run in runs for key, _, default in run["settings"]}
+    keys = dict.fromkeys(key for one in own for key in one if key != "name")
+    found = []
+    for key in keys:
+        default = defaults[key]
+        values = [one.get(key, "not set" if default is None else default) for one in own]
+        if len(set(values)) > 1:
+            found.append((key, values))
+    return found
+
+
+def _results(runs: Sequence[Run]) -> Table:
+    table = _table("", runs)
+    rows: list[tuple[str, Callable[[Run], str]]] = [
+        ("steps", lambda run: f"{run['summary']['steps']['total']:,}"),
+        ("finished", lambda run: str(run["summary"]["finished"] or "no")),
+        ("wall time", lambda run: clock(run["summary"]["wall_s"])),
+        ("held-out pass@1, first", lambda run: _number(_passes(run)[:1], 3)),
+        ("held-out pass@1, last", lambda run: _number(_passes(run)[-1:], 3)),
+        ("held-out pass@1, best", lambda run: _number(sorted(_passes(run))[-1:], 3)),
+        ("training reward, first", lambda run: _of(run, "training_reward", "first")),
+        ("training reward, last", lambda run: _of(run, "training_reward", "last")),
+        ("mean step s", lambda run: _of(run, "steps", "mean_step_s")),
+        ("mean rollout s", lambda run: _of(run, "steps", "mean_rollout_s")),
+        ("tokens trained on", lambda run: f"{run['summary']['tokens']['trained']:,}"),
+        ("trained tokens per s", _speed),
+        ("mean length trained on", lambda run: _of(run, "lengths", "trained_mean", 1)),
+        ("the policy's own length", lambda run: _of(run, "lengths", "policy_mean", 1)),
+    ]
+    for name, tell in rows:
+        table.add_row(name, *(_shown(tell(run)) for run in runs))
+    return table
+
+
+def _seconds(runs: Sequence[Run]) -> Table:
+    table = _table("where the seconds went", runs)
+    for cause in runs[0]["causes"]:
+        cells = []
+        for run in runs:
+            seconds, wall = run["summary"]["seconds"][cause], run["summary"]["wall_s"] or 1.0
+            cells.append(f"{seconds:,.2f} ({100 * seconds / wall:.0f} %)")
+        table.add_row(cause.replace("_", " "), *cells)
+    table.add_row("all", *(f"{run['summary']['wall_s']:,.2f}" for run in runs), style="bold")
+    return table
+
+
+def _table(title: str, runs: Sequence[Run]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(Text(title))
+    for run in runs:
+        table.add_column(_shown(run["name"]), justify="right", overflow="fold")
+    return table
+
+
+def _shown(text: str) -> Any:
+    """Neither markup nor an escape of the terminal, whatever a run was called."""
+    from rich.text import Text
+
+    clean = printable(text)
+    return Text(clean if len(clean) <= _MAX_CHARS else f"{clean[: _MAX_CHARS - 1]}…")
+
+
+def _passes(run: Run) -> list[float]:
+    known = [row.get("eval/pass@1") for row in run["summary"]["evaluations"]]
+    return [value for value in known if value is not None]
+
+
+def _speed(run: Run) -> str:
+    steps = run["summary"]["steps"]
+    seconds = (steps["mean_step_s"] or 0.0) * steps["total"]
+    return f"{run['summary']['tokens']['trained'] / seconds:,.0f}" if seconds else "-"
+
+
+def _of(run: Run, part: str, name: str, digits: int = 3) -> str:
+    value = run["summary"][part][name]
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _number(values: Sequence[float], digits: int) -> str:
+    return f"{values[0]:,.{digits}f}" if values else "-"

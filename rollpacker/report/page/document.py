@@ -1,0 +1,79 @@
+"""One document that holds everything: markup, style, script and data. It asks no network for
+anything, and could not: its own policy forbids it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from rollpacker.report.page.packing import embedded, pack
+from rollpacker.report.writing import replacing
+
+PAGE_FILE = "report.html"
+COMPARISON_FILE = "compare.html"
+
+_SCRIPTS = (
+    *("data.js", "text.js", "charts.js", "time_line.js", "samples.js", "overview.js"),
+    *("compare.js", "page.js", "live.js", "start.js"),
+)
+Kind = Literal["report", "compare", "live"]
+
+
+def write_page(
+    path: Path, runs: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """`runs` as `RunBook.plain` tells them, `samples` of each as `read_samples` does. More than one
+    run: their curves lie over each other."""
+    kind: Kind = "report" if len(runs) == 1 else "compare"
+    names = " and ".join(str(run["name"]) for run in runs)
+    text = document(
+        f"{names} · RollPacker",
+        kind,
+        core=embedded(pack({"runs": runs})),
+        samples=embedded(pack({"samples": samples})),
+    )
+    with replacing(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
+def document(title: str, kind: Kind, *, core: str = "", samples: str = "") -> str:
+    """The page around packed data. A live one has none, and asks its own server for it."""
+    style, script = _file("page.css"), "\n".join(map(_file, _SCRIPTS))
+    connect = "'self'" if kind == "live" else "'none'"
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    values = {
+        "policy": html.escape(policy),
+        "title": html.escape(printable(title)),
+        "kind": kind,
+        "version": html.escape(version("rollpacker")),
+        "style": style,
+        "script": script,
+        "core": core,
+        "samples": samples,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _file("page.html"))
+
+
+def printable(text: str) -> str:
+    """Without half surrogates and control characters, which a document cannot hold."""
+    clean = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in clean)
+
+
+def _file(name: str) -> str:
+    return (files("rollpacker.report.page") / "files" / name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"sha256-{digest}"

@@ -1,0 +1,46 @@
+// Several runs beside each other: one table, and every curve once, the runs in colours.
+
+function overlaid(runs, plans) {
+  return plans.flatMap(([title, what, names, { eval: evaluated, labels, ...settings } = {}]) => names.map((name, which) => {
+    const lines = runs.map((run, place) => lineOf(evaluated ? run.evaluations : run.metrics, name, { label: run.label, colour: `--s${place % 8}`, dots: evaluated })).filter(Boolean);
+    if (!lines.length || lines.every(isConstant)) return null;
+    return new Chart({ title: names.length > 1 ? `${title}: ${labels ? labels[which] : name}` : title, what, lines, ...settings }).element;
+  })).filter(Boolean);
+}
+
+function comparedTable(runs, rows) {
+  const heads = [[""], ...runs.map((run, place) => [[h("i", { class: "key", style: { background: `var(--s${place % 8})` } }), run.label], true])];
+  return h("div", { class: "card" }, table(heads, rows));
+}
+
+function comparedResults(runs) {
+  const of = (name, value) => [name, ...runs.map((run) => value(run))];
+  const passes = (run) => run.summary.evaluations.map((row) => row["eval/pass@1"]).filter((value) => value !== undefined && value !== null);
+  const rollout = (run) => run.summary.seconds.decode + run.summary.seconds.tail_idle;
+  return comparedTable(runs, [
+    of("state", (run) => stateOf(run)[1]), of("steps", (run) => count(run.summary.steps.total)), of("wall time", (run) => seconds(run.summary.wall_s)),
+    of("held-out pass@1, first", (run) => number(passes(run)[0], 3)), of("held-out pass@1, last", (run) => number(passes(run).pop(), 3)),
+    of("held-out pass@1, best", (run) => (passes(run).length ? number(Math.max(...passes(run)), 3) : "–")),
+    of("training reward, last steps", (run) => number(run.summary.training_reward.last, 3)),
+    of("a step", (run) => seconds(run.summary.steps.mean_step_s)), of("tokens trained on", (run) => count(run.summary.tokens.trained)),
+    of("trained tokens per second", (run) => number(run.summary.steps.total ? run.summary.tokens.trained / (run.summary.steps.mean_step_s * run.summary.steps.total) : null)),
+    of("idle slots in rollouts", (run) => percent(rollout(run) ? run.summary.seconds.tail_idle / rollout(run) : null)),
+    of("mean length trained on", (run) => number(run.summary.lengths.trained_mean, 1)), of("the policy's own", (run) => number(run.summary.lengths.policy_mean, 1)),
+  ]);
+}
+
+function comparedSeconds(runs) {
+  const longest = Math.max(...runs.map((run) => run.summary.wall_s), 1e-9);
+  const bars = runs.map((run) => h("div", {}, h("div", { class: "small muted" }, `${run.label}: ${seconds(run.summary.wall_s)}`), h("div", { class: "stack", style: { width: (100 * run.summary.wall_s) / longest + "%", margin: "3px 0 10px" } }, Object.entries(run.summary.seconds).map(([cause, s]) => h("i", { style: { width: (100 * s) / (run.summary.wall_s || 1) + "%", background: `var(--${cause})` }, pointermove: (event) => tip.show(event.clientX, event.clientY, h("b", {}, words(cause)), ` ${seconds(s)}`), pointerleave: tip.hide })))));
+  const causes = Object.keys(runs[0].causes);
+  const rows = causes.map((cause) => [[h("i", { class: "key", style: { background: `var(--${cause})` } }), words(cause)], ...runs.map((run) => `${seconds(run.summary.seconds[cause])} (${percent(run.summary.wall_s ? run.summary.seconds[cause] / run.summary.wall_s : null, 0)})`)]);
+  return [h("div", { class: "card" }, bars), h("div", { style: { height: "14px" } }), comparedTable(runs, rows)];
+}
+
+function comparedSettings(runs) {
+  const all = runs.map((run) => new Map(run.settings.map(([key, value]) => [key, value]))), normal = new Map(runs.flatMap((run) => run.settings.map(([key, , of]) => [key, of])));
+  const keys = [...new Set(runs.flatMap((run) => run.settings.map(([key]) => key)))].filter((key) => key !== "name");
+  const differ = keys.filter((key) => new Set(all.map((of) => (of.has(key) ? of.get(key) : normal.get(key)))).size > 1);
+  if (!differ.length) return [h("p", { class: "muted" }, "Their settings are the same, but for their names.")];
+  return [comparedTable(runs, differ.map((key) => [h("code", {}, key), ...all.map((of) => (of.has(key) ? h("code", {}, of.get(key)) : h("span", { class: "muted" }, normal.get(key) === null ? "not set" : [h("code", {}, normal.get(key)), " (default)"])))]))];
+}

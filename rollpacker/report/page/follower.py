@@ -1,0 +1,76 @@
+"""A run that is read while it is written: what is new of its log is read when somebody asks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from rollpacker.report.log import LogError, LogTail
+from rollpacker.report.page.run_book import RunBook
+from rollpacker.report.page.sample_choice import read_samples
+from rollpacker.report.page.time_line import TimeLine
+
+READ_S = 0.5
+"""So long one call reads at most: a page of a long log fills step by step."""
+MAX_BARS = 12_000
+"""Samples in the timeline of a live page: it is sent anew with each step."""
+
+
+class Follower:
+    """Follows one run. Calls may come from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Raises `ValueError` where there is no log."""
+        self._generation += 1
+        self._book = RunBook(self.folder)
+        self._book.time_line = TimeLine(max_bars=MAX_BARS)
+        self._tail = LogTail(self._book.events)
+        self._problem = ""
+
+    def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What the run is doing, and, if somebody who has `version` lacks something, its page.
+
+        Raises `OSError` or `ValueError` if the run is gone."""
+        with self._lock:
+            if not self._tail.is_same():
+                self._begin()
+            self._read()
+            state = self._state()
+            if state["version"] == version:
+                return state, None
+            self._book.truncated = bool(self._problem)
+            return state, self._book.plain()
+
+    def samples(self) -> dict[str, Any]:
+        return read_samples(self.folder)
+
+    def _read(self) -> None:
+        if self._problem:
+            return
+        try:
+            for entry in self._tail.read(READ_S):
+                self._book.feed(entry)
+        except LogError as error:
+            self._problem = str(error)
+
+    def _state(self) -> dict[str, Any]:
+        book = self._book
+        history = book.summary.accounting.history
+        size = max(1, book.events.stat().st_size)
+        version = f"{self._generation}.{book.num_steps}.{book.num_evaluations}.{history.finished}"
+        return {
+            "version": version,
+            "phase": history.phase,
+            "step": history.last_step,
+            "live": len(history.live),
+            "read": min(1.0, self._tail.num_bytes / size),
+            "problem": self._problem,
+            "quiet_s": book.quiet_s(),
+        }

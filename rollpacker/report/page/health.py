@@ -1,0 +1,118 @@
+"""What an operator should know of a run before looking at its curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MUCH_IDLE = 0.3
+"""Of the rollout's seconds."""
+MUCH_WAIT = 0.1
+"""Of the run's seconds."""
+MANY_CLIPPED = 0.2
+"""Of the responses trained on, at the length limit."""
+MANY_SILENT = 0.7
+"""Of the trained groups, without signal."""
+MANY_LOST = 0.02
+"""Of the launched samples, without a verdict."""
+_RECENT = 20
+"""Steps; the state of a run is what the last ones say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence: how bad it is, and what to look at."""
+
+    level: Literal["good", "note", "warning", "bad"]
+    text: str
+
+
+def findings(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Finding]:
+    """`recent`: means of metrics over the last steps. The worst first."""
+    found = [*_correctness(summary), *_learning(summary, recent), *_speed(summary, recent)]
+    order = ("bad", "warning", "note", "good")
+    return sorted(found, key=lambda one: order.index(one.level))
+
+
+def _correctness(summary: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    if summary.get("unsandboxed"):
+        found.append(Finding("bad", "Model-written code ran without isolation."))
+    if summary.get("weighted_carrying"):
+        found.append(Finding("warning", "Weighted carrying: not exact (tokens of older weights)."))
+    samples = summary["samples"]
+    silent = sum(samples["no_verdict"].values())
+    if silent:
+        most = max(samples["no_verdict"].items(), key=lambda one: one[1])
+        share = silent / max(1, samples["launched"])
+        text = f"{silent:,} samples have no verdict ({100 * share:.2g} % of those launched)"
+        level: Literal["warning", "note"] = "warning" if share > MANY_LOST else "note"
+        found.append(Finding(level, f"{text}. Most often: {most[0]} ({most[1]:,})."))
+    if samples["failed"]:
+        found.append(Finding("warning", f"The engine failed on {samples['failed']:,} samples."))
+    for name, kind in summary["checks"].items():
+        machinery = kind["failed"].get("infrastructure", 0)
+        if machinery:
+            told = f"{machinery:,} checks of {name} failed by their machinery, not by the answer."
+            found.append(Finding("warning", told))
+        if kind["timed_out"]:
+            found.append(Finding("note", f"{kind['timed_out']:,} checks of {name} timed out."))
+    dropped = sum(summary["prompts"]["dropped"].values())
+    if dropped:
+        reasons = ", ".join(
+            f"{why} ({num:,})" for why, num in summary["prompts"]["dropped"].items()
+        )
+        found.append(Finding("note", f"{dropped:,} prompts were dropped: {reasons}."))
+    if not found:
+        found.append(Finding("good", "Every sample that finished has a verdict."))
+    return found
+
+
+def _learning(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Finding]:
+    found = []
+    silent = recent.get("critic/frac_reward_zero_std")
+    if silent is not None and silent >= MANY_SILENT:
+        told = f"{100 * silent:.0f} % of the groups teach nothing: their rewards are all equal."
+        found.append(Finding("warning", f"Of the last steps, {told}"))
+    clipped = recent.get("response_length/clip_ratio")
+    if clipped is not None and clipped >= MANY_CLIPPED:
+        told = f"{100 * clipped:.0f} % of the responses trained on end at the length limit."
+        found.append(Finding("warning", f"Of the last steps, {told}"))
+    shift = summary["lengths"]["shift"]
+    if shift is not None and abs(shift) > 0.05:
+        told = f"Responses trained on are {100 * abs(shift):.0f} % "
+        told += f"{'longer' if shift > 0 else 'shorter'} than the policy's own."
+        found.append(Finding("note", told))
+    passed = [one.get("eval/pass@1") for one in summary["evaluations"]]
+    known = [one for one in passed if one is not None]
+    if len(known) > 1:
+        told = f"Held-out pass@1 went from {known[0]:.3f} to {known[-1]:.3f}"
+        best = max(known)
+        if known[-1] < best - 0.05:
+            found.append(Finding("warning", f"{told}, below its best of {best:.3f}."))
+        else:
+            level: Literal["good", "note"] = "good" if known[-1] > known[0] else "note"
+            found.append(Finding(level, f"{told}."))
+    return found
+
+
+def _speed(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Finding]:
+    found = []
+    idle = recent.get("perf/tail_idle_ratio")
+    if idle is not None and idle >= MUCH_IDLE:
+        told = (
+            f"Slots stood empty for {100 * idle:.0f} % of the rollout's seconds in the last steps."
+        )
+        found.append(Finding("note", told))
+    wall = summary["wall_s"]
+    waited = summary["seconds"].get("reward_wait", 0.0)
+    if wall and waited / wall >= MUCH_WAIT:
+        found.append(
+            Finding(
+                "warning", f"{100 * waited / wall:.0f} % of the time went to waiting for rewards."
+            )
+        )
+    if summary["sessions"] > 1:
+        found.append(Finding("note", f"The run was taken up {summary['sessions'] - 1} times."))
+    return found

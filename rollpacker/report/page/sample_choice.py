@@ -1,0 +1,272 @@
+"""The samples that the page shows: all of them in numbers, some of them with their text.
+
+With their text: those of the first and the last steps and evaluations, the best, the worst, the
+longest, the slowest to check, and others by a hash of their id, as many as fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from rollpacker.report.page.packing import Texts
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 200_000
+"""Samples that are listed; of more, those that a hash of their ids chooses."""
+MAX_TEXT_BYTES = 18_000_000
+"""Of all texts together, before they are compressed."""
+MAX_CHARS = 40_000
+"""Of one text; what is longer is cut off, and says so."""
+NUM_SPECIAL = 48
+"""Samples of each kind that are kept with their text before others."""
+
+_NUMBERS = ("step", "num_tokens", "reward", "advantage", "loss_weight", "check_s")
+_TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "failure")
+_OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
+
+
+@dataclass(slots=True)
+class _Table:
+    """Texts that occur more than once are kept once."""
+
+    texts: Texts = field(default_factory=Texts)
+    _places: dict[str, int] = field(default_factory=dict)
+
+    def place(self, text: str | None) -> int:
+        """-1: there is none."""
+        if text is None:
+            return -1
+        found = self._places.get(text)
+        if found is None:
+            found = self._places[text] = len(self.texts)
+            self.texts.append(text)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    evaluation: bool
+    table: Any
+    """Its rows without texts."""
+
+
+def read_samples(
+    folder: Path, *, max_rows: int = MAX_ROWS, max_bytes: int = MAX_TEXT_BYTES
+) -> dict[str, Any]:
+    """For `pack`. A file that cannot be read is left out and named in a warning."""
+    files = [one for one in map(_numbers, _paths(folder)) if one is not None]
+    num = sum(one.table.num_rows for one in files)
+    if not num:
+        return {"num": 0, "num_listed": 0, "num_texts": 0, "files": []}
+    columns = _columns(files)
+    hashes = np.array([crc32(one.encode()) for one in columns["sample_id"]], np.uint32)
+    listed = np.sort(np.argsort(hashes, kind="stable")[:max_rows]) if num > max_rows else None
+    order = _priority(columns, hashes)
+    if listed is not None:
+        order = order[np.isin(order, listed)]
+    texts, chosen = _texts(files, order, max_bytes)
+    rows = np.arange(num) if listed is None else listed
+    rows = rows[np.lexsort((rows, columns["step"][rows]))]
+    return {
+        "num": num,
+        "num_texts": len(chosen),
+        "num_listed": len(rows),
+        **_listed(columns, rows),
+        **_packed_texts(texts, rows, chosen),
+    }
+
+
+def _paths(folder: Path) -> list[tuple[Path, bool]]:
+    trained = sorted((folder / "samples").glob("steps_*.parquet"))
+    evaluated = sorted((folder / "evaluations").glob("step_*.parquet"))
+    return [(path, False) for path in trained] + [(path, True) for path in evaluated]
+
+
+def _numbers(place: tuple[Path, bool]) -> _File | None:
+    import pyarrow.parquet
+
+    path, evaluation = place
+    try:
+        names = pyarrow.parquet.read_schema(path).names
+        wanted = [name for name in names if name not in _TEXTS]
+        table = pyarrow.parquet.read_table(path, columns=wanted)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        logger.warning("%s cannot be read and is left out: %s", path, str(error).split("\n")[0])
+        return None
+    needed = {"step", "sample_id", "prompt_id", "num_tokens", "reward"}
+    if needed - set(names):
+        logger.warning("%s is no file of samples and is left out", path)
+        return None
+    return _File(path, evaluation, table)
+
+
+def _columns(files: Sequence[_File]) -> dict[str, Any]:
+    """Every column over all files: numbers as arrays, texts as lists; NaN or None where a file
+    lacks it."""
+    names = dict.fromkeys(name for one in files for name in one.table.column_names)
+    found: dict[str, Any] = {}
+    for name in names:
+        as_number = name in _NUMBERS or name.startswith("reward/")
+        parts: list[Any] = []
+        for one in files:
+            if name not in one.table.column_names:
+                parts += [None] * one.table.num_rows
+            else:
+                parts += one.table[name].to_pylist()
+        if as_number:
+            values = [float("nan") if v is None else float(v) for v in parts]
+            found[name] = np.array(values, np.float64)
+        else:
+            found[name] = parts
+    found["step"] = found["step"].astype(np.int32)
+    found["evaluation"] = np.repeat(
+        [one.evaluation for one in files], [one.table.num_rows for one in files]
+    )
+    return found
+
+
+def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """All rows, those first whose text is wanted most."""
+    num = len(hashes)
+    everywhere = np.arange(num)
+    is_evaluation, steps = columns["evaluation"], columns["step"]
+    special: list[Any] = []
+    for of_evaluation in (False, True):
+        of = everywhere[is_evaluation == of_evaluation]
+        if not len(of):
+            continue
+        by_hash = of[np.argsort(hashes[of], kind="stable")]
+        for end in (steps[of].min(), steps[of].max()):
+            special.append(by_hash[steps[by_hash] == end][: 2 * NUM_SPECIAL])
+        for name in ("reward", "num_tokens", "check_s"):
+            values = columns.get(name)
+            if values is None:
+                continue
+            known = by_hash[np.isfinite(values[by_hash])]
+            ranked = known[np.argsort(values[known], kind="stable")]
+            special.append(ranked[::-1][:NUM_SPECIAL])
+            if name == "reward":
+                special.append(ranked[:NUM_SPECIAL])
+    by_hash = np.argsort(hashes, kind="stable")
+    order = np.concatenate([*special, by_hash])
+    _, firsts = np.unique(order, return_index=True)
+    return order[np.sort(firsts)]
+
+
+def _texts(
+    files: Sequence[_File], order: np.ndarray[Any, Any], max_bytes: int
+) -> tuple[dict[int, dict[str, str | None]], list[int]]:
+    """Rows with their texts, in the order of wishes, while there is room."""
+    import pyarrow
+
+    starts = np.cumsum([0, *(one.table.num_rows for one in files)])
+    wanted = np.sort(order[: max_bytes // _mean_bytes(files) + 16 * NUM_SPECIAL])
+    found: dict[int, dict[str, str | None]] = {}
+    for number, one in enumerate(files):
+        inside = wanted[(wanted >= starts[number]) & (wanted < starts[number + 1])]
+        if len(inside):
+            places = (inside - starts[number]).tolist()
+            rows = _read_texts(one.path, pyarrow.array(places))
+            found.update(zip(inside.tolist(), rows, strict=True))
+    seen: set[str] = set()
+    chosen, size = [], 0
+    for row in order.tolist():
+        texts = found.get(row)
+        if texts is None:
+            continue
+        new = [t for k, t in texts.items() if t and not (k in _OF_PROMPT and t in seen)]
+        size += sum(map(len, new)) + 16
+        if size > max_bytes:
+            break
+        seen.update(t for k, t in texts.items() if t and k in _OF_PROMPT)
+        chosen.append(row)
+    return found, chosen
+
+
+def _mean_bytes(files: Sequence[_File]) -> int:
+    """About what a completion weighs, so that no more texts are read than can fit."""
+    import pyarrow.parquet
+
+    size = num = 0
+    for one in files:
+        with pyarrow.parquet.ParquetFile(one.path) as file:
+            places = [n for n, name in enumerate(file.schema_arrow.names) if name == "completion"]
+            for group in range(file.metadata.num_row_groups):
+                found = file.metadata.row_group(group)
+                num += found.num_rows
+                size += sum(found.column(place).total_uncompressed_size for place in places)
+    return max(32, size // max(1, num))
+
+
+def _read_texts(path: Path, places: Any) -> list[dict[str, str | None]]:
+    import pyarrow.parquet
+
+    names = pyarrow.parquet.read_schema(path).names
+    table = pyarrow.parquet.read_table(path, columns=[n for n in _TEXTS if n in names])
+    return [{k: _cut(v) for k, v in row.items()} for row in table.take(places).to_pylist()]
+
+
+def _cut(text: str | None) -> str | None:
+    if text is None or len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:MAX_CHARS]}\n… (cut off here: {len(text):,} characters)"
+
+
+def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The numbers of the rows, in their order."""
+    found: dict[str, Any] = {
+        "step": columns["step"][rows],
+        "evaluation": columns["evaluation"][rows].astype(np.uint8),
+        "tokens": columns["num_tokens"][rows].astype(np.int32),
+        "rewards": {
+            name.removeprefix("reward/"): columns[name][rows].astype(np.float32)
+            for name in columns
+            if name.startswith("reward/")
+        },
+    }
+    for name in ("reward", "advantage", "check_s", "loss_weight"):
+        if name in columns:
+            found[name] = columns[name][rows].astype(np.float32)
+    for name in ("round_kind", "finish_reason"):
+        found[name] = _words(columns.get(name), rows)
+    for name in ("trained", "passed"):  # 0 no, 1 yes, 2 not told
+        values = columns.get(name, [None] * len(columns["step"]))
+        found[name] = np.array([2 if values[n] is None else values[n] for n in rows], np.uint8)
+    prompts, rest = _Table(), _Table()
+    ids = [columns["sample_id"][n].rpartition("#") for n in rows]
+    found["prompt_id"] = np.array([prompts.place(head) for head, _, _ in ids], np.int32)
+    found["attempt"] = np.array([rest.place(tail) for _, _, tail in ids], np.int32)
+    return found | {"prompt_ids": prompts.texts, "attempts": rest.texts}
+
+
+def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """A column of few different words."""
+    table = _Table()
+    places = [0 if values is None else table.place(values[n] or "") for n in rows]
+    return {"words": list(table.texts), "of": np.array(np.minimum(places, 255), np.uint8)}
+
+
+def _packed_texts(
+    texts: dict[int, dict[str, str | None]], rows: np.ndarray[Any, Any], chosen: Sequence[int]
+) -> dict[str, Any]:
+    """`text`: where a row's texts are, -1 if it has none here; then a place for each text."""
+    table = _Table()
+    number = {row: place for place, row in enumerate(sorted(chosen))}
+    of_rows = [texts[row] for row in sorted(chosen)]
+    return {
+        "text": np.array([number.get(row, -1) for row in rows.tolist()], np.int32),
+        "texts": {
+            name: np.array([table.place(of.get(name)) for of in of_rows], np.int32)
+            for name in _TEXTS
+        },
+        "table": table.texts,
+    }

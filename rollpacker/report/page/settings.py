@@ -1,0 +1,79 @@
+"""A run's settings: what was set to something else than its default."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollpacker.config.check import field_types, item_schema, nested_schema, to_plain_value
+from rollpacker.config.document import ConfigError, parse_document, read_text
+
+_MISSING = dataclasses.MISSING
+CONFIG_FILE = "config.yaml"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One key, its value and its default as texts; None: there is no default."""
+
+    key: str
+    value: str
+    default: str | None
+
+
+def read_settings(folder: Path) -> tuple[list[Setting], str]:
+    """What differs from the defaults, and the file as it is. Empty where there is no file that can
+    be read; a key that this version does not have counts as one without a default."""
+    from rollpacker.config.schema import RunConfig
+
+    try:
+        text = read_text(folder / CONFIG_FILE)
+        tree, _ = parse_document(text, CONFIG_FILE)
+    except (ConfigError, OSError):
+        return [], ""
+    return list(_changed(tree, RunConfig, "")), text
+
+
+def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Setting]:
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    kinds = field_types(schema)
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in fields:
+            yield Setting(key, word(value), None)
+            continue
+        inner, items = nested_schema(kinds[name]), item_schema(kinds[name])
+        default = _default(fields[name])
+        if inner is not None and isinstance(value, dict):
+            yield from _changed(value, inner, f"{key}.")
+        elif items is not None and isinstance(value, list) and value:
+            for number, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _changed(item, items, f"{key}.{number}.")
+                else:
+                    yield Setting(f"{key}.{number}", word(item), None)
+        elif default is _MISSING:
+            yield Setting(key, word(value), None)
+        elif to_plain_value(default) != value:
+            yield Setting(key, word(value), word(to_plain_value(default)))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not _MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def word(value: Any) -> str:
+    """A value as one writes it in the file."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(word, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {word(item)}" for key, item in value.items()) + "}"
+    return str(value)

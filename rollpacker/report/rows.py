@@ -1,0 +1,105 @@
+"""Rows of a run as a small table: dicts by number, columns by name, a look at it in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+from rollpacker.imports import require
+
+NUM_SHOWN = 5
+"""Rows at each end that a notebook is shown."""
+MAX_SHOWN_COLUMNS = 8
+MAX_CELL = 60
+"""Characters of a cell that a notebook is shown."""
+
+
+class Table(Sequence[Mapping[str, Any]]):
+    """`table[3]` is a row, `table["reward"]` a column with None where a row has no such value.
+    `to_pandas` makes a DataFrame."""
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], *, name: str = "rows", first: Sequence[str] = ()
+    ) -> None:
+        """`first`: the columns to look at first."""
+        self._rows = rows
+        self._name = name
+        self._first = first
+        self.columns = tuple(dict.fromkeys(column for row in rows for column in row))
+        """In the order in which rows bring them."""
+
+    @overload
+    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> Table: ...
+    @overload
+    def __getitem__(self, place: str) -> list[Any]: ...
+    def __getitem__(self, place: int | slice | str) -> Mapping[str, Any] | Table | list[Any]:
+        """A row, some rows, or a column. Raises `KeyError` for a column that no row has."""
+        if isinstance(place, slice):
+            return Table(self._rows[place], name=self._name, first=self._first)
+        if isinstance(place, int):
+            return self._rows[place]
+        if place not in self.columns:
+            raise KeyError(_unknown(place, self.columns))
+        return [row.get(place) for row in self._rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._rows)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.columns)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame. Raises `MissingPackageError`."""
+        require("pandas", extra="notebook", what="a table as a DataFrame")
+        import pandas
+
+        return pandas.DataFrame(list(self._rows), columns=list(self.columns))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} {self._name}, {len(self.columns)} columns>"
+
+    def _repr_html_(self) -> str:
+        columns = [column for column in self._first if column in self.columns]
+        columns += [c for c in self.columns if c not in columns][: MAX_SHOWN_COLUMNS - len(columns)]
+        rows = list(self._rows)
+        cut = len(rows) > 2 * NUM_SHOWN
+        shown = rows[:NUM_SHOWN] + rows[-NUM_SHOWN:] if cut else rows
+        lines = [
+            "".join(f"<td>{_cell(row.get(column))}</td>" for column in columns) for row in shown
+        ]
+        if cut:
+            lines.insert(NUM_SHOWN, f'<td colspan="{len(columns)}">...</td>')
+        head = "".join(f"<th>{_cell(column)}</th>" for column in columns)
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        more = len(self.columns) - len(columns)
+        note = f", {more} more columns" if more > 0 else ""
+        return (
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{len(rows)} {html.escape(self._name)}{note}</p>"
+        )
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    from rollpacker.did_you_mean import did_you_mean
+
+    return f"there is no column {name}.{did_you_mean(name, known)}"
+
+
+def _cell(value: Any) -> str:
+    """Untrusted text: escaped, on one line, control characters made visible."""
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else inert(str(value))
+    return html.escape(text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "...")
+
+
+def inert(text: str) -> str:
+    """Control characters and half surrogates, by which a text could act on what shows it, as
+    escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,20 @@
+"""A tracker from what a config says of it."""
+
+from __future__ import annotations
+
+from rollpacker.trackers.mlflow import MlflowTracker
+from rollpacker.trackers.sending import Tracker
+from rollpacker.trackers.swanlab import SwanlabTracker
+from rollpacker.trackers.tracker import TrackerConfig
+from rollpacker.trackers.trackio import TrackioTracker
+from rollpacker.trackers.wandb import WandbTracker
+
+TRACKERS: dict[str, type[Tracker]] = {
+    tracker.name: tracker
+    for tracker in (WandbTracker, MlflowTracker, TrackioTracker, SwanlabTracker)
+}
+
+
+def make_tracker(config: TrackerConfig) -> Tracker:
+    """No library is imported before the run starts."""
+    return TRACKERS[config.name](config)

@@ -1,0 +1,149 @@
+"""Fewer bits through bitsandbytes: AdamW with moments of 8 bits, and frozen matrices of 4 bits
+under an adapter. Both run on a CPU too, by the same formulas and with other kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollpacker.imports import require
+
+MIN_8BIT_ELEMENTS = 4096
+"""Smaller parameters keep float32 moments."""
+BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
+"""Elements that share a scale; of the 4-bit matrices, 256 scales share one of their own."""
+_IN_A_LAYER = re.compile(r"\.\d+\.")
+"""Layers are the only numbered modules: model.layers.3.mlp.up_proj."""
+_MOMENTS = ("state1", "state2")
+_SCALES = ("absmax1", "absmax2")
+
+
+def require_bitsandbytes(what: str) -> Any:
+    """The package. Raises `MissingPackageError`, which names the extra, if it is not installed."""
+    require("bitsandbytes", extra="quantized", what=what)
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it tells of optional kernels that are not there
+    try:
+        import bitsandbytes
+    finally:
+        logger.setLevel(level)
+    return bitsandbytes
+
+
+# -- moments of 8 bits -----------------------------------------------------------------------
+
+
+def adamw_8bit(
+    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """AdamW whose moments are codes of 8 bits with a scale for every 256 (Dettmers et al. 2022,
+    "8-bit optimizers via block-wise quantization")."""
+    package = require_bitsandbytes("train.optimizer=adamw_8bit")
+    optimizer: torch.optim.Optimizer = package.optim.AdamW8bit(
+        groups, lr=0.0, betas=betas, eps=eps, min_8bit_size=MIN_8BIT_ELEMENTS
+    )
+    return optimizer
+
+
+def moments_like(master: Tensor) -> dict[str, Tensor]:
+    """Blank tensors of the names, shapes and dtypes that `moments_of` gives for this parameter."""
+    is_coded = master.numel() >= MIN_8BIT_ELEMENTS
+    dtype = torch.uint8 if is_coded else torch.float32
+    found = {name: torch.empty_like(master.detach(), dtype=dtype) for name in _MOMENTS}
+    if is_coded:
+        blocks = math.ceil(master.numel() / BLOCK_8BIT)
+        found |= {name: torch.empty(blocks, device=master.device) for name in _SCALES}
+    return found | {"step": torch.tensor(0.0)}
+
+
+def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What of the optimizer's state of one parameter must be kept; the code's table need not be.
+    Not copies, but for `step`."""
+    found = {name: state[name] for name in (*_MOMENTS, *_SCALES) if name in state}
+    return found | {"step": torch.tensor(float(state["step"]))}
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
+) -> None:
+    """Give the optimizer what `moments_of` gave, exactly; what is not in `saved` has no state."""
+    known: Any = optimizer
+    known.state.clear()
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter not in saved:
+                continue
+            known.init_state(group, parameter, group_index, index)
+            state = known.state[parameter]
+            for name, value in saved[parameter].items():
+                if name == "step":
+                    state["step"] = int(value)
+                else:
+                    state[name].copy_(value)
+
+
+# -- matrices of 4 bits ----------------------------------------------------------------------
+
+
+def quantize_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Replace the matrices inside the model's layers, in place, by NormalFloat codes of 4 bits with
+    scales that are codes themselves (Dettmers et al. 2023, "QLoRA"). Embeddings, output layer and
+    norms stay. Each goes to `device` as it is quantized. Returns how many there were."""
+    package = require_bitsandbytes("model.quantization=4bit")
+    plain = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and _IN_A_LAYER.search(f"{name}.")
+    ]
+    for name, module in plain:
+        model.set_submodule(name, _quantized(package, module, device, dtype))
+    return len(plain)
+
+
+def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: torch.dtype) -> Any:
+    found = package.nn.Linear4bit(
+        module.in_features,
+        module.out_features,
+        bias=module.bias is not None,
+        compute_dtype=dtype,
+        quant_type="nf4",
+        device="meta",
+    )
+    # Its kernel for some CPUs repacks the weights at the first call without gradients.
+    found.support_avx512bf16_for_cpu = False
+    found.weight = package.nn.Params4bit(
+        module.weight.data,
+        requires_grad=False,
+        blocksize=BLOCK_4BIT,
+        compress_statistics=True,
+        quant_type="nf4",
+        module=found,
+    )
+    if module.bias is not None:
+        found.bias = nn.Parameter(module.bias.data, requires_grad=False)
+    return found.to(device)
+
+
+def num_elements(parameter: Tensor) -> int:
+    """Of the matrix that these codes stand for; of any other tensor its own."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """The matrix that these codes stand for, in the dtype that it is computed in; of any other
+    tensor itself."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach()
+    package = require_bitsandbytes("model.quantization=4bit")
+    matrix: Tensor = package.functional.dequantize_4bit(weight.detach(), state)
+    return matrix

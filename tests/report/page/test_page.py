@@ -1,0 +1,225 @@
+"""`report.html` in a browser: it shows what the run was, asks nobody for anything, and nothing that
+a model wrote is more than text in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.report.files import write_reports
+from tests.report.page.browser import opened
+from tests.report.page.runs import HOSTILE, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("page") / "plain")
+    write_reports(folder)
+    return folder
+
+
+def url(folder: Path) -> str:
+    return (folder / "report.html").resolve().as_uri()
+
+
+def samples(page: Any) -> None:
+    """Go to the browser of samples and wait until it is there."""
+    page.evaluate("document.getElementById('samples-section').scrollIntoView()")
+    page.wait_for_selector(".row")
+
+
+def told(page: Any) -> str:
+    return str(page.inner_text("#samples-section p[aria-live]"))
+
+
+def test_it_shows_the_run_and_asks_nobody(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    with opened(url(run)) as (page, seen):
+        text = page.inner_text("main")
+        assert "plain" in page.inner_text("h1")
+        assert f"{summary['steps']['total']} steps" in text
+        last = summary["evaluations"][-1]["eval/pass@1"]
+        assert f"{last:.3f}" in page.inner_text(".tiles")
+        for cause in summary["seconds"]:
+            assert cause.replace("_", " ") in text
+        for heading in ("Learning", "Lengths", "Time", "Timeline", "Checks", "Samples", "Settings"):
+            assert heading in page.inner_text("nav")
+        assert "train.learning_rate" in page.inner_text("#settings")
+        assert "0.0003" in page.inner_text("#settings")
+        samples(page)
+        assert seen.requests == [url(run)]
+        assert seen.errors == []
+
+
+def test_its_policy_stops_requests(run: Path) -> None:
+    heard: list[str] = []
+
+    class Ear(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ear) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        there = f"http://127.0.0.1:{server.server_address[1]}"
+        with opened(url(run)) as (page, seen):
+            page.evaluate(f"fetch('{there}/fetch').catch(() => {{}})")
+            page.evaluate(f"new Image().src = '{there}/image'")
+            page.evaluate(f"navigator.sendBeacon('{there}/beacon')")
+            page.wait_for_timeout(500)
+            assert sum("Content Security Policy" in error for error in seen.errors) >= 3
+        with opened(there + "/awake", ready="body") as _:
+            pass
+        server.shutdown()
+    assert [path for path in heard if path != "/favicon.ico"] == ["/awake"]
+
+
+def test_filters_keep_what_fits(run: Path) -> None:
+    with opened(url(run)) as (page, _):
+        samples(page)
+        num = int(re.match(r"[\d,]+ of ([\d,]+)", told(page))[1].replace(",", ""))
+        listed = page.evaluate("window.rollpackerSamples.data.num")
+        assert num == listed > 1000
+
+        def rows() -> list[dict[str, Any]]:
+            return page.evaluate(
+                """() => { const { data, rows } = window.rollpackerSamples; return Array.from(rows,
+                (r) => ({step: data.step[r], reward: data.reward[r], evaluation: data.evaluation[r],
+                kind: data.round_kind.words[data.round_kind.of[r]], tokens: data.tokens[r]})) }"""
+            )
+
+        page.fill("[aria-label=from]", "5")
+        page.fill("[aria-label=to]", "7")
+        page.wait_for_timeout(300)
+        assert {row["step"] for row in rows()} == {5, 6, 7}
+        page.select_option("[aria-label=Source]", "0")
+        page.fill("[aria-label=least]", "0.5")
+        page.wait_for_timeout(300)
+        assert {row["reward"] for row in rows()} == {1.0}
+        assert {row["evaluation"] for row in rows()} == {0}
+        page.fill("[aria-label=least]", "")
+        page.select_option("[aria-label='Round kind']", "long")
+        page.select_option("[aria-label=Order]", "tokens-")
+        page.wait_for_timeout(300)
+        kept = rows()
+        assert {row["kind"] for row in kept} == {"long"}
+        assert [row["tokens"] for row in kept] == sorted((r["tokens"] for r in kept), reverse=True)
+        page.fill("[aria-label='Search texts']", "no such text at all")
+        page.wait_for_timeout(300)
+        assert told(page).startswith("0 of")
+        assert "No sample fits" in page.inner_text(".list")
+
+
+def test_a_search_finds_one_sample_and_shows_all_of_it(run: Path) -> None:
+    with opened(url(run)) as (page, _):
+        samples(page)
+        wanted = page.evaluate("window.rollpackerSamples.id(40)")
+        page.fill("[aria-label='Search texts']", f"It is {wanted}.")
+        page.wait_for_timeout(300)
+        page.click(".row")
+        detail = page.inner_text(".detail")
+        assert wanted in detail
+        assert "<s>What is" in detail  # the prompt as the model saw it
+        assert "rows.jsonl, line" in detail and "note" in detail
+        assert page.inner_text(".detail mark") == f"It is {wanted}."
+
+
+def test_a_click_on_a_slow_check_leads_to_its_sample(run: Path) -> None:
+    with opened(url(run)) as (page, _):
+        link = page.locator("#checks a").first
+        name = link.inner_text()
+        link.click()
+        page.wait_for_selector(".detail code")
+        page.wait_for_timeout(200)
+        assert name in page.inner_text(".detail")
+
+
+def test_the_timeline_moves_by_keys_and_names_samples(run: Path) -> None:
+    with opened(url(run)) as (page, seen):
+        page.evaluate("document.getElementById('timeline').scrollIntoView()")
+        shown = page.locator("#timeline .tools span[aria-live]")
+        before = shown.inner_text()
+        page.focus("canvas.lane")
+        page.keyboard.press("+")
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(200)
+        assert shown.inner_text() != before
+        page.keyboard.press("0")
+        page.wait_for_timeout(200)
+        assert shown.inner_text().startswith("steps 1 to 30")
+        page.keyboard.press("Home")
+        page.wait_for_timeout(200)
+        box = page.locator("canvas.lane").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.06, box["y"] + box["height"] - 60)
+        page.wait_for_timeout(200)
+        assert "fake/0/" in page.inner_text("#tip")
+        assert seen.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1800])
+def test_it_fits_and_is_legible(run: Path, scheme: str, width: int) -> None:
+    settings = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    with opened(url(run), **settings) as (page, seen):
+        samples(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.get_attribute("html", "data-theme") == scheme
+        page.click("#theme")
+        other = "dark" if scheme == "light" else "light"
+        assert page.get_attribute("html", "data-theme") == other
+        assert contrasts(page) == []
+        assert seen.errors == []
+
+
+def contrasts(page: Any) -> list[str]:
+    """Texts whose colour is closer to their ground than WCAG's 4.5."""
+    return page.evaluate(
+        """() => {
+      const rgb = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+      const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor; if (c.startsWith("rgb") && !/, 0\\)$/.test(c) && rgb(c).length === 3) return rgb(c); } return [255, 255, 255]; };
+      const found = new Set();
+      for (const e of document.querySelectorAll("main *")) {
+        if (![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) || !e.checkVisibility()) continue;
+        const a = light(rgb(getComputedStyle(e).color)), b = light(ground(e));
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) found.add(`${e.tagName}.${e.className} ${ratio.toFixed(2)}`);
+      }
+      return [...found];
+    }"""  # noqa: E501
+    )
+
+
+def test_hostile_text_is_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<img src=x onerror=alert(1)>{{core}}", text=HOSTILE)
+    log = (folder / "events.jsonl").read_text()
+    name = json.dumps(HOSTILE)[1:-1]
+    log = log.replace('"exact"', f'"{name}"').replace("fewer than two verdicts", name)
+    (folder / "events.jsonl").write_text(log.replace("fake", f"fake{name}"))
+    write_reports(folder)
+    raw = (folder / "report.html").read_bytes()
+    assert raw.count(b"<script") == 3 and b"hacked" not in raw
+    with opened(url(folder)) as (page, seen):
+        samples(page)
+        page.click(".row")
+        page.fill("[aria-label='Search texts']", "</script>")
+        page.wait_for_timeout(300)
+        page.click(".row")
+        page.fill("[aria-label=Metric]", "rewards")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("main img, main script").count() == 0
+        assert "<img src=x" in page.inner_text("h1")
+        detail = page.inner_text(".detail")
+        assert "</script><script>window.hacked" in detail
+        assert "␛[31mred" in detail and "\\u202e" in detail and "\\u2028" in detail
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202e\u2028\u2029]", page.inner_text("main"))
+        assert seen.errors == []
+        assert seen.requests == [url(folder)]
