@@ -51,22 +51,27 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[tuple[str, ...]]:
-    """The words of each `rollpacker ...` line; a backslash joins lines."""
+    """The words of each `rollpacker ...` line; a backslash joins lines. What is answered with
+    `rollpacker: ...` in the next line is an example of what is refused, and left out."""
     if block.language not in ("", "bash", "sh", "console", "shell"):
         return
-    for line in block.text.replace("\\\n", " ").splitlines():
-        line = line.strip().removeprefix("$ ")
-        if line.startswith("rollpacker "):
+    lines = [line.strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    for line, answer in zip(lines, [*lines[1:], ""], strict=True):
+        line = line.removeprefix("$ ")
+        if line.startswith("rollpacker ") and not answer.startswith("rollpacker: "):
             words = shlex.split(line, comments=True)
             ends = [words.index(word) for word in ("&&", "|", ";", ">") if word in words]
             yield tuple(words[1 : min(ends, default=len(words))])
 
 
 def named_files(page: Path) -> dict[str, str]:
-    """Blocks of a page that begin with a comment such as `# my_run.yaml` -> their text."""
+    """Blocks of a page that begin with a comment such as `# my_run.yaml`, and configs by the name
+    that they begin with -> their text."""
     found = {}
     for block in blocks(page):
-        name = re.match(r"# ([\w.-]+\.(?:yaml|py|jsonl))$", block.text.split("\n", 1)[0])
-        if name:
+        first = block.text.split("\n", 1)[0]
+        if name := re.match(r"# ([\w.-]+\.(?:yaml|py|jsonl))$", first):
             found[name[1]] = block.text
+        elif name := re.match(r"name: ([\w-]+)", first):
+            found[f"{name[1]}.yaml"] = block.text
     return found
