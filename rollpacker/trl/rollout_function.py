@@ -282,10 +282,10 @@ def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
     one."""
     every: int = args.steps_per_generation * args.num_iterations
+    accumulated: int = args.gradient_accumulation_steps
     micro_steps = batches_per_epoch * every
-    steps_per_epoch = math.ceil(micro_steps / args.gradient_accumulation_steps)
-    epochs, steps = divmod(max_steps, steps_per_epoch)
-    rest: int = min(steps * args.gradient_accumulation_steps, micro_steps)
+    epochs, steps = divmod(max_steps, math.ceil(micro_steps / accumulated))
+    rest = min(steps * accumulated, micro_steps)
     return epochs * batches_per_epoch + math.ceil(rest / every)
 
 
