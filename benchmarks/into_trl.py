@@ -5,7 +5,9 @@ tail batching take turns, each from the same start weights on the same rows. Wha
 the beginning of a turn is a whole period of tail batching, and all of its responses are trained on
 by the end: both sides train on as many.
 
-    python benchmarks/into_trl.py [--quick]
+    python benchmarks/into_trl.py [--quick] [--learn STEPS]
+
+`--learn` trains the quickstart's task with tail batching instead, and says how its reward rose.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import dataclasses
 import gc
 import logging
 import os
+import statistics
 import warnings
 from typing import Any
 
 from machine import write_result
 from step_times import StepTime, describe
-from trl_side import TrlSetting, continuous_batching, trl_steps
+from trl_side import TrlSetting, continuous_batching, trl_run, trl_steps
 from vs_trl import block_config, ratio, seconds_per_longest
 from workload import add_workload_arguments, describe_workload, load_workload
 
@@ -30,6 +33,8 @@ SIZES = (16, 64)
 """Prompts per step."""
 FROZEN = 1e-30
 """A learning rate by which no weight moves."""
+WINDOW = 10
+"""Steps that a mean reward is taken over."""
 PERIOD = 3
 """Steps after which the long queue is empty again at a factor of 1.5."""
 SAMPLES_PER_PASS = 32
@@ -104,6 +109,17 @@ def _lengths(steps: list[StepTime]) -> list[int]:
     return sorted(length for step in steps for length in step.lengths)
 
 
+def learn(config: RunConfig, num_steps: int) -> dict[str, Any]:
+    """The config's own step size and learning rate, from its start weights."""
+    data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0)
+    own = dataclasses.replace(config, data=data)
+    rewards = trl_run(own, num_steps, with_rollpacker("tail batching", prompt_factor=1.5)).rewards
+    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    means = [statistics.fmean(first), statistics.fmean(last)]
+    print(f"mean reward of the first and last {WINDOW} of {num_steps} steps: {means}")
+    return {"steps": num_steps, "window": WINDOW, "rewards": rewards, "means": means}
+
+
 def print_result(result: dict[str, Any]) -> None:
     print(f"\n{result['prompts_per_step']} prompts a step; TRL by {result['best_trl']}")
     print(f"{'':30}{'s/step':>8}{'gener.':>8}{'tokens':>8}{'longest':>9}{'comp/real':>11}")
@@ -124,6 +140,7 @@ def main() -> int:
     add_workload_arguments(parser)
     parser.add_argument("--blocks", type=int, default=3, help="turns of each arm (default: 3)")
     parser.add_argument("--periods", type=int, default=3, help="measured periods per turn")
+    parser.add_argument("--learn", type=int, metavar="STEPS", help="train instead of comparing")
     parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # also for threads that torch starts later
@@ -135,6 +152,10 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     config = load_workload(args)
+    setup = describe_workload(config, args)
+    if args.learn:
+        write_result("into_trl_learning", {"setup": setup, **learn(config, args.learn)})
+        return 0
     sizes, blocks, periods = SIZES, args.blocks, args.periods
     if args.quick:
         sizes, blocks, periods = (8,), 1, 1
@@ -144,7 +165,7 @@ def main() -> int:
         print_result(results[-1])
     if args.quick:
         return 0
-    payload = {"setup": describe_workload(config, args), "results": results}
+    payload = {"setup": setup, "results": results}
     print(f"written: {write_result('into_trl', payload).name}")
     return 0
 

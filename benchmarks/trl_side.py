@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import statistics
 import tempfile
 import time
 import warnings
@@ -46,6 +47,11 @@ def continuous_batching(samples: int, num_blocks: int) -> dict[str, Any]:
 
 
 def trl_steps(config: RunConfig, num_steps: int, setting: TrlSetting) -> list[StepTime]:
+    """The steps of `trl_run`."""
+    return trl_run(config, num_steps, setting).steps
+
+
+def trl_run(config: RunConfig, num_steps: int, setting: TrlSetting) -> Clock:
     """Train `num_steps` steps from the config's start weights, on its rows in their order."""
     import torch
     import transformers
@@ -63,7 +69,7 @@ def trl_steps(config: RunConfig, num_steps: int, setting: TrlSetting) -> list[St
     prompts, _ = load_prompts(config.data, tokenizer)
     rows = prompts.rows[: num_steps * config.rollout.prompts_per_step]
     assert all(tuple(tokenizer(row.prompt)["input_ids"]) == row.tokens for row in rows)
-    clock = _Clock()
+    clock = Clock()
     reward = _reward_function(build_reward(config.rewards), rows, tokenizer.eos_token_id, clock)
     data = Dataset.from_list(
         [{"prompt": row.prompt, "row": number} for number, row in enumerate(rows)]
@@ -82,11 +88,11 @@ def trl_steps(config: RunConfig, num_steps: int, setting: TrlSetting) -> list[St
         if setting.rollout is None:
             trainer._generate = clock.timed(trainer._generate)
         trainer.train()
-    return clock.steps
+    return clock
 
 
 def _with_rollpacker(
-    data: Any, keys: Mapping[str, Any], callbacks: Sequence[Any], clock: _Clock
+    data: Any, keys: Mapping[str, Any], callbacks: Sequence[Any], clock: Clock
 ) -> dict[str, Any]:
     """The three lines. What is timed is the step's generation, wherever it happens."""
     from rollpacker.trl import rollout_function
@@ -134,11 +140,13 @@ def _arguments(config: RunConfig, num_steps: int, setting: TrlSetting) -> dict[s
     }
 
 
-class _Clock:
+class Clock:
     """Collects a run's steps from the trainer's calls."""
 
     def __init__(self) -> None:
         self.steps: list[StepTime] = []
+        self.rewards: list[float] = []
+        """Mean of each step's verdicts."""
         self._began_s = 0.0
         self._generation_s = 0.0
         self._lengths: tuple[int, ...] = ()
@@ -172,7 +180,7 @@ class _Clock:
         self._began_s = now
 
 
-def _callback(clock: _Clock) -> Any:
+def _callback(clock: Clock) -> Any:
     from transformers import TrainerCallback
 
     class Ticks(TrainerCallback):
@@ -186,7 +194,7 @@ def _callback(clock: _Clock) -> Any:
 
 
 def _reward_function(
-    reward: Reward, rows: Sequence[PromptRow], eos: int, clock: _Clock
+    reward: Reward, rows: Sequence[PromptRow], eos: int, clock: Clock
 ) -> Callable[..., list[float | None]]:
     """RollPacker's reward in TRL's shape: the same scorer judges both sides."""
     loop = asyncio.new_event_loop()  # one for all calls: its workers stay
@@ -206,6 +214,8 @@ def _reward_function(
             for number, text, ids in zip(row, completions, completion_ids, strict=True)
         ]
         verdicts = loop.run_until_complete(reward.score(inputs))
-        return [v.value if isinstance(v, Scored) else None for v in verdicts]
+        values = [v.value if isinstance(v, Scored) else None for v in verdicts]
+        clock.rewards.append(statistics.fmean(value for value in values if value is not None))
+        return values
 
     return score

@@ -30,10 +30,13 @@ class LentModel:
 
         Raises `UnsupportedModelError` for an architecture that cannot run in the engine.
         """
-        peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-        self._model: PreTrainedModel = model.get_base_model() if peft_model else model
+        self._model = _without_wrapper(model)
         with self.lent():
             self.engine = TorchEngine(model=self._model, tokenizer=tokenizer, config=config)
+
+    def is_of(self, model: Any) -> bool:
+        """Whether it is this trainer's model."""
+        return _without_wrapper(model) is self._model
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -54,6 +57,12 @@ class LentModel:
         thread = threading.Thread(target=asyncio.run, args=(self.engine.close(),))
         thread.start()  # in a notebook this thread has an event loop that runs
         thread.join()
+
+
+def _without_wrapper(model: Any) -> PreTrainedModel:
+    by_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    found: PreTrainedModel = model.get_base_model() if by_peft else model
+    return found
 
 
 def prompt_tokens(

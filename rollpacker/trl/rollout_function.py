@@ -88,6 +88,8 @@ class RolloutFunction(TrainerCallback):
         self._rollouts: Rollouts | None = None
         self._step: Groups = []
         """The step that is being generated or trained on."""
+        self._drawn: list[Row] = []
+        """Its rows, one for each response."""
         self._trainer: Any = None
         self._num_evaluations = 0
 
@@ -137,18 +139,21 @@ class RolloutFunction(TrainerCallback):
         assert self._lent is not None, "a job has an engine"
         with self._lent.lent(), self._engine_gone_with_error():
             self._step = self._rollouts.next_step()
-        return [dict(self._rows[r.sample.prompt.row]) for group in self._step for r in group]
+        rows = [(self._rows[group[0].sample.prompt.row], len(group)) for group in self._step]
+        self._drawn = [dict(row) for row, count in rows for _ in range(count)]
+        return self._drawn
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's hook: the responses to these prompts, and how probable each token was."""
         self._trainer = trainer
+        if trainer.tools:
+            raise ValueError("rollpacker.trl does not go with tools or environment_factory")
         if not trainer.model.training:
             responses = self._evaluate(prompts, trainer)
         else:
-            responses = [response for group in self._step for response in group]
-            of = [self._rows[response.sample.prompt.row]["prompt"] for response in responses]
-            if of != prompts:
+            if [row["prompt"] for row in self._drawn] != prompts:
                 raise ValueError(f"TRL asks for prompts of other data: {ALL_THREE}")
+            responses = [response for group in self._step for response in group]
         return {
             "prompt_ids": [list(response.prompt_tokens) for response in responses],
             "completion_ids": [list(response.tokens) for response in responses],
@@ -184,6 +189,8 @@ class RolloutFunction(TrainerCallback):
     # -- the engine --------------------------------------------------------------------------
 
     def _engine(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+        if self._lent is not None and not self._lent.is_of(model):
+            self._close()  # another trainer's
         if self._lent is None:
             self._lent = LentModel(model, tokenizer, self._engine_config)
         return self._lent.engine
@@ -275,10 +282,10 @@ def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
     `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
     one."""
     every: int = args.steps_per_generation * args.num_iterations
+    accumulated: int = args.gradient_accumulation_steps
     micro_steps = batches_per_epoch * every
-    steps_per_epoch = math.ceil(micro_steps / args.gradient_accumulation_steps)
-    epochs, steps = divmod(max_steps, steps_per_epoch)
-    rest: int = min(steps * args.gradient_accumulation_steps, micro_steps)
+    epochs, steps = divmod(max_steps, math.ceil(micro_steps / accumulated))
+    rest = min(steps * accumulated, micro_steps)
     return epochs * batches_per_epoch + math.ceil(rest / every)
 
 
@@ -306,6 +313,7 @@ def _check_arguments(args: Any, rows: Dataset) -> None:
     """Raises `ValueError` for settings of TRL under which responses would not be what they say."""
     refused = {
         "several processes": args.world_size > 1,
+        "deepspeed or fsdp": bool(args.deepspeed or args.fsdp),
         "use_vllm=True (responses come from RollPacker's engine)": args.use_vllm,
         "dataloader_num_workers": args.dataloader_num_workers > 0,
         "remove_unused_columns=True": args.remove_unused_columns,

@@ -72,7 +72,7 @@ class Seen:
 
 
 def trainer(
-    model_folder: Path, output: Path, rollout: RolloutFunction | None, seen: Seen, **changes: Any
+    model_folder: Path, output: Path, rollout: RolloutFunction | None, seen: Any, **changes: Any
 ) -> GRPOTrainer:
     """The three lines, when there is a rollout function; TRL alone when there is none."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -193,6 +193,69 @@ def test_it_trains_as_trl_does(model_folder: Path, tmp_path: Path) -> None:
     moved = [not torch.equal(before[name], p) for name, p in own.model.named_parameters()]
     assert all(moved)
     assert own.model.config._attn_implementation == "sdpa"
+
+
+def test_it_learns(model_folder: Path, tmp_path: Path) -> None:
+    """Responses of few characters but sevens, from a model that knows nothing."""
+    means: list[float] = []
+
+    def sevens(completions: list[str], **columns: Any) -> list[float]:
+        rewards = [text.count("7") / max(1, len(text)) for text in completions]
+        means.append(sum(rewards) / len(rewards))
+        return rewards
+
+    rollout = rollout_function(Dataset.from_list(ROWS))
+    changes = {"learning_rate": 0.02, "max_steps": 30, "max_completion_length": 20}
+    trainer(model_folder, tmp_path, rollout, sevens, **changes).train()
+    assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.2, means
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def test_chat_prompts_go_through_the_template(model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1"}], "n": n} for n in range(8)]
+    asked: list[tuple[str, int, str]] = []
+
+    def reward(prompts: Any, completions: Any, n: list[int], **columns: Any) -> list[float]:
+        for prompt, completion, number in zip(prompts, completions, n, strict=True):
+            asked.append((prompt[0]["content"], number, completion[0]["role"]))
+        return [0.0] * len(n)
+
+    rollout = rollout_function(Dataset.from_list(rows))
+    own = trainer(model_folder, tmp_path, rollout, reward, num_train_epochs=1)
+    own.processing_class.chat_template = CHAT
+    found = []
+    generate = own._generate
+
+    def generate_and_compare(prompts: Any) -> Any:
+        result = generate(prompts)
+        found.append((result[0], own._tokenize_prompts(prompts)[0]))
+        return result
+
+    own._generate = generate_and_compare
+    own.train()
+    assert len(found) == 2 and all(ours == theirs for ours, theirs in found)
+    assert len(asked) == 24
+    assert all(text == f"{n}+1" and role == "assistant" for text, n, role in asked)
+
+
+def test_one_function_for_two_trainings(model_folder: Path, tmp_path: Path) -> None:
+    """A second trainer has a model of its own; what was interrupted does not go on."""
+    rollout, seen = rollout_function(Dataset.from_list(ROWS)), Seen()
+
+    def interrupted(**columns: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    own = trainer(model_folder, tmp_path, rollout, interrupted, num_train_epochs=1)
+    with pytest.raises(KeyboardInterrupt):
+        own.train()
+    own = trainer(model_folder, tmp_path, rollout, seen, num_train_epochs=1)
+    own.train()
+    assert seen.steps == run(model_folder, tmp_path, {"num_train_epochs": 1}).steps
+    assert own.model.training and own.model.config._attn_implementation == "sdpa"
 
 
 def test_metrics_and_report(
