@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.controller.run_folder import RESUME_MAY_DIFFER, RESUME_MUST_KEEP
+from rollpacker.controller.run_folder import (
+    RESUME_MAY_DIFFER,
+    RESUME_MAY_GROW,
+    RESUME_MUST_KEEP,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,5 +105,6 @@ def test_the_page_says_which_keys_a_resume_refuses() -> None:
     begin, end = "<!-- resume keys: begin -->\n", "<!-- resume keys: end -->"
     table = page.partition(begin)[2].partition(end)[0]
     rows = [f"| `{key}` | refused |\n" for key in RESUME_MUST_KEEP]
+    rows += [f"| `{key}` | may grow |\n" for key in RESUME_MAY_GROW]
     rows += [f"| `{key}` | allowed |\n" for key in RESUME_MAY_DIFFER]
     assert table == "| key, with all below it | changed at a resume |\n|---|---|\n" + "".join(rows)
