@@ -104,11 +104,11 @@ def test_what_a_smaller_cap_cut_off_is_not_complete(now: int, is_whole: bool) ->
     config = JobConfig(
         prompts_per_step=3, samples_per_prompt=2, max_steps=None, max_response_tokens=20
     )
-    lengths = World(config, num_rows=80, length=lambda sample, rng: rng.choice((5, 12, 20)))
-    world = lengths.run()
-    states = [state for state, _, _ in world.snapshots.values()]
-    whole = [any([20, True] in c for _, _, c in json.loads(json.dumps(s["queue"]))) for s in states]
-    state = json.loads(json.dumps(states[whole.index(True)]))
+    world = World(config, num_rows=80).run()
+    states = [json.loads(json.dumps(state)) for state, _, _ in world.snapshots.values()]
+    state = next(state for state in states if any(carried for _, _, carried in state["queue"]))
+    *_, (_, _, carried) = (waiting for waiting in state["queue"] if waiting[2])
+    carried[:2] = [[20, True], [5, True]]
     job = Job.restore(replace(config, max_response_tokens=now), state)
     carried = [one for waiting in job.queues.long for one in waiting.carried]
     assert {one.whole for one in carried if one.tokens == 20} == {is_whole}
