@@ -80,6 +80,16 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     assert numbers[: done + 2] == list(range(1, done + 3))
 
 
+def test_verbose_shows_what_is_done(folder: Path) -> None:
+    said = []
+    for verbose in ([], ["--verbose"]):
+        run = start(folder, f"v{len(verbose)}", "train.steps=1", "train.threads=auto", *verbose)
+        said.append(run.communicate(timeout=120)[1])
+        assert run.returncode == 0, said[-1]
+    measured = "torch threads (measured; set train.threads to choose)"
+    assert measured not in said[0] and measured in said[1]
+
+
 def test_under_nohup_a_closed_terminal_is_nothing(folder: Path) -> None:
     run = start(folder, "nohup", hup=False)
     wait_for_steps(folder, "nohup", 2, run)
