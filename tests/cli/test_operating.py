@@ -68,7 +68,7 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     shown, said = run.communicate(timeout=120)
     assert run.returncode == 130, said
     first, *_, last = [line for line in shown.splitlines() if line][:4]
-    assert first.startswith(f"auto: {folder}/model, rows of {folder}/rows.jsonl, rewards ")
+    assert first.startswith(f"auto: {folder}/model, 40 rows of {folder}/rows.jsonl, rewards ")
     assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \| step \d+/400 ", last)
     assert "The same command goes on from here" in said
     done = steps(folder, "auto")
@@ -78,6 +78,44 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["step"] for row in rows]
     assert numbers[: done + 2] == list(range(1, done + 3))
+
+
+_FIRST_LINE = """
+import sys, time
+class Out:
+    def write(self, text):
+        heavy = sorted({"torch", "transformers", "pyarrow"} & sys.modules.keys())
+        sys.__stdout__.write(f"{time.time()} {heavy} {text}")
+        sys.__stdout__.flush()
+        import os
+        os._exit(0)
+    def flush(self):
+        pass
+sys.stdout = Out()
+from rollpacker.cli.main import main
+main(["train", sys.argv[1], "name=first-line"])
+"""
+
+
+def test_the_first_line_comes_before_anything_is_loaded(folder: Path) -> None:
+    """Within two seconds where nothing else runs; a busy machine gets more."""
+    taken = []
+    for _ in range(3):
+        began = time.time()
+        done = subprocess.run(
+            [sys.executable, "-c", _FIRST_LINE, folder / "run.yaml"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout, done.stderr
+        time_s, line = done.stdout.split(" ", 1)
+        taken.append(float(time_s) - began)
+    assert min(taken) < 6, taken
+    reward, into = f"{folder}/reward.py:vowels", f"{folder}/runs/first-line"
+    rows = f"40 rows of {folder}/rows.jsonl"
+    assert line == f"[] first-line: {folder}/model, {rows}, rewards {reward}, into {into}"
 
 
 def test_verbose_shows_what_is_done(folder: Path) -> None:
