@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def did_you_mean(name: str, known: Iterable[object], *, cutoff: float = 0.5) -> str:
@@ -11,3 +12,13 @@ def did_you_mean(name: str, known: Iterable[object], *, cutoff: float = 0.5) -> 
     two must be alike, from 0 to 1."""
     close = difflib.get_close_matches(name, [str(one) for one in known], 1, cutoff)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def did_you_mean_file(path: Path, there: Iterable[Path]) -> str:
+    """The same for a file or folder that does not exist, among those that do. Their endings are
+    alike and say nothing; a file of that very name in another folder is meant."""
+    known = {one.stem: one for one in there}
+    if path.stem in known:
+        return f' Did you mean "{known[path.stem]}"?'
+    close = difflib.get_close_matches(path.stem, known, 1, 0.6)
+    return f' Did you mean "{known[close[0]]}"?' if close else ""

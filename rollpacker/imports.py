@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from rollpacker.did_you_mean import did_you_mean
+from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 
 class ImportSpecError(ValueError):
@@ -153,7 +153,7 @@ def _module_by_name(name: str, spec: str) -> ModuleType:
 def _module_of_file(place: str, spec: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        hint = did_you_mean(path.name, (p.name for p in path.parent.glob("*.py")))
+        hint = did_you_mean_file(path, path.parent.glob("*.py"))
         raise ImportSpecError(f'"{spec}": there is no file {path}.{hint}')
     name = _name_of_file(path)
     if name in sys.modules:

@@ -28,6 +28,17 @@ def test_by_module_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load_function("mine_here:A.f")() == 5
 
 
+def test_of_files_only_a_near_name_is_suggested(tmp_path: Path) -> None:
+    """All endings are alike, which had made any short name a near one."""
+    (tmp_path / "one.py").write_text("")
+    (tmp_path / "rewards.py").write_text("")
+    for asked, hint in (("nofile", False), ("reward", True)):
+        with pytest.raises(ImportSpecError) as caught:
+            load_function(f"{tmp_path}/{asked}.py:f")
+        assert str(caught.value).endswith(f'Did you mean "{tmp_path}/rewards.py"?') == hint
+        assert ("Did you mean" in str(caught.value)) == hint
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [

@@ -71,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         importlib.import_module(f"rollpacker.cli.{verb}").add_parser(subparsers)
+        subparsers.choices[verb].add_argument(
+            "--verbose", action="store_true", help="say more of what is done, on standard error"
+        )
     return parser
 
 
@@ -87,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(build_parser(), arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
+    if args.verbose:
+        _show_information()
     try:
         return int(importlib.import_module(f"rollpacker.cli.{args.verb}").run(args))
     except SystemExit as stop:
@@ -96,6 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The outermost frame: whatever got here ends the process, and with a message.
     except BaseException as error:
         return report_error(error)
+
+
+def _show_information() -> None:
+    """Nothing sets up the logging of a command: what Python does then is to print warnings."""
+    import logging
+
+    logging.getLogger("rollpacker").setLevel(logging.INFO)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.INFO)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

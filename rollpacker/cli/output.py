@@ -16,35 +16,39 @@ logger = logging.getLogger(__name__)
 
 
 class _Output(io.TextIOBase):
-    """Passes on to `sys.stdout` until that fails: a reader that left, a disk that is full."""
+    """Passes on to standard output until that fails: a reader that left, a disk that is full."""
+
+    def __init__(self) -> None:
+        # A live display puts something in the place of `sys.stdout` that leads back here.
+        self._stream = sys.stdout
 
     def write(self, text: str) -> int:
         try:
-            sys.stdout.write(text)
+            self._stream.write(text)
         except OSError as error:
-            _write_to_nowhere(error)
+            _write_to_nowhere(self._stream, error)
         return len(text)
 
     def flush(self) -> None:
         try:
-            sys.stdout.flush()
+            self._stream.flush()
         except OSError as error:
-            _write_to_nowhere(error)
+            _write_to_nowhere(self._stream, error)
 
     def isatty(self) -> bool:
-        return sys.stdout.isatty()
+        return self._stream.isatty()
 
     def fileno(self) -> int:
-        return sys.stdout.fileno()
+        return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the stubs
-        return sys.stdout.encoding
+        return self._stream.encoding
 
 
-def _write_to_nowhere(error: OSError) -> None:
+def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
     """Let the process's standard output lead nowhere, so that later writes do not fail either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 
 

@@ -392,7 +392,8 @@ def build_carried(
         return CarriedTokens(tail)
     waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]
     expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waiting}
-    return CarriedTokens(tail, read_carried(checkpoint.folder, tokenizer, expected))
+    kept = read_carried(checkpoint.folder, tokenizer, expected)
+    return CarriedTokens(tail, kept, cut_off_at=job.queues.cut_off_at)
 
 
 def build_trackers(config: RunConfig) -> list[Callback]:

@@ -70,7 +70,7 @@ class Session:
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:
-            self._check_identity(before, identity, checkpoint.step)
+            self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -143,12 +143,15 @@ class Session:
         """A run that wrote no checkpoint has no identity to go on with, but a config."""
         if self.folder.config.exists():
             same = {"model": "", "dtype": "", "train_data": ""}
-            self._check_identity(same, same, 0)
+            self._check_identity(same, same, 0, {})
 
-    def _check_identity(self, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
-        """A resume after `step` must find what the run began with."""
+    def _check_identity(
+        self, before: dict[str, Any], now: dict[str, Any], step: int, job: dict[str, Any]
+    ) -> None:
+        """A resume after `step` must find what the run began with. The state of its job is told the
+        cap on responses, which earlier versions did not write there."""
         from rollpacker.config.document import ConfigError, parse_document, read_text
-        from rollpacker.config.load import differences, to_plain
+        from rollpacker.config.load import changes_since
         from rollpacker.controller.errors import RunError
         from rollpacker.controller.run_folder import check_resume
 
@@ -159,8 +162,9 @@ class Session:
                 f"{error} This is what the run was started with, so it cannot be told whether "
                 "it is the same run. Restore the file, or begin anew with --overwrite"
             ) from error
-        for change in check_resume(differences(old, to_plain(self.config)), before, now):
+        for change in check_resume(changes_since(old, self.config), before, now):
             logger.warning("resuming after step %d with a change: %s", step, change)
+        job.setdefault("max_response_tokens", old.get("rollout", {}).get("max_response_tokens"))
 
     def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
         """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""

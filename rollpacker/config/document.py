@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from rollpacker.did_you_mean import did_you_mean
+from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -117,11 +117,11 @@ def read_text(path: str | Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")]
-    except OSError:
+    if not path.parent.is_dir():
         return f" The folder {path.parent} does not exist either."
-    return nearest(path.name, names)
+    folders = (path.parent / "configs", path.parent)
+    there = [one for folder in folders for one in folder.glob("*.y*ml")]
+    return did_you_mean_file(path, there)
 
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:

@@ -6,6 +6,7 @@ files, and nothing is ever instantiated by name.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from rollpacker.config.document import (
     write_document,
 )
 
-__all__ = ["ConfigError", "differences", "load_config", "save_config", "to_plain"]
+__all__ = ["ConfigError", "changes_since", "differences", "load_config", "save_config", "to_plain"]
 
 T = TypeVar("T")
 
@@ -212,6 +213,30 @@ def to_plain(config: object) -> dict[str, Any]:
 def save_config(config: object, path: str | Path) -> None:
     """Write the resolved config as YAML, atomically; `load_config` reads back an equal one."""
     write_document(to_plain(config), path)
+
+
+def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, object, object]]:
+    """The `differences` of an earlier plain config to this one. A key that the earlier one lacks
+    was added to the schema since: it had its default."""
+    plain = to_plain(config)
+    return differences(_completed(old, config), plain)
+
+
+def _completed(old: Any, config: Any) -> Any:
+    """`old` with the defaults of what it lacks, where `config` shows which schema holds there."""
+    if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
+        found = dict(old)
+        for field in dataclasses.fields(config):
+            if field.name in old:
+                found[field.name] = _completed(old[field.name], getattr(config, field.name))
+            elif field.default is not dataclasses.MISSING:
+                found[field.name] = to_plain_value(field.default)
+            elif field.default_factory is not dataclasses.MISSING:
+                found[field.name] = to_plain_value(field.default_factory())
+        return found
+    if isinstance(config, tuple) and isinstance(old, list) and len(old) == len(config):
+        return [_completed(*pair) for pair in zip(old, config, strict=True)]
+    return old
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:

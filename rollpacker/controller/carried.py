@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,13 @@ class Kept:
     turns: Turns = ()
     """`Response.turns`."""
 
+    def under(self, cut_off_at: int | None) -> Kept:
+        """The same where responses may go on from this length: one that was cut off there is at
+        least so long, as is the one that happened to end by itself there."""
+        if cut_off_at is None or len(self.tokens) < cut_off_at:
+            return self
+        return replace(self, floor=max(self.floor, cut_off_at - 1))
+
     @property
     def num_bytes(self) -> int:
         return self.tokens.nbytes + self.log_probs.nbytes
@@ -61,10 +68,20 @@ Waiting = Mapping[PromptId, Mapping[int, Kept]]
 class CarriedTokens:
     """Belongs to whoever holds the bus's lock. A port of `Defer`."""
 
-    def __init__(self, config: TailBatchingConfig, waiting: Waiting | None = None) -> None:
-        """`waiting` is a checkpoint's."""
+    def __init__(
+        self,
+        config: TailBatchingConfig,
+        waiting: Waiting | None = None,
+        *,
+        cut_off_at: int | None = None,
+    ) -> None:
+        """`waiting` is a checkpoint's; `cut_off_at` the cap that it was made under, if that has
+        grown since."""
         self._config = config
-        self._waiting = {prompt: dict(places) for prompt, places in (waiting or {}).items()}
+        self._waiting = {
+            prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
+            for prompt, places in (waiting or {}).items()
+        }
         self._launched: dict[PromptId, dict[int, Kept]] = {}
         """What this step's launches took up, until they have something newer."""
         self._ended: dict[PromptId, list[Response]] = {}

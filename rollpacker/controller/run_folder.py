@@ -55,12 +55,13 @@ RESUME_MUST_KEEP = (
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""
 
+RESUME_MAY_GROW = ("rollout.max_response_tokens",)
+"""Exceptions to that, upwards: what is longer than a smaller cap cannot be taken back, but what was
+cut off at it can go on."""
+
 RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
 """Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
 compared by identity."""
-
-ADDED_LATER = ("chat", "max_failed_calls")
-"""Last parts of keys that configs of earlier versions lack."""
 
 
 def holds_run(path: Path) -> bool:
@@ -224,10 +225,16 @@ def check_resume(
     refused: list[str] = []
     harmless: list[str] = []
     for key, old, new in changes:
-        if old is None and key.rpartition(".")[2] in ADDED_LATER:
-            continue
         text = f"{key}: {old!r} -> {new!r}"
         must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
+        if key in RESUME_MAY_GROW and type(old) is type(new) is int:
+            must_keep = new < old
+            text += (
+                ": it may only grow, since responses that wait may be longer already"
+                if must_keep
+                else ": responses that wait go on from where they were cut off, and the law of"
+                " lengths is learned anew"
+            )
         (refused if must_keep else harmless).append(text)
     chat = _chat_changes(before, now)
     for key, meaning in (

@@ -23,6 +23,11 @@ class CarriedLength(NamedTuple):
     whole: bool
     """It is complete."""
 
+    def under(self, cut_off_at: int | None) -> CarriedLength:
+        """The same where responses may go on from this length, at which they had been cut off."""
+        is_over = cut_off_at is not None and self.tokens >= cut_off_at
+        return CarriedLength(self.tokens, whole=False) if is_over else self
+
 
 NOTHING_CARRIED = CarriedLength(0, False)
 

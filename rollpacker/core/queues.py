@@ -77,6 +77,9 @@ class Queues:
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
+        self._max_response_tokens = config.max_response_tokens
+        self.cut_off_at: int | None = None
+        """The cap under which the state that was restored was saved, if it has grown since."""
 
     def __len__(self) -> int:
         """Deferred prompts, whatever they wait for."""
@@ -140,20 +143,28 @@ class Queues:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Three entries of the job's state."""
-        return to_plain(
-            _Saved(queue=self.long, tier_queues=list(self.tiers), draining=self.draining)
+        """Four entries of the job's state."""
+        saved = _Saved(
+            queue=self.long,
+            tier_queues=list(self.tiers),
+            draining=self.draining,
+            max_response_tokens=self._max_response_tokens,
         )
+        return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """From the job's state. Prompts of a tier that the configuration no longer has wait for a
         long round; where no races are any more, whatever is queued is emptied first, rather than
-        at the end of its epoch; where nothing is carried any more, it is let go."""
+        at the end of its epoch; where nothing is carried any more, it is let go; where the cap on
+        responses has grown, those that it cut off are not complete any more."""
         saved = part_of(_Saved, state)
-        if not self._carries:
-            for queue in (saved.queue, *saved.tier_queues):
-                for place, one in enumerate(queue):
-                    queue[place] = one._replace(carried=())
+        before, now = saved.max_response_tokens, self._max_response_tokens
+        if before is not None and (now is None or before < now):
+            self.cut_off_at = before
+        for queue in (saved.queue, *saved.tier_queues):
+            for place, one in enumerate(queue):
+                carried = tuple(c.under(self.cut_off_at) for c in one.carried) if self._carries else ()
+                queue[place] = one._replace(carried=carried)
         self.long.extend(saved.queue)
         for tier, waiting in enumerate(saved.tier_queues):
             self.defer(waiting, tier)
@@ -167,6 +178,8 @@ class _Saved:
     queue: deque[Waiting]
     tier_queues: list[deque[Waiting]]
     draining: bool
+    max_response_tokens: int | None = None
+    """What they had been cut off at, if anything. None: no bound, or not known."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

@@ -75,9 +75,12 @@ class Output:
                 self._tell(line)
 
     def _tell(self, line: bytes) -> None:
-        text = line[:_MAX_LINE].decode(errors="replace").rstrip()
+        """Control characters and bytes that are no text are told as escapes, but tabs are spaces
+        and of what was written over itself (a progress bar) only the last is left."""
+        text = line[:_MAX_LINE].decode(errors="backslashreplace").rstrip()
+        text = text.rpartition("\r")[2].expandtabs(4)
         if text.strip():
-            self._heard("".join(c if c.isprintable() else "\ufffd" for c in text))
+            self._heard("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
     def _detach(self) -> None:
         loop, self._loop = self._loop, None

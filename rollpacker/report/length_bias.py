@@ -33,7 +33,10 @@ class LengthBias:
         well: the policy's own lengths are others."""
         self._job = job
         if cap != self._cap:
+            before, saved = self._cap, self._window.state()
             self._begin_with(cap)
+            if before is not None and cap is not None and before < cap:
+                self._window.restore(saved)  # of its prompts only the long responses still come
 
     def _begin_with(self, cap: int | None) -> None:
         self._cap = cap

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollpacker.core.events import SampleAborted, SampleGenerated, SampleScored
 from rollpacker.core.records import Entry, LogError, Note, Session, decode
+from rollpacker.did_you_mean import did_you_mean_file
 
 EVENTS_FILE = "events.jsonl"
 MAX_COUNT = 1 << 31
@@ -112,10 +113,16 @@ def events_path(run: str | Path) -> Path:
         return path
     if not path.is_dir():
         raise ValueError(
-            f"{path} does not exist: give the folder of a run, such as runs/quickstart"
+            f"{path} does not exist: give the folder of a run, such as runs/quickstart."
+            f"{_nearest_run(path)}"
         )
     if not (path / EVENTS_FILE).is_file():
         raise ValueError(
             f"{path} holds no {EVENTS_FILE}: give the folder of a run, such as runs/quickstart"
         )
     return path / EVENTS_FILE
+
+
+def _nearest_run(path: Path) -> str:
+    logs = [log for up in ("", "runs") for log in (path.parent / up).glob(f"*/{EVENTS_FILE}")]
+    return did_you_mean_file(path, [log.parent for log in logs])

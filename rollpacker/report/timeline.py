@@ -34,6 +34,10 @@ PHASE_COLOURS = {
     "evaluation": "#b392ac",
     "startup": "#e8e8e8",
 }
+_CHARACTER = 0.0055
+"""Width of a label's character, of the picture's."""
+_LINE = 1.8
+"""Height of a label's line, in characters."""
 _INK, _FAINT = "#333333", "#777777"
 NUM_STEPS = 6
 """Steps in a timeline, unless told otherwise."""
@@ -241,22 +245,30 @@ def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
 def _label_steps(
     axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int, *, short: bool = False
 ) -> None:
-    """A faint line where a step begins and the round's kind above it, where there is room for
-    it."""
-    room = clock.end_s * (0.022 if short else 0.05)
+    """A faint line where a step begins and above it the step and its round's kind. Where there is
+    no room for that the number alone is left, upright if need be; with `short`, which tells the
+    kind alone, nothing."""
+    taken_s = -clock.end_s
+    """Where the label before ends."""
     for number, step in enumerate(steps):
         left, right = clock(_begin(step)), clock(step.end_s)
         if number:
             axes.axvline(left, color="#dddddd", linewidth=0.8, zorder=0)
-        if right - left < room:
-            continue
         kind = "" if step.kind is None else _KIND_WORDS[step.kind]
         long = step.kind in (RoundKind.LONG, RoundKind.FLUSH)
-        text = kind if short else f"{step.step}  {kind}"
+        texts = [(kind, 0)] if short else [(f"{step.step}  {kind}", 0), (f"{step.step}", 0)]
+        fitting = [one for one in texts if len(one[0]) * _CHARACTER * clock.end_s <= right - left]
+        if not fitting and not short and left >= taken_s:
+            fitting = [(f"{step.step}", 90)]
+        if not fitting:
+            continue
+        text, rotation = fitting[0]
+        taken_s = left + clock.end_s * _CHARACTER * (_LINE if rotation else len(text))
         axes.text(
             left,
             lanes + 0.5,
-            f" {text}",
+            text if rotation else f" {text}",
+            rotation=rotation,
             fontsize=8,
             va="bottom",
             ha="left",

@@ -257,7 +257,7 @@ class Tracker(Callback):
             self._held = {value for value in held if value[0] >= record.sent[0]}
         record.run_id = opened.run_id
         record.write()
-        logger.info("%s: %s", self.name, opened.where)
+        logger.warning("%s: %s", self.name, opened.where)  # seen without any set-up
 
     def _catch_up(self, metrics: Path, size: int) -> None:
         """Send the rows that were written before this session and are not yet sent."""

@@ -57,6 +57,27 @@ def test_an_unknown_verb_names_the_nearest(verb, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_of_files_and_runs_a_near_one_is_suggested(tmp_path, monkeypatch, capsys):
+    """By its name without the ending, which all share; or that of this very name elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "one.yaml").write_text("")
+    (tmp_path / "configs" / "first.yaml").write_text("")
+    for name in ("first", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write(FakeRun(1).run(2), tmp_path / "runs" / name / "events.jsonl")
+    for words, message in (
+        (("train", "nofile.yaml"), "no such config file.\n"),
+        (("train", "first.yaml"), 'Did you mean "configs/first.yaml"?'),
+        (("train", "onne.yaml"), 'Did you mean "one.yaml"?'),
+        (("report", "first"), 'Did you mean "runs/first"?'),
+        (("report", "runs/othr"), 'Did you mean "runs/other"?'),
+        (("report", "nofile"), "such as runs/quickstart.\n"),
+    ):
+        assert main([*words]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_missing_argument_is_one_short_message(capsys):
     assert main(["report"]) == 2
     lines = capsys.readouterr().err.splitlines()

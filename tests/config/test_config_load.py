@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.config.document import MAX_FILE_BYTES
-from rollpacker.config.load import ConfigError, differences, load_config, save_config, to_plain
+from rollpacker.config.load import (
+    ConfigError,
+    changes_since,
+    differences,
+    load_config,
+    save_config,
+    to_plain,
+)
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import Tier
@@ -332,6 +339,23 @@ def test_differences(tmp_path: Path) -> None:
     ]
     assert differences({"a": 1}, {"b": 1}) == [("a", 1, None), ("b", None, 1)]
     assert differences({"a": True}, {"a": 1}) == [("a", True, 1)]
+
+
+def test_a_key_that_an_earlier_config_lacks_had_its_default(tmp_path: Path) -> None:
+    old = to_plain(load(tmp_path))
+    for part in (old["rewards"][0], old["data"]["train"], old["rollout"]["engine"]):
+        for key in ("max_failed_calls", "chat", "max_slots"):
+            part.pop(key, None)
+    del old["rollout"]["dynamic_sampling"], old["trackers"], old["save_samples"]
+    assert changes_since(old, load(tmp_path)) == []
+    changed = load(tmp_path, "rewards.0.max_failed_calls=7", "rollout.dynamic_sampling.enabled=true")
+    default = load(tmp_path).rewards[0].max_failed_calls
+    assert changes_since(old, changed) == [
+        ("rollout.dynamic_sampling.enabled", False, True),
+        ("rewards.0.max_failed_calls", default, 7),
+    ]
+    del old["train"]["learning_rate"], old["name"]  # one with a default, one without
+    assert ("name", None, "small") in changes_since(old, load(tmp_path))
 
 
 def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> None:

@@ -173,6 +173,25 @@ def test_weighted_tokens_go_on_without_being_looked_at() -> None:
     assert request.carried == replace(carried(8, 9, floor=0), verify=False)
 
 
+def test_under_a_larger_cap_those_that_were_cut_off_go_on() -> None:
+    """One of as many tokens as were allowed is at least so long, however often it is drawn anew; a
+    shorter one had ended."""
+    before = CarriedTokens(TailBatchingConfig())
+    launch(before, sample(0), sample(1))
+    end(before, sample(0), 5, 6, whole=True)
+    end(before, sample(1), 7, 8, 9, whole=True)
+    defer(before)
+    waiting = before.settle()
+    same = launch(
+        CarriedTokens(TailBatchingConfig(), waiting), sample(0, 1), sample(1, 1), carried=(2, 3)
+    )
+    assert [r.carried for r in same] == [carried(5, 6, ceiling=3), carried(7, 8, 9, ceiling=3)]
+    grown = CarriedTokens(TailBatchingConfig(), waiting, cut_off_at=3)
+    first, second = launch(grown, sample(0, 1), sample(1, 1), carried=(2, 3))
+    assert first.carried == carried(5, 6, ceiling=2)
+    assert second.carried == carried(7, 8, 9, floor=2)
+
+
 # -- checkpoints -----------------------------------------------------------------------
 
 ODD = (-0.1, float(np.float32(-1 / 3)), -1e-300)

@@ -99,6 +99,22 @@ def test_prompts_of_a_tier_that_is_gone_wait_for_a_long_round(after: dict[str, o
     assert not changed.job.ledger.open and changed.job.ledger.num_trained == 80
 
 
+@pytest.mark.parametrize(("now", "is_whole"), [(20, True), (30, False)])
+def test_what_a_smaller_cap_cut_off_is_not_complete(now: int, is_whole: bool) -> None:
+    config = JobConfig(
+        prompts_per_step=3, samples_per_prompt=2, max_steps=None, max_response_tokens=20
+    )
+    world = World(config, num_rows=80).run()
+    states = [json.loads(json.dumps(state)) for state, _, _ in world.snapshots.values()]
+    state = next(state for state in states if any(carried for _, _, carried in state["queue"]))
+    *_, (_, _, carried) = (waiting for waiting in state["queue"] if waiting[2])
+    carried[:2] = [[20, True], [5, True]]
+    job = Job.restore(replace(config, max_response_tokens=now), state)
+    carried = [one for waiting in job.queues.long for one in waiting.carried]
+    assert {one.whole for one in carried if one.tokens == 20} == {is_whole}
+    assert any(one.whole for one in carried if one.tokens < 20)
+
+
 def test_a_stop_leaves_the_refills_of_its_step_as_they_are() -> None:
     config = JobConfig(
         prompts_per_step=3,

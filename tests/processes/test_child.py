@@ -150,13 +150,13 @@ def test_a_child_that_is_forgotten_ends() -> None:
 def test_what_a_child_prints_becomes_lines() -> None:
     heard: list[str] = []
     output = Output(OutputQuota(), heard.append)
-    source = r"import os; os.write(1, b'one\n\ntwo \xff\x1b[31m\n' + b'x' * 5000 + b'\nlast')"
+    source = r"import os; os.write(1, b'one\n\ntwo \xff\x1b[31m\n1%\r2%\r\na\tb\n' + b'x' * 5000 + b'\nlast')"
     child = python(source, guarded=True, output=output.writer)
     output.started()
     assert child.how_ended(20.0) == "exit status 0"
     output.close()
     child.close()
-    assert heard == ["one", "two \ufffd\ufffd[31m", "x" * 2000, "last"]
+    assert heard == ["one", r"two \xff\x1b[31m", "2%", "a   b", "x" * 2000, "last"]
 
 
 def test_output_has_a_quota_per_minute() -> None:

@@ -9,13 +9,13 @@ import pytest
 from rollpacker.report import display
 
 
-def state(total: int, every: int | None) -> display._State:
+def state(total: int, every: int | None) -> display.State:
     job = {"cadence": {"eval_every_steps": every, "checkpoint_every_steps": 10}}
     history = SimpleNamespace(last_step=0, session=SimpleNamespace(job=job))
-    return display._State(SimpleNamespace(history=history), total)  # type: ignore[arg-type]
+    return display.State(SimpleNamespace(history=history), total)  # type: ignore[arg-type]
 
 
-def commit(shown: display._State, step_s: float, evaluation_s: float = 0.0) -> float:
+def commit(shown: display.State, step_s: float, evaluation_s: float = 0.0) -> float:
     shown.accounting.history.last_step += 1
     step = SimpleNamespace(step_s=step_s, seconds={"evaluation": evaluation_s})
     shown.on_step(step)  # type: ignore[arg-type]

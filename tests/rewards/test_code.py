@@ -87,6 +87,13 @@ def test_extraction_of_a_huge_completion_is_quick() -> None:
         ([io("", ""), {"type": "io", "stdin": "1"}], "test 1: it has no stdout"),
         ([{"type": "io", "stdin": 1, "stdout": ""}], "stdin must be text, not a int"),
         ([{"type": "call", "function": "f", "args": []}], "it has no expected"),
+        (
+            [io("1", "2"), {"type": "io", "stdn": "1", "stdout": "2"}],
+            'test 1: stdn is no key of a test of type io. Did you mean "stdin"?',
+        ),
+        ([{"type": "io", "stdin": "1", "stdot": "2"}], 'Did you mean "stdout"?'),
+        ([{"type": "call", "function": "f", "arg": [1], "expected": 1}], 'Did you mean "args"?'),
+        ([{"type": "assert", "code": "assert f(1)", "setp": "x"}], 'Did you mean "setup"?'),
         ([{"type": "call", "function": "f(", "args": [], "expected": 1}], "must be a name"),
         ([{"type": "call", "function": "f", "args": 3, "expected": 1}], "args must be a list"),
         ([call(1, gives=float("nan"))], "nan is expected, which nothing equals"),
@@ -104,6 +111,12 @@ def test_bad_tests_are_named(tests: Any, says: str) -> None:
     with pytest.raises(BadTests) as caught:
         read_tests(tests)
     assert says in str(caught.value)
+
+
+def test_what_is_beside_a_test_does_no_harm() -> None:
+    """What somebody notes of a test is no misspelt key."""
+    beside = {"output_type": "text", "outputs": ["2"], "id": 3, "weight": 1.0}
+    assert len(read_tests([{"type": "io", "input": "1", "output": "2"} | beside])) == 1
 
 
 # -- verdicts --------------------------------------------------------------------------

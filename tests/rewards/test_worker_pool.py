@@ -13,6 +13,7 @@ import pytest
 from rollpacker.processes.output import MAX_OUTPUT_BYTES
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.functions import worker_pool
+from rollpacker.rewards.functions.printed import MAX_LINES
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.weighted import WeightedReward
 from tests.rewards.plain import (
@@ -44,13 +45,40 @@ def test_what_a_function_prints_is_logged(tmp_path: Path, caplog: pytest.LogCapt
             subprocess.run(["echo", "from a child"])
             return [1.0]
     """
-    with caplog.at_level(logging.INFO):
-        assert values(reward(tmp_path, source), [sample()]) == [1.0]
+    assert values(reward(tmp_path, source), [sample()]) == [1.0]  # warnings, as the default is
     lines = [record.getMessage() for record in caplog.records]
-    for expected in ("at import", "plain 1", "raw \ufffd", "from a child"):
+    for expected in ("at import", "plain 1", r"raw \xff", "from a child"):
         assert f"reward f: {expected}" in lines
     assert any("[31mred" in line and "\\ud800" in line for line in lines)
     assert not any("\x1b" in line for line in lines)
+
+
+def test_of_a_reward_that_prints_much_the_first_lines_are_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        def f(completions):
+            for number in range(30):
+                print("line", number)
+            return [1.0] * len(completions)
+        def g(completions):
+            print("of g")
+            return [1.0] * len(completions)
+    """
+    both = reward(tmp_path, source, "f", "g")
+
+    async def run() -> None:
+        for _ in range(3):
+            await both.score([sample()])
+        await both.close()
+
+    asyncio.run(run())
+    lines = [record.getMessage() for record in caplog.records]
+    of_f = [line for line in lines if line.startswith("reward f")]
+    assert of_f[:MAX_LINES] == [f"reward f: line {number}" for number in range(MAX_LINES)]
+    assert "counted, not shown" in of_f[MAX_LINES]
+    assert of_f[MAX_LINES + 1 :] == [f"reward f printed {90 - MAX_LINES} more lines"]
+    assert lines.count("reward g: of g") == 3
 
 
 @LINUX

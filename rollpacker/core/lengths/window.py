@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,14 +249,21 @@ class LengthWindow:
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
-        """Take over the `state` of another instance with the same cap, and hand it back as it was
-        `saved`. A shorter window forgets the oldest steps, from the next step on."""
+        """Take over the `state` of another instance, and hand it back as it was `saved`. A shorter
+        window forgets the oldest steps, from the next step on.
+
+        Under a larger cap lengths have another law: they are forgotten, and what comes late of
+        their prompts is ignored. Raises `ValueError` for a smaller cap.
+        """
         saved = from_plain(SavedWindow, state)
         if saved.cap != self._given_cap:
-            raise ValueError(
-                f"the lengths of the checkpoint are capped at {saved.cap} tokens, those of this "
-                f"run at {self._given_cap}: the two do not mix. Resume with the cap as it was"
-            )
+            if saved.cap is None or self._given_cap is None or saved.cap > self._given_cap:
+                raise ValueError(
+                    f"the lengths of the checkpoint are capped at {saved.cap} tokens, those of "
+                    f"this run at {self._given_cap}: the two do not mix. Resume with the cap as it "
+                    "was, or a larger one"
+                )
+            return self._ignore(saved)
         self._cap = saved.current_cap
         self._steps = deque(
             _StepLengths(_from_saved(step.prompts), step.ignored, step.counts, step.tokens)
@@ -274,6 +281,15 @@ class LengthWindow:
         self._steps_since_cold_fit = saved.steps_since_cold_fit
         self._model = saved.model
         return saved
+
+    def _ignore(self, saved: SavedWindow) -> SavedWindow:
+        """Begin anew without the prompts of another window."""
+        known = [one.prompt for step in saved.steps for one in step.prompts]
+        known += [prompt for step in saved.steps for prompt in step.ignored]
+        known += [one.prompt for one in saved.new]
+        self._ignored = deque([*saved.ignored, known])
+        self._is_ignored = {prompt for forgotten in self._ignored for prompt in forgotten}
+        return replace(saved, table=None)
 
     # -- the steps ---------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import difflib
 import functools
 import json
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.rewards.code.harness import Tree
 from rollpacker.rewards.code.values import plain, same
 
@@ -27,6 +29,19 @@ IMPORTS = {
     "Fraction": "fractions",
 }
 """Test code often has these from what the program imports; here it gets them itself."""
+
+
+_IO = (("stdin", "input"), ("stdout", "output"))
+_KEYS = {
+    **dict.fromkeys(("io", "stdin", "stdin_stdout"), _IO),
+    "call": (
+        *(("function",), ("args", "args_literal"), ("kwargs",)),
+        ("expected", "expected_literal"),
+    ),
+    "functional": (("input",), ("output",), ("fn_name", "function")),
+    "assert": (("code",), ("setup",), ("functions",)),
+}
+"""What a test of each type may have; of alternatives it has one."""
 
 
 class BadTests(ValueError):
@@ -116,6 +131,7 @@ def _of_mapping(test: Any) -> Iterator[Test]:
         raise BadTests(f"a {type(test).__name__}, not a mapping")
     test = {key: value for key, value in test.items() if value is not None or key == "expected"}
     kind = test.get("type", test.get("testtype"))
+    _check_keys(test, kind)
     if kind in ("io", "stdin", "stdin_stdout"):
         yield _io(test.get("stdin", test.get("input", "")), _need(test, "stdout", "output"))
     elif kind == "call":
@@ -141,6 +157,18 @@ def _of_mapping(test: Any) -> Iterator[Test]:
         raise BadTests(
             f"no type, and no known shape: it has {', '.join(map(str, test)) or 'nothing'}"
         )
+
+
+def _check_keys(test: Mapping[str, Any], kind: Any) -> None:
+    """A key that is nearly one that is missing is misspelt; others may be about the test."""
+    known = [name for names in _KEYS.get(kind, ()) for name in names]
+    unknown = [key for key in test if key not in known]
+    for names in _KEYS.get(kind, ()):
+        if not any(name in test for name in names):
+            for key in unknown:
+                if difflib.get_close_matches(str(key), names, 1, 0.75):
+                    hint = did_you_mean(str(key), names)
+                    raise BadTests(f"{key} is no key of a test of type {kind}.{hint}")
 
 
 def _need(test: Mapping[str, Any], *names: str) -> Any:

@@ -21,6 +21,7 @@ from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
 from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.patience import Patience
+from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.trying import finding_of, made_up
@@ -54,6 +55,7 @@ class RewardFunction:
         spec = _sent(config.function) if is_given(config.function) else config.function
         self._load = pickle.dumps((factory or spec, factory is not None, dict(config.arguments)))
         self._quota = OutputQuota()
+        self._printed = Printed()
         self._spares = [self._start(f"{config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
         self.name: str = config.name or hello["name"]
@@ -149,6 +151,7 @@ class RewardFunction:
             self._pools[loop] = WorkerPool(
                 self.name,
                 self._start,
+                said=lambda line: self._printed.line(self.name, line),
                 is_async=self._is_async,
                 max_workers=self._max_workers(),
                 workers=spares,
@@ -180,6 +183,7 @@ class RewardFunction:
         loop = asyncio.get_running_loop()
         if loop in self._pools:
             await self._pools.pop(loop).close()
+        self._printed.close(self.name)
 
     # -- verdicts ---------------------------------------------------------------------------
 

@@ -48,14 +48,17 @@ class WorkerPool:
         name: str,
         start: Callable[[str], WorkerProcess],
         *,
+        said: Callable[[str], None],
         is_async: bool,
         max_workers: int,
         workers: list[WorkerProcess],
     ) -> None:
-        """`start` makes a process of that name; `workers` are ready already."""
+        """`start` makes a process of that name; `workers` are ready already. `said` is called with
+        each line that one of them prints."""
         self.loop = asyncio.get_running_loop()
         self._name = name
         self._start_process = start
+        self._said = said
         self._is_async = is_async
         self._capacity = MAX_ASYNC_CALLS if is_async else 1
         self._max_workers = max_workers
@@ -234,7 +237,7 @@ class WorkerPool:
         process.attach(
             self.loop,
             heard=lambda kind, number, content: self._message(worker, kind, number, content),
-            said=lambda line: logger.info("reward %s: %s", self._name, line),
+            said=self._said,
             ended=lambda: self._ended(worker),
         )
         return worker

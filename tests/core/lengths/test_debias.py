@@ -278,6 +278,22 @@ def test_a_checkpoint_with_another_cap_is_refused():
         Debias("moments", cap=100).restore(debias.state())
 
 
+def test_under_a_larger_cap_lengths_are_learned_anew_without_the_prompts_of_before():
+    """Those of them that still come are the long ones: nothing of theirs may be taken in."""
+    debias = Debias("moments", cap=CAP)
+    feed(debias, run(1, 12))
+    assert debias.weigh([10]) is not None
+    again = Debias("moments", cap=2 * CAP)
+    again.restore(json.loads(json.dumps(debias.state())))
+    assert again.weigh([10]) is None and again.window.model is None
+    for prompt in {launch.prompt for launches, _ in run(1, 12) for launch in launches}:
+        again.observe(prompt, [2 * CAP], [])
+    assert again.window.saved().new == []
+    fresh = PromptId("train", 9, 9)
+    again.observe(fresh, [2 * CAP], [])
+    assert [one.prompt for one in again.window.saved().new] == [fresh]
+
+
 def test_another_method_may_go_on_from_a_checkpoint():
     first = LengthWindow(cap=CAP)
     feed(first, run(1, 12))
