@@ -75,7 +75,7 @@ def test_pictures_are_drawn(run, tmp_path):
 
 
 def test_in_a_narrow_picture_every_step_keeps_its_number(run):
-    from rollpacker.report.timeline import _Clock, _choose, _figure, _label_steps
+    from rollpacker.report.timeline import _choose, _Clock, _figure, _label_steps
 
     steps = _choose(run / "events.jsonl", range(1, 13))
     _, (axes, _) = _figure(1, heights=[2.0, 0.3])

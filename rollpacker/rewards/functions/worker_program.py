@@ -179,12 +179,13 @@ class LoadedFunction:
 
 class _Call(NamedTuple):
     shape: str
-    count: int
+    num: int
+    """Completions."""
     logged: Logged
 
 
 def _answered(call: _Call, returned: Any, started: float) -> dict[str, Any]:
-    values = values_of(call.shape, returned, call.count)
+    values = values_of(call.shape, returned, call.num)
     seconds = time.perf_counter() - started
     return {"values": values, "seconds": seconds, **call.logged.reply()}
 
