@@ -163,7 +163,9 @@ class Queues:
             self.cut_off_at = before
         for queue in (saved.queue, *saved.tier_queues):
             for place, one in enumerate(queue):
-                carried = tuple(c.under(self.cut_off_at) for c in one.carried) if self._carries else ()
+                carried = (
+                    tuple(c.under(self.cut_off_at) for c in one.carried) if self._carries else ()
+                )
                 queue[place] = one._replace(carried=carried)
         self.long.extend(saved.queue)
         for tier, waiting in enumerate(saved.tier_queues):

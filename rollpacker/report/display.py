@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_S = 2
 _FEW_STEPS = 3
+_ECHO = 4
+"""Cells on the right for what the terminal echoes of Ctrl-C, twice: in a full line it would begin
+another one, of which the panel knows nothing and would leave it standing."""
 _MIN_BAR = 16
 """Cells of the bar of a step's seconds; its legend gives way before it does."""
 _COLOURS = {
@@ -134,6 +137,14 @@ def phase_words(history: History) -> str:
     return _PHASE_WORDS[history.phase]
 
 
+def numbered(step: int, total: int | None) -> str:
+    """A step among those that the run was to have: "3/40", and "40/40 + 1" where deferred prompts
+    take one more at the end."""
+    if total is None:
+        return f"{step}"
+    return f"{step}/{total}" if step <= total else f"{total}/{total} + {step - total}"
+
+
 class LineDisplay:
     """One plain line a step, with the local time."""
 
@@ -143,7 +154,7 @@ class LineDisplay:
     def on_step(self, step: StepSummary) -> None:
         self._state.on_step(step)
         total = self._state.total_steps
-        number = f"{step.step}/{total}" if total and step.step <= total else f"{step.step}"
+        number = numbered(step.step, total)
         parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
         if step.rewards.mean is not None:
             parts.append(f"reward {step.rewards.mean:.3f}")
@@ -193,13 +204,16 @@ class LiveDisplay:
         self._state.on_evaluation(step, metrics)
 
     def close(self) -> None:
+        self._state.is_over = True
         self._live.stop()
 
     def _panel(self) -> RenderableType:
         from rich.console import Group
 
-        width = min(self._console.width, 120)
-        lines = [self._progress(width), self._now(width), self._learned(width)]
+        width = min(self._console.width - _ECHO, 120)
+        lines = [self._progress(width), self._learned(width)]
+        if not self._state.is_over:
+            lines.insert(1, self._now(width))
         if self._state.last is not None:
             lines.append(_seconds_line(self._state.last, width))
         return Group(*lines)
@@ -211,9 +225,12 @@ class LiveDisplay:
         done, total = state.accounting.history.last_step, state.total_steps
         if total is None:
             return Text.assemble((f"step {done}", "bold"), f"  {clock(state.elapsed_s)}")
-        left = state.left_s()
+        left = None if state.is_over else state.left_s()
         if done > total:  # the steps that empty the long queue come on top
-            head, tail = f"step {done}", "  finishing deferred prompts"
+            head = f"step {numbered(done, total)}"
+            tail = (
+                f"  {clock(state.elapsed_s)}" if state.is_over else "  finishing deferred prompts"
+            )
         else:
             head = f"step {done}/{total}"
             tail = f"  {clock(state.elapsed_s)}" + (f", {clock(left)} left" if left else "")

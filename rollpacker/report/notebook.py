@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollpacker.report.accounting import Accounting
-from rollpacker.report.display import State, phase_words
+from rollpacker.report.display import State, numbered, phase_words
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.summary import clock
 from rollpacker.report.time_book import STEP_CAUSES
@@ -69,7 +69,7 @@ class NotebookDisplay:
         state = self._state
         history = state.accounting.history
         done, total = history.last_step, state.total_steps
-        head = f"step {done}" if total is None or done > total else f"step {done}/{total}"
+        head = f"step {numbered(done, total)}"
         left = state.left_s()
         told = [f"<b>{head}</b>", clock(state.elapsed_s)]
         if left and not state.is_over:

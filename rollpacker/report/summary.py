@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-MAX_WIDTH = 120
+MAX_WIDTH = 100
 """Of the table, in a terminal that is wider."""
 SUMMARY_FILE = "summary.json"
 _LAST_STEPS = 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -78,6 +80,33 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["step"] for row in rows]
     assert numbers[: done + 2] == list(range(1, done + 3))
+
+
+def test_on_a_terminal_the_panel_stays_in_place_and_what_rewards_print_is_above_it(
+    folder: Path,
+) -> None:
+    """A run whose last step empties the queue, and whose reward prints an escape sequence."""
+    printing = folder / "printing.py"
+    printing.write_text(
+        "def f(completions):\n    print('seen\\x1b[2J')\n    return [1.0] * len(completions)\n"
+    )
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "rollpacker.cli.main", "train", str(folder / "run.yaml")]
+    words = ["name=terminal", "train.steps=12", f"rewards.0.function={printing}:f"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+    run = subprocess.Popen(
+        [*command, *words], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 1 << 16):
+            shown += piece
+    assert run.wait(timeout=120) == 0
+    text = shown.decode()
+    assert "reward f: seen\\x1b[2J" in text and "\x1b[2J" not in text
+    assert "step 12/12 + 1" in text and "step 13/12" not in text
+    assert "deferred" in text and "where the seconds went" in text
 
 
 _FIRST_LINE = """

@@ -180,6 +180,10 @@ CASES = {
 }
 
 
+OTHER_KEYS = ("lengths", "planner", "max_response_tokens")
+"""Of a job's state: numbers of a fit, and what was added since."""
+
+
 def run(case: Case, folder: Path) -> list[str]:
     """What the run did, line by line."""
     folder.mkdir()
@@ -268,7 +272,7 @@ def _rounded(command: Command) -> Command:
 def _checkpoint(folder: Path) -> str:
     checkpoint = newest_checkpoint(folder / "checkpoints")
     state = {key: checkpoint.state[key] for key in ("job", "cursor")}
-    job = {key: value for key, value in state["job"].items() if key not in ("lengths", "planner")}
+    job = {key: value for key, value in state["job"].items() if key not in OTHER_KEYS}
     for queue in (job["queue"], *job["tier_queues"]):  # as they were before anything was carried
         assert all(carried == [] for _, _, carried in queue)
         queue[:] = [waiting[:2] for waiting in queue]

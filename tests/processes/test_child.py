@@ -150,7 +150,8 @@ def test_a_child_that_is_forgotten_ends() -> None:
 def test_what_a_child_prints_becomes_lines() -> None:
     heard: list[str] = []
     output = Output(OutputQuota(), heard.append)
-    source = r"import os; os.write(1, b'one\n\ntwo \xff\x1b[31m\n1%\r2%\r\na\tb\n' + b'x' * 5000 + b'\nlast')"
+    said = r"b'one\n\ntwo \xff\x1b[31m\n1%\r2%\r\na\tb\n' + b'x' * 5000 + b'\nlast'"
+    source = f"import os; os.write(1, {said})"
     child = python(source, guarded=True, output=output.writer)
     output.started()
     assert child.how_ended(20.0) == "exit status 0"

@@ -74,6 +74,15 @@ def test_pictures_are_drawn(run, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
 
+def test_in_a_narrow_picture_every_step_keeps_its_number(run):
+    from rollpacker.report.timeline import _choose, _Clock, _figure, _label_steps
+
+    steps = _choose(run / "events.jsonl", range(1, 13))
+    _, (axes, _) = _figure(1, heights=[2.0, 0.3])
+    _label_steps(axes, steps, _Clock(steps), 10)
+    assert [int(text.get_text().split()[0]) for text in axes.texts] == list(range(1, 13))
+
+
 def test_steps_that_are_not_there_are_named(run, tmp_path):
     with pytest.raises(ValueError, match="no finished steps 50 to 51"):
         draw_timeline(run / "events.jsonl", tmp_path / "a.png", steps=range(50, 52))
