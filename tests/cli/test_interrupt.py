@@ -223,10 +223,13 @@ def test_a_script_gets_the_run_and_a_second_interrupt_raises(folder: Path) -> No
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_for_steps(folder, name, 3)
-        for _ in range(num_interrupts):
-            process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            wait_for_steps(folder, name, 3)
+            for _ in range(num_interrupts):
+                process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
         if num_interrupts == 1:
             assert (process.returncode, out) == (0, "interrupted\n"), err
             assert "Finishing this step, then saving" in err
