@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         corrected = config.tail_batching.debias != "none"
         console.print(_table(found))
-        for line in [*explain(found, corrected=corrected), _outside(config, model, best)]:
+        outside = _outside(args, config, model, found, best)
+        for line in [*explain(found, corrected=corrected), outside]:
             console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out is not None:  # last, so that a full disk does not cost the results
         with naming(out.parent):
@@ -124,14 +125,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _outside(config: Scenario | RunConfig, model: RunModel | None, best: Any) -> str:
+def _outside(
+    args: argparse.Namespace,
+    config: Scenario | RunConfig,
+    model: RunModel | None,
+    found: Plan,
+    best: Any,
+) -> str:
     """What of the best setting lies outside of what was fitted or measured."""
     from rollpacker.sim.fitted_range import OUTSIDE_STEPS, outside_of_run, outside_of_scenario
+    from rollpacker.sim.given_constants import given_constants
     from rollpacker.sim.scenario import Scenario
 
     if model is None:
         assert isinstance(config, Scenario)
-        return outside_of_scenario(config)
+        given = given_constants(args.target, args.overrides).describe()
+        now_s = found.current.step_s
+        return outside_of_scenario(config, step_s=now_s, whose="the current step", given=given)
     predicted = model.simulate_config(best, steps=OUTSIDE_STEPS, seed=1)
     return outside_of_run(model, best, predicted)
 

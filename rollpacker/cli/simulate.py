@@ -92,11 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
         steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"
         print(f"{own.name}: {_machine_text(own)}, {steps}\n")
-        from rollpacker.sim.fitted_range import outside_of_scenario
-
         print(render(results))
         _print_meaning(explain(results))
-        _print_meaning(outside_of_scenario(own))
+        _print_meaning(_outside(args, own, results))
     _draw(results, picture, own.name, told=not args.json)
     return 0
 
@@ -225,6 +223,22 @@ def _warn_of_part_window(name: str, scenario: Scenario) -> None:
 
 def _note(text: str) -> None:
     print(f"rollpacker: note: {text}", file=sys.stderr)
+
+
+def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
+    """What lies outside of what was fitted, for the step of the scenario's own system in the table,
+    or of the first one there."""
+    from rollpacker.sim.fitted_range import outside_of_scenario
+    from rollpacker.sim.given_constants import given_constants
+    from rollpacker.sim.scenario import with_system
+
+    name = own.system if own.system in results else next(iter(results))
+    return outside_of_scenario(
+        with_system(own, name),
+        step_s=results[name].mean["total_s"],
+        whose=f"{name}'s step",
+        given=given_constants(args.scenario, args.overrides).describe(),
+    )
 
 
 # -- what if -----------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 A sentence or two for below a table. A scenario is compared with the set-ups of the calibration, a
 recorded run's simulation with the run. Of a constant that is extrapolated the seconds of a step
-that are it are named, or what a quarter more of it would add, by simulating that.
+that are it are named, or what a quarter more of it would add to the table's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ FITTED_GPU = GPUS["h800"]
 FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 QUARTER = 1.25
-SENSITIVITY_STEPS = 8
-"""Steps that are simulated to see what a constant moves."""
+SENSITIVITY_STEPS = 16
+"""Steps that are simulated to see by which share a constant moves a step."""
 SLOWER = {
     "launch_layer_s": QUARTER,
     "per_sequence_s": QUARTER,
@@ -47,22 +47,43 @@ LEAST = 0.005
 """Of a step: what moves less is not named."""
 
 
-def outside_of_scenario(scenario: Scenario) -> str:
-    """For below the table of a scenario."""
-    places = _places(scenario)
+def outside_of_scenario(
+    scenario: Scenario, *, step_s: float | None = None, whose: str = "a step", given: str = ""
+) -> str:
+    """For below the table of a scenario: `step_s` are the seconds of `whose` step there, which what
+    is said holds of (None: as they are simulated here). `given`: what became of constants that the
+    scenario's file gives for another model (`sim.given_constants`)."""
+    places, laws = _places(scenario), _power_laws(scenario)
+    if step_s is None and (places or laws):
+        step_s = _step_s(scenario, Calibration())
+    told = list(filter(None, [given]))
     if not places:
-        return (
+        told.append(
             f"Model, GPUs and cap are inside of what the constants were fitted to ({FITTED}); how "
             "far off the fit is there is told in docs/simulation.md."
         )
-    told = [f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."]
-    base = _step_s(scenario, Calibration())
-    given = _power_laws(scenario)
-    if given:
-        told.append(f"Of a step's {_s(base)} are extrapolated: {', '.join(given)}.")
-    moved = _moved(scenario, base)
+        if laws:
+            assert step_s is not None
+            told.append(
+                f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} come from power laws of "
+                f"the parameters: {_listed(laws)}. At the three models that of the weight sync is off "
+                "by up to 20 %, the other one by 1 %."
+            )
+        return " ".join(told)
+    assert step_s is not None
+    told.append(f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}.")
+    if laws:
+        told.append(
+            f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} are extrapolated by power laws "
+            f"of the parameters: {_listed(laws)}."
+        )
+    moved = _moved(scenario)
     if moved:
-        told.append(f"Were one constant a quarter worse, a step would take longer by {moved}.")
+        worse = ", ".join(f"{_s(share * step_s)} ({share:+.0%}, {key})" for share, key in moved)
+        told.append(
+            f"Were one constant a quarter worse, {whose} of {_s(step_s)} would take longer by "
+            f"{worse}."
+        )
     return " ".join([*told, *_beyond_the_lengths(scenario)])
 
 
@@ -85,30 +106,58 @@ def _places(scenario: Scenario) -> list[str]:
     return found
 
 
-def _power_laws(scenario: Scenario) -> list[str]:
+def _power_laws(scenario: Scenario) -> dict[str, float]:
     """Constants that come from a power law of the parameters, with their seconds of a step."""
     latency = machine_of(scenario, Calibration()).latency
-    found = []
+    found = {}
     if scenario.train.fixed_s is None:
-        found.append(f"train.fixed_s, {_s(latency.train_fixed_s)} by a power law")
+        found["train.fixed_s"] = latency.train_fixed_s
     if scenario.sync_s is None:
-        found.append(f"sync_s, {_s(latency.sync_s)} by a power law")
+        found["sync_s"] = latency.sync_s
     return found
 
 
-def _moved(scenario: Scenario, base: float) -> str:
+def _listed(laws: Mapping[str, float]) -> str:
+    return " and ".join(f"{_s(seconds)} of {key}" for key, seconds in laws.items())
+
+
+def _moved(scenario: Scenario) -> list[tuple[float, str]]:
+    """The constants that matter, by what a quarter worse of each adds to a step, as a share."""
+    base = _step_s(scenario, Calibration())
     found = []
     for name, factor in SLOWER.items():
         constant = min(1.0, getattr(Calibration(), name) * factor)
-        more_s = _step_s(scenario, replace(Calibration(), **{name: constant})) - base
-        if more_s > LEAST * base:
-            found.append((more_s, name))
-    return ", ".join(f"{_s(more_s)} ({name})" for more_s, name in sorted(found, reverse=True))
+        found.append((_step_s(scenario, replace(Calibration(), **{name: constant})), name))
+    found += [(_step_s(other, Calibration()), key) for key, other in _slower(scenario)]
+    shares = [(seconds / base - 1, key) for seconds, key in found]
+    return sorted((found for found in shares if found[0] > LEAST), reverse=True)
+
+
+def _slower(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    """The scenario with one of its own constants a quarter worse, whether it is written in its file
+    or comes from a law or a preset."""
+    latency = machine_of(scenario, Calibration()).latency
+    fixed_s, sync_s = latency.train_fixed_s * QUARTER, latency.sync_s * QUARTER
+    yield "train.fixed_s", replace(scenario, train=replace(scenario.train, fixed_s=fixed_s))
+    yield "sync_s", replace(scenario, sync_s=sync_s)
+    for index, stage in enumerate(scenario.rewards):
+        law = stage.seconds_law
+        if law is None:
+            continue
+        if stage.kind == "judge":
+            key, slower = "calls_per_s", replace(stage, calls_per_s=1 / (law[0.5] * QUARTER))
+        else:
+            quantiles = {q: seconds * QUARTER for q, seconds in law.items()}
+            key, slower = "seconds_quantiles", replace(stage, seconds_quantiles=quantiles)
+        rewards = (*scenario.rewards[:index], slower, *scenario.rewards[index + 1 :])
+        yield f"{key} of {stage.kind}", replace(scenario, rewards=rewards)
 
 
 def _step_s(scenario: Scenario, calibration: Calibration) -> float:
+    """Mean seconds of the later half of a few steps: in the first ones the pool still fills."""
     steps = min(scenario.steps, SENSITIVITY_STEPS)
-    return simulate(replace(scenario, steps=steps), calibration=calibration).mean["total_s"]
+    found = simulate(replace(scenario, steps=steps), calibration=calibration).steps[steps // 2 :]
+    return sum(step.total_s for step in found) / len(found)
 
 
 def _beyond_the_lengths(scenario: Scenario) -> list[str]:

@@ -20,6 +20,7 @@ from rollpacker.core.commands import RoundKind
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
@@ -386,9 +387,11 @@ def load_scenario(
     """The file with the overrides applied, for its own system or for another one.
 
     Switches in the file or the overrides belong to the file's own system; another system is its
-    pure preset on the same workload and cluster. Raises `ConfigError` with one message.
+    pure preset on the same workload and cluster. What the file gives for its own model is left out
+    for another one (`given_constants`). Raises `ConfigError` with one message.
     """
     _refuse_run_config(path)
+    overrides = [*overrides, *given_constants(path, overrides).resets]
     scenario = load_config(path, overrides, Scenario, below=_preset)
     if system is None:
         return scenario

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.sim.fitted_range import outside_of_run, outside_of_scenario
+from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.whatif import RunModel, load_run
 from tests.sim.test_whatif import record
@@ -32,10 +33,66 @@ def test_another_model_names_the_power_laws_and_their_seconds() -> None:
         scenario("model=llama-3.3-70b", *UNKNOWN, "rollout.tensor_parallel=4")
     )
     assert "llama-3.3-70b with 70.6e9 parameters" in text
-    assert "train.fixed_s, 378.9 s by a power law, sync_s, 71.7 s by a power law" in text
-    assert re.search(
-        r"a step would take longer by [\d.]+ s \((launch_layer_s|train_utilization)\)", text
+    assert "378.9 s of train.fixed_s and 71.7 s of sync_s" in text
+    assert re.search(r"would take longer by [\d.]+ s \(\+\d+%, train.fixed_s\), ", text)
+
+
+@pytest.mark.parametrize("given", [UNKNOWN, ()])
+def test_constants_of_the_files_model_do_not_hold_for_another_one(given: tuple[str, ...]) -> None:
+    other = load_scenario(
+        SCENARIOS / "7b-8k.yaml", ["model=qwen2.5-32b", "rollout.tensor_parallel=2", *given]
     )
+    assert other.train.fixed_s is None
+    assert other.sync_s is None
+    kept = load_scenario(
+        SCENARIOS / "7b-8k.yaml",
+        ["model=qwen2.5-32b", "rollout.tensor_parallel=2", "sync_s=27", "train={fixed_s: 130}"],
+    )
+    assert (kept.train.fixed_s, kept.sync_s) == (130, 27)
+    same = load_scenario(SCENARIOS / "7b-8k.yaml", ["model=qwen2.5-7b"])
+    assert same == load_scenario(SCENARIOS / "7b-8k.yaml")
+
+
+def test_what_became_of_the_files_constants_is_said() -> None:
+    file = SCENARIOS / "14b-16k.yaml"
+    text = given_constants(file, ["model=llama-3.3-70b", "cluster.gpu=mi300x"]).describe()
+    assert text.startswith(
+        "The file gives train.fixed_s=45 and sync_s=15 for qwen2.5-14b, so that for llama-3.3-70b "
+        "they come from power laws"
+    )
+    text = given_constants(file, ["cluster.gpu=mi300x", "sync_s=9"]).describe()
+    assert text.startswith("train.fixed_s=45 is the file's, given for h800 and kept for mi300x")
+    assert given_constants(file, ["cluster.gpu=h800", "steps=3"]).describe() == ""
+    assert given_constants(file, ["model=llama-3.3-70b", *UNKNOWN]).describe() == ""
+
+
+def test_a_power_law_inside_of_what_was_fitted_is_named() -> None:
+    text = outside_of_scenario(
+        load_scenario(
+            SCENARIOS / "7b-8k.yaml",
+            [*SMALL, "model=qwen2.5-32b", "rollout.tensor_parallel=2"],
+        ),
+        step_s=349.1,
+        whose="rollpacker's step",
+    )
+    assert text.startswith("Model, GPUs and cap are inside")
+    assert "162.4 s of the 349.1 s of rollpacker's step come from power laws" in text
+    assert "132.6 s of train.fixed_s and 29.9 s of sync_s" in text
+
+
+def test_a_quarter_worse_is_a_share_of_the_tables_step() -> None:
+    made = scenario("cluster.gpu=b200")
+    one, other = (
+        outside_of_scenario(made, step_s=seconds, whose="verl's step") for seconds in (100, 200)
+    )
+    found = [
+        {key: float(worse) for worse, key in re.findall(r"([\d.]+) s \(\+\d+%, ([^)]+)\)", text)}
+        for text in (one, other)
+    ]
+    assert {"train.fixed_s", "calls_per_s of judge", "launch_layer_s"} <= found[0].keys()
+    for key, seconds in found[0].items():
+        assert found[1][key] == pytest.approx(2 * seconds, abs=0.1)
+    assert "verl's step of 100.0 s would take longer by" in one
 
 
 @pytest.mark.parametrize(

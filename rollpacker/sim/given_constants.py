@@ -1,0 +1,102 @@
+"""Constants that a scenario's file gives for its own model and GPU, where an override changes one.
+
+What a file says of `train.fixed_s` and `sync_s` was measured or fitted for its model. Of another
+model they would be wrong by several times, so they are left out there and the power laws hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollpacker.config.document import parse_document, parse_value, read_text
+
+CONSTANTS = ("train.fixed_s", "sync_s")
+"""Keys of a scenario that hold for one model on one kind of GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenConstants:
+    """What a file gives and no override does, and what the overrides change below it."""
+
+    values: Mapping[str, Any]
+    """By key; those that an override sets are not here."""
+    model: tuple[str, str] | None
+    """The file's and the overrides', where they differ."""
+    gpu: tuple[str, str] | None
+    """Likewise."""
+
+    @property
+    def resets(self) -> list[str]:
+        """Overrides that leave out what holds for another model."""
+        return [] if self.model is None else [f"{key}=null" for key in self.values]
+
+    def describe(self) -> str:
+        """What became of these constants, for below a table; empty if they are where they
+        belong."""
+        if not self.values:
+            return ""
+        named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())
+        is_one = len(self.values) == 1
+        if self.model is not None:
+            before, now = self.model
+            laws = "it is taken from its power law" if is_one else "they come from power laws"
+            return (
+                f"The file gives {named} for {before}, so that for {now} {laws} of the "
+                f"parameters: set {'it' if is_one else 'them'} to what you know."
+            )
+        if self.gpu is not None:
+            before, now = self.gpu
+            return (
+                f"{named} {'is' if is_one else 'are'} the file's, given for {before} and kept for "
+                f"{now}: set {'it' if is_one else 'them'} to what you know (null takes the power "
+                "law, which was fitted to H800s)."
+            )
+        return ""
+
+
+def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstants:
+    """Compare a scenario's file with its overrides. Raises `ConfigError` if it cannot be read."""
+    tree, _ = parse_document(read_text(path), str(path))
+    changed = dict(text.split("=", 1) for text in overrides if "=" in text)
+    values = {}
+    for key in CONSTANTS:
+        section = key.partition(".")[0]
+        value = _at(tree, key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not {key, section} & changed.keys():
+            values[key] = value
+    return GivenConstants(
+        values=values,
+        model=_difference(tree, "model", changed),
+        gpu=_difference(tree, "cluster.gpu", changed),
+    )
+
+
+def _difference(
+    tree: Mapping[str, Any], key: str, changed: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """The file's value and the overrides' in words; None if no override changes it."""
+    before = _at(tree, key)
+    for name, text in reversed(changed.items()):
+        inside = name.startswith(f"{key}.")
+        if name != key and not inside:
+            continue
+        now = parse_value(text, name)
+        if not inside and now == before:
+            return None
+        return _named(before, "the file's own"), _named({} if inside else now, "one of its own")
+    return None
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    at: Any = tree
+    for part in key.split("."):
+        at = at.get(part) if isinstance(at, Mapping) else None
+    return at
+
+
+def _named(value: Any, otherwise: str) -> str:
+    return value if isinstance(value, str) else otherwise
