@@ -146,7 +146,7 @@ class AlgorithmConfig:
         self.reload_own()
         if self.name not in ALGORITHMS:
             raise ValueError(f"name must be one of {', '.join(ALGORITHMS)}, not {self.name}")
-        row = ALGORITHMS[self.name] if self.own is None else self.own.row
+        row = self._row
         for switch in fields(Row):
             if getattr(self, switch.name) is None:
                 object.__setattr__(self, switch.name, getattr(row, switch.name))
@@ -155,6 +155,28 @@ class AlgorithmConfig:
         self._check_advantages()
         self._check_kl(row)
         self._check_loss()
+
+    @property
+    def told(self) -> str:
+        """What the algorithm comes to, for people: its name, and every switch that is not as in
+        its row."""
+        line = f"algorithm {self.name if self.function is None else self.function}"
+        changed = [
+            f"{name}={_as_written(getattr(self, name))} "
+            f"(its row: {_as_written(getattr(self._row, name))})"
+            for name in self.not_its_row
+        ]
+        return f"{line} with {', '.join(changed)}" if changed else line
+
+    @property
+    def not_its_row(self) -> tuple[str, ...]:
+        """The switches that are not as in the row of the algorithm's name, or of `function`."""
+        names = (switch.name for switch in fields(Row))
+        return tuple(n for n in names if getattr(self, n) != getattr(self._row, n))
+
+    @property
+    def _row(self) -> Row:
+        return ALGORITHMS[self.name] if self.own is None else self.own.row
 
     @property
     def own(self) -> Algorithm | None:
@@ -340,6 +362,13 @@ class AlgorithmConfig:
                     f"mismatch_min ({self.mismatch_min:g}) must be less than mismatch_max "
                     f"({self.mismatch_max:g})"
                 )
+
+
+def _as_written(value: object) -> str:
+    """As in a config file."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _takes(function: OwnFunction | None, argument: str) -> bool:

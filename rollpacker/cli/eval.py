@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
         help="a config file whose data.eval and rewards to use, or the name of a reasoning-gym "
         "task. A run's own config if left out",
     )
-    parser.add_argument("-k", type=int, help="samples per prompt (pass@1 .. pass@k)")
+    parser.add_argument(
+        "-k", type=int, help="samples per prompt: pass@1, pass@2, pass@4, ... and pass@K"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
 
@@ -61,9 +64,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"model": model, **result.metrics}))
     else:
         print(f"{model}: {len(result.passed)} prompts x {config.eval.samples_per_prompt} samples")
-        for name, value in result.metrics.items():
-            print(f"  {name.removeprefix('eval/'):<18} {value:.4f}")
+        for line in _lines(result.metrics):
+            print(f"  {line}")
     return 0
+
+
+def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
+    """One for each metric, its standard error beside it."""
+    for name, value in metrics.items():
+        name = name.removeprefix("eval/")
+        if not name.startswith("stderr/"):
+            error = metrics.get(f"eval/stderr/{name}")
+            beside = "" if error is None else f" ± {error:.4f} (standard error)"
+            yield f"{name:<18} {value:.4f}{beside}"
 
 
 def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:

@@ -57,6 +57,8 @@ class Session:
 
         config, folder = self.config, self.folder
         build.check_algorithm(config)
+        if config.algorithm.not_its_row:
+            (_print if self.display else logger.info)(config.algorithm.told)
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             self._check_config()  # what is thrown away is a beginning of this run, no other's

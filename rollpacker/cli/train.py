@@ -115,6 +115,7 @@ def _print_dry_run(config: RunConfig) -> None:
 
     check_algorithm(config)
     print(f"{config.name}: {config.model.path}")
+    print(f"  {config.algorithm.told}")
     for line in estimate(config).lines():
         print(f"  {line}")
     if config.without_effect is not None:

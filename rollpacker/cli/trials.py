@@ -232,8 +232,8 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> list[Finding]:
-    """The schedule is one, adapters fit the model, and the further models that the algorithm asks
-    are there. Only what is wrong is found."""
+    """What the algorithm comes to; the schedule is one, adapters fit the model, and the further
+    models that the algorithm asks are there."""
     from rollpacker.cli.parts import check_algorithm
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
@@ -253,7 +253,7 @@ def training(config: RunConfig) -> list[Finding]:
         raise
     except ValueError as error:
         return [Finding("fail", "training", str(error), "Correct the config.")]
-    return []
+    return [Finding("ok", "algorithm", config.algorithm.told)]
 
 
 def _try_adapter(config: RunConfig) -> None:

@@ -109,7 +109,7 @@ class EvalConfig:
     every_steps: int | None = 10
     """None: only before the first and after the last step."""
     samples_per_prompt: int = 1
-    """More than one gives pass@k for every k up to it."""
+    """More than one gives pass@k besides pass@1, for k = 2, 4, 8, ... below it and for itself."""
     max_prompts: int | None = None
     temperature: float | None = None
     """None: as in training. 0: greedy."""

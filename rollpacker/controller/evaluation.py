@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from math import comb
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
@@ -32,7 +33,7 @@ Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     metrics: Mapping[str, float]
-    """`eval/pass@1`, `eval/pass@k`, `eval/reward`, `eval/rewards/NAME/mean`,
+    """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
     `eval/response_length`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
     """Row -> (passed, verdicts)."""
@@ -146,7 +147,7 @@ async def evaluate(
         for row, of_row in values.items()
     }
     scored = [value for of_row in values.values() for value in of_row]
-    metrics = pass_at_k(passed, settings.samples_per_prompt)
+    metrics = {**pass_at_k(passed, settings.samples_per_prompt), **standard_error(passed)}
     if scored:
         metrics["eval/reward"] = sum(scored) / len(scored)
     metrics.update(_means_by_reward(verdicts))
@@ -191,7 +192,16 @@ def pass_at_k(passed: Mapping[int, tuple[int, int]], most: int) -> dict[str, flo
     wanted = sorted({1, most} | {2**power for power in range(1, most.bit_length())})
     metrics = {}
     for k in wanted:
-        chances = [1 - comb(n - c, k) / comb(n, k) for c, n in passed.values() if n >= k]
+        chances = [1 - math.comb(n - c, k) / math.comb(n, k) for c, n in passed.values() if n >= k]
         if chances:
             metrics[f"eval/pass@{k}"] = sum(chances) / len(chances)
     return metrics
+
+
+def standard_error(passed: Mapping[int, tuple[int, int]]) -> dict[str, float]:
+    """`eval/stderr/pass@1`, over the prompts with a verdict, of which there must be two: the
+    responses to one prompt are no independent draws."""
+    shares = [c / n for c, n in passed.values() if n]
+    if len(shares) < 2:
+        return {}
+    return {"eval/stderr/pass@1": statistics.stdev(shares) / math.sqrt(len(shares))}

@@ -14,10 +14,14 @@ _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/c
 _LAST = ("train/lora_merge_loss",)
 """What is true at the end of the step."""
 
+_FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
+"""What compares engine and trainer: only in the first update have both the same weights."""
+
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Those of one update as they are. Of several: sums of what is counted, the extremes of what is
-    one, and means of all else, each update alike."""
+    """Those of one update as they are. Of several: sums of what is counted, the first update's of
+    what compares engine and trainer, extremes of what is one, and means of all else, each update
+    alike."""
     if len(updates) == 1:
         return dict(updates[0])
     names = dict.fromkeys(name for update in updates for name in update)
@@ -33,6 +37,8 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
 def _of(name: str, values: Sequence[float]) -> float:
     if name in _SUMS:
         return sum(values)
+    if name.startswith(_FIRST):
+        return values[0]
     if name in _LAST:
         return values[-1]
     if name.endswith("/max") or "peak" in name:

@@ -174,9 +174,16 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
     }
 
 
-def _training_reward(steps: list[StepSummary]) -> dict[str, float | None]:
-    rewards = [step.rewards.mean for step in steps if step.rewards.mean is not None]
-    return {"first": _mean(rewards[:_LAST_STEPS]), "last": _mean(rewards[-_LAST_STEPS:])}
+def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
+    """Of the most frequent kind of round alone: a long round's prompts are harder ones. None as
+    long as the first and the last would overlap."""
+    known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
+    kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None
+    rewards = [mean for of, mean in known if of == kind]
+    if len(rewards) < 2 * _LAST_STEPS:
+        return {"first": None, "last": None}
+    first, last = _mean(rewards[:_LAST_STEPS]), _mean(rewards[-_LAST_STEPS:])
+    return {"first": first, "last": last, "kind": None if kind is None else str(kind)}
 
 
 def _lengths(steps: list[StepSummary]) -> dict[str, float | None]:
@@ -281,13 +288,13 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
         first, last = evaluations[0], evaluations[-1]
         rows = [("held-out pass@1", "eval/pass@1"), ("held-out reward", "eval/reward")]
         for name, key in rows:
-            if len(evaluations) > 1:
-                table.add_row(name, *_change(first.get(key), last.get(key)))
-            else:
-                table.add_row(name, _number(first.get(key)), "", "")
+            change = _change(first.get(key), last.get(key))[2] if len(evaluations) > 1 else ""
+            after = _with_error(last, key) if len(evaluations) > 1 else ""
+            table.add_row(name, _with_error(first, key), after, change)
     reward = summary["training_reward"]
-    name = f"training reward (first, last {_LAST_STEPS} steps)"
-    table.add_row(name, *_change(reward["first"], reward["last"]))
+    if reward["first"] is not None:
+        name = f"training reward (first, last {_LAST_STEPS} {reward['kind'] or ''} rounds)"
+        table.add_row(name, *_change(reward["first"], reward["last"]))
     return table
 
 
@@ -419,6 +426,12 @@ def _change(before: float | None, after: float | None) -> tuple[str, str, str]:
     if before is None or after is None:
         return _number(before), _number(after), ""
     return _number(before), _number(after), f"{after - before:+.3f}"
+
+
+def _with_error(metrics: Mapping[str, float], key: str) -> str:
+    """A metric of an evaluation, and its standard error where that is known."""
+    error = metrics.get(key.replace("eval/", "eval/stderr/"))
+    return _number(metrics.get(key)) + ("" if error is None else f" ± {error:.3f}")
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -50,6 +50,8 @@ class Estimate:
     dtype: str
     num_parameters: int | None
     batch: BatchArithmetic
+    whole: bool
+    """The model's shape is known, so that no part of the memory is missing."""
     memory: tuple[MemoryPart, ...]
     """What the run's own process holds. Empty if nothing is known of the model."""
     processes: int
@@ -60,8 +62,11 @@ class Estimate:
     """What could not be known, and what looks wrong."""
 
     @property
-    def total_bytes(self) -> int:
-        """On a CPU of all processes; on CUDA of the run's own, since the others have a GPU each."""
+    def total_bytes(self) -> int | None:
+        """On a CPU of all processes; on CUDA of the run's own, since the others have a GPU each.
+        None if parts of it are not known."""
+        if not self.whole:
+            return None
         processes = 0 if self.device == "cuda" else self.processes
         return _total(self.memory) + processes * _total(self.process_memory)
 
@@ -96,17 +101,20 @@ class Estimate:
             lines.append(
                 f"model         {self.num_parameters:,} parameters, {self.dtype}, {self.device}"
             )
-        lines += _memory_lines(self.memory, "besides torch and what the allocator keeps")
+        where = "besides torch and what the allocator keeps"
+        lines += _memory_lines(self.memory, where, whole=self.whole)
         if self.process_memory:
             lines.append(f"and in each of the trainer's {self.processes} processes:")
-            lines += _memory_lines(self.process_memory, "in each")
+            lines += _memory_lines(self.process_memory, "in each", whole=self.whole)
         return lines + [f"note: {note}" for note in self.notes]
 
 
-def _memory_lines(parts: Sequence[MemoryPart], where: str) -> list[str]:
+def _memory_lines(parts: Sequence[MemoryPart], where: str, *, whole: bool) -> list[str]:
     lines = [f"{p.name:<16} {text_of_bytes(p.size_bytes):>10}  {p.formula}" for p in parts]
-    if parts:
+    if parts and whole:
         lines.append(f"{'memory':<16} {text_of_bytes(_total(parts)):>10}  together, {where}")
+    elif parts:
+        lines.append(f"{'memory':<16} {'not known':>10}  parts are missing, see the notes")
     return lines
 
 
@@ -147,6 +155,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         dtype=dtype,
         num_parameters=parameters,
         batch=batch_arithmetic(config),
+        whole=shape is not None,
         memory=tuple(run),
         processes=config.train.processes or 0,
         process_memory=tuple(process),

@@ -131,7 +131,8 @@ def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | No
     )
     if folder is None:
         notes.append(
-            "logits, activations and keys and values cannot be known without its config.json"
+            "logits, activations and keys and values, and so the memory, cannot be known without "
+            f"its config.json: hf download {path} config.json"
         )
     return int(count)
 

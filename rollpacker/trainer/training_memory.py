@@ -76,7 +76,9 @@ class TrainingMemory:
         """The policy's weights, codes of 4 bits where it is quantized."""
         coded = self._coded_matrices()
         if not coded:
-            return self._at_rest(name, parameters)
+            quantized = self.config.model.quantization is not None
+            what = "not quantized, so at most: parameters" if quantized else "parameters"
+            return self._at_rest(name, parameters, what)
         size = (parameters - coded) * self.kept + coded * BYTES_OF_4BIT
         formula = f"layers' matrices x {BYTES_OF_4BIT:.3f} bytes, the rest x {self.kept} bytes"
         return memory_part(name, int(size), formula)

@@ -93,6 +93,7 @@ def test_a_run_with_two_updates_is_resumed_bit_for_bit(command):
     assert all(row["train/updates"] == 2 for row in whole)
     assert any(row["actor/ratio/mean/update_2"] != 1 for row in whole)
     assert all(row["actor/ratio/mean/update_1"] == 1 for row in whole)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in whole)
     assert command.train("--overwrite", **changes, train__steps=2) == 0
     assert command.train("--resume", **changes, train__steps=4) == 0, command.err
     found = weights(command)
@@ -105,3 +106,32 @@ def test_the_dry_run_says_the_updates(command):
     assert command.train("--dry-run", train__updates_per_round=2) == 0
     prompts = command.settings["rollout"]["prompts_per_step"]
     assert f"2 updates of {prompts // 2} prompts each" in command.out
+
+
+def test_what_the_algorithm_comes_to_is_said(command):
+    """A file's own switch stays where only the name is changed."""
+    kept = {"algorithm__loss_aggregation": "sequence-mean-token-mean", "train__steps": 1}
+    said = (
+        "algorithm dr_grpo with loss_aggregation=sequence-mean-token-mean (its row: fixed-length)"
+    )
+    for option in ("--dry-run", "--overwrite"):
+        assert command.train(option, **kept, algorithm__name="dr_grpo") == 0, command.err
+        assert command.out.count(said) == 1, command.out
+    assert command("doctor", command.folder / "run.yaml") == 0
+    assert said in command.out
+    command.config(algorithm__name="dr_grpo")
+    assert command("train", command.folder / "run.yaml", "--dry-run") == 0
+    assert "  algorithm dr_grpo\n" in command.out
+    assert command("train", command.folder / "run.yaml", "--overwrite") == 0
+    assert "algorithm dr_grpo" not in command.out, "a row as it is needs no line"
+
+
+def test_an_own_row_is_what_its_switches_are_told_against(command):
+    (command.folder / "row.py").write_text(
+        "from rollpacker.algo import Algorithm, Row\n"
+        "def a():\n    return Algorithm(row=Row(clip_high=0.5, whiten=True))\n"
+    )
+    name = f"{command.folder / 'row.py'}:a"
+    command.config(algorithm__function=name, algorithm__whiten=False)
+    assert command("train", command.folder / "run.yaml", "--dry-run") == 0
+    assert f"  algorithm {name} with whiten=false (its row: true)\n" in command.out

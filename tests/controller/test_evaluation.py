@@ -1,6 +1,11 @@
 """A pass threshold that nothing reaches is said, where something was rewarded at all."""
 
-from rollpacker.controller.evaluation import EvalResult
+import statistics
+
+import pytest
+
+from rollpacker.cli.eval import _lines
+from rollpacker.controller.evaluation import EvalResult, pass_at_k, standard_error
 from rollpacker.rewards.reward import Failed, Scored
 
 
@@ -16,3 +21,20 @@ def test_a_threshold_out_of_reach() -> None:
     # Nobody was right: nothing is known of what the reward can give.
     assert result(Scored(value=0.0), Failed(reason="")).out_of_reach(1.0) is None
     assert result().out_of_reach(1.0) is None
+
+
+def test_the_standard_error_is_over_prompts() -> None:
+    passed = {0: (4, 4), 1: (0, 4), 2: (2, 4), 3: (1, 1)}
+    [(name, error)] = standard_error(passed).items()
+    assert name == "eval/stderr/pass@1"
+    assert error == pytest.approx(statistics.stdev([1, 0, 0.5, 1]) / 2)
+    assert standard_error({0: (1, 4)}) == {}, "of one prompt there is none"
+    metrics = {**pass_at_k(passed, 4), **standard_error(passed)}
+    lines = list(_lines({**metrics, "eval/reward": 0.5}))
+    assert [line.split()[0] for line in lines] == ["pass@1", "pass@2", "pass@4", "reward"]
+    assert lines[0].endswith(f"0.6250 ± {error:.4f} (standard error)")
+    assert all("standard error" not in line for line in lines[1:])
+
+
+def test_k_is_doubled_up_to_what_was_drawn() -> None:
+    assert list(pass_at_k({0: (1, 6)}, 6)) == [f"eval/pass@{k}" for k in (1, 2, 4, 6)]

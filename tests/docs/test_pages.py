@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rollpacker.cli.main import _parse, build_parser, main
@@ -169,6 +171,37 @@ def test_a_command_runs(
         short += ["steps=2"]
     code = main([verb, *rest, *short, *overrides])
     assert code in ((0, 1) if verb == "doctor" else (0,)), capsys.readouterr().err
+
+
+def test_the_rewards_read_with_pandas_are_those_of_the_metrics(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a sample was kept that was not trained on."""
+    pandas = pytest.importorskip("pandas")
+    shutil.copytree(workplace / "runs" / "quickstart", tmp_path / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    first = sorted(Path("runs/quickstart/samples").iterdir())[0]
+    rows = pandas.read_parquet(first)
+    kept = rows.head(1).assign(trained=False, reward=100.0, advantage=None)
+    pandas.concat([rows, kept], ignore_index=True).to_parquet(first)
+    [block] = [b for b in blocks(ROOT / "docs/run-folder.md") if "read_parquet" in b.text]
+    shown: list[Any] = []
+    exec(block.text, {"print": shown.append})
+    lines = Path("runs/quickstart/metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]  # the last evaluation has a row of its own
+    means = {m["step"]: m["critic/rewards/mean"] for m in metrics if "critic/rewards/mean" in m}
+    assert shown[0].to_dict() == pytest.approx(means)
+
+
+def test_the_algorithm_of_the_page_is_centred() -> None:
+    """As its name says: as many samples of a group above as below, in groups of 4, too."""
+    source = named_files(ROOT / "docs/algorithms.md")["centred.py"]
+    made: dict[str, Any] = {}
+    exec(source, made)
+    rewards = torch.tensor([0.0, 1.0, 2.0, 5.0, 1.0, 1.0, 3.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    found = made["advantages"](rewards, groups)
+    assert found.tolist() == [-1.5, -0.5, 0.5, 3.5, 0.0, 0.0, 2.0]
 
 
 def test_most_commands_are_run() -> None:

@@ -40,10 +40,28 @@ def test_there_is_one_for_each_size() -> None:
 def test_the_dry_runs_peak_is_under_the_size(recipe: Path) -> None:
     result = estimate(of_shape(recipe), has_cuda=True)
     size = int(recipe.name.split("gb-")[0]) * GB
+    assert result.total_bytes is not None
     names = {p.name for p in result.memory}
     assert {"weights", "gradients", "optimizer", "activations", "backward", "kv cache"} <= names
     assert 0.5 * size < result.total_bytes < SHARE * size, result.total_bytes / GB
     assert not [note for note in result.notes if "cannot be known" in note]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_without_the_models_config_no_total_is_told(recipe: Path) -> None:
+    """A name tells how many parameters there are, and nothing of what they are trained with."""
+    name = f"not-here/{of_shape(recipe).model.path.rsplit('/', 1)[-1]}"
+    config = load_config(recipe, [f"model.path={name}"], RunConfig)
+    result = estimate(config, has_cuda=True)
+    assert result.total_bytes is None
+    lines = result.lines()
+    assert not [line for line in lines if "together" in line]
+    [memory] = [line for line in lines if line.startswith("memory")]
+    assert memory.split()[:3] == ["memory", "not", "known"]
+    assert any(f"hf download {name} config.json" in line for line in lines)
+    if config.model.quantization is not None:
+        told = [line for line in lines if line.startswith(("weights", "engine"))]
+        assert len(told) == 2 and all("not quantized, so at most" in line for line in told)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)

@@ -208,6 +208,19 @@ def test_the_metrics_of_a_step_are_means_and_counts_sums():
     }
 
 
+@pytest.mark.parametrize("old", ["recomputed", "rollout"])
+def test_engine_and_trainer_are_compared_under_the_same_weights(old):
+    """The policy's way from update to update is no difference between the two."""
+    case = Case(algorithm=dataclasses.replace(GRPO, old_logprobs=old))
+    first, second = metrics_of([round_of(None, case)])
+    metrics = metrics_of_updates([first, second])
+    names = [name for name in first if "_logp_difference/" in name or "_sampling_ratio/" in name]
+    assert len(names) == 6
+    for name in names:
+        assert metrics[name] == first[name] != second[name], name
+    assert metrics["actor/entropy"] == (first["actor/entropy"] + second["actor/entropy"]) / 2
+
+
 def test_a_round_of_two_updates_has_one_learning_rate_and_one_version():
     config = dataclasses.replace(UPDATES, schedule="linear")
     outcomes, _ = round_of(None, Case(algorithm=GRPO), config)

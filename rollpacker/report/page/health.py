@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,13 +85,19 @@ def _learning(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[F
         told = f"Responses trained on are {100 * abs(shift):.0f} % "
         told += f"{'longer' if shift > 0 else 'shorter'} than the policy's own."
         found.append(Finding("note", told))
-    passed = [one.get("eval/pass@1") for one in summary["evaluations"]]
-    known = [one for one in passed if one is not None]
+    evaluated = [one for one in summary["evaluations"] if one.get("eval/pass@1") is not None]
+    known = [one["eval/pass@1"] for one in evaluated]
     if len(known) > 1:
         told = f"Held-out pass@1 went from {known[0]:.3f} to {known[-1]:.3f}"
+        errors = [one.get("eval/stderr/pass@1") for one in (evaluated[0], evaluated[-1])]
+        told_apart = None in errors or abs(known[-1] - known[0]) > 2 * math.hypot(*errors)
         best = max(known)
         if known[-1] < best - 0.05:
             found.append(Finding("warning", f"{told}, below its best of {best:.3f}."))
+        elif not told_apart:
+            found.append(
+                Finding("note", f"{told}: within two standard errors, so it may be chance.")
+            )
         else:
             level: Literal["good", "note"] = "good" if known[-1] > known[0] else "note"
             found.append(Finding(level, f"{told}."))

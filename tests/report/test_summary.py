@@ -1,0 +1,82 @@
+"""Before and after in the summary: like with like, with an evaluation's standard error."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.report.page.health import findings
+from rollpacker.report.summary import RunSummary, render
+from tests.report.fake_run import FakeRun
+
+
+def summarized(steps: int) -> tuple[dict[str, Any], list[tuple[RoundKind | None, float]]]:
+    """A run's summary, and kind and mean reward of its steps."""
+    summary, found = RunSummary(), []
+    for entry in FakeRun(seed=1).run(steps):
+        committed = summary.feed(entry)
+        if committed is not None:
+            assert committed[1].rewards.mean is not None
+            found.append((committed[1].kind, committed[1].rewards.mean))
+    return summary.plain(), found
+
+
+def text(summary: dict[str, Any]) -> str:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(summary))
+    return capture.get()
+
+
+def test_the_training_reward_compares_rounds_of_one_kind() -> None:
+    summary, steps = summarized(40)
+    short = [reward for kind, reward in steps if kind == RoundKind.SHORT]
+    assert len(short) < 40 and RoundKind.LONG in [kind for kind, _ in steps[-5:]]
+    expected = {"first": fmean(short[:5]), "last": fmean(short[-5:]), "kind": "short"}
+    assert summary["training_reward"] == expected
+    assert "training reward (first, last 5 short rounds)" in text(summary)
+
+
+def test_rounds_that_overlap_are_not_compared() -> None:
+    summary, steps = summarized(9)
+    assert len(steps) == 9
+    assert summary["training_reward"] == {"first": None, "last": None}
+    assert "training reward" not in text(summary)
+
+
+def evaluated(first: float, last: float, errors: tuple[float | None, float | None]) -> dict:
+    summary, _ = summarized(1)
+    summary["evaluations"] = [
+        {"step": step, "eval/pass@1": value, "eval/reward": value}
+        | ({} if error is None else {"eval/stderr/pass@1": error})
+        for step, value, error in zip((0, 1), (first, last), errors, strict=True)
+    ]
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("last", "errors", "level"),
+    [
+        (0.56, (0.03, 0.03), "note"),  # two standard errors of the difference are 0.085
+        (0.60, (0.03, 0.03), "good"),
+        (0.56, (0.03, None), "good"),  # an evaluation of before this was known
+        (0.48, (0.03, 0.03), "note"),
+        (0.30, (0.03, 0.03), "warning"),
+    ],
+)
+def test_a_change_within_two_standard_errors_is_not_good_news(last, errors, level) -> None:
+    found = findings(evaluated(0.5, last, errors), {})
+    [one] = [finding for finding in found if "pass@1" in finding.text]
+    assert one.level == level
+    chance = "within two standard errors" in one.text
+    assert chance is (None not in errors and abs(last - 0.5) < 0.08)
+
+
+def test_the_table_has_the_standard_error_beside_it() -> None:
+    shown = text(evaluated(0.5, 0.56, (0.031, 0.029)))
+    assert "0.500 ± 0.031" in shown and "0.560 ± 0.029" in shown and "+0.060" in shown
+    assert "±" not in text(evaluated(0.5, 0.56, (None, None)))
