@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.cli.errors import naming
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
+    from rollpacker.report.page.paired import paired_differences
     from rollpacker.report.page.run_book import read_run
     from rollpacker.report.writing import printable
 
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir():
         out = out / "compare.html"
-    runs = [read_run(run).plain() for run in args.runs]
+    books = [read_run(run) for run in args.runs]
+    paired = paired_differences([book.folder for book in books])
+    runs = [{**book.plain(), "paired": one} for book, one in zip(books, paired, strict=True)]
     console = Console()
     console.print(render_comparison(runs))
     with naming(out):
