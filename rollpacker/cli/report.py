@@ -82,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         Text(f"\nWrote {', '.join(written)} to {printable(str(folder))}."), soft_wrap=True
     )
+    if summary["steps"]["total"] > args.trace_steps:
+        part = f"the last {args.trace_steps} of {summary['steps']['total']:,} steps"
+        console.print(Text(f"trace.json holds {part} (--trace-steps)."), soft_wrap=True)
     return 0
 
 

@@ -58,7 +58,7 @@ def write_reports(
         draw_timeline(events, folder / "timeline.png", steps=steps)
     elif any(step.samples for step in keep.excerpt.steps):
         draw_steps(keep.excerpt.steps, folder / "timeline.png")
-    write_steps_trace(list(keep.last), folder / "trace.json")
+    write_steps_trace(keep.last, folder / "trace.json", num_steps=summary["steps"]["total"])
     write_page(folder / PAGE_FILE, [book.plain(summary)], [read_samples(events.parent)])
     summary = with_paths(summary, events.parent)
     files = (("report", PAGE_FILE), ("timeline", "timeline.png"), ("trace", "trace.json"))

@@ -39,7 +39,7 @@ def test_recorded_runs_beside_each_other(
     assert "minus the first run's" not in text  # nothing saved, nothing paired
     with opened(out.as_uri()) as (page, seen):
         seconds = page.inner_text("#time table")
-        assert "tail idle" in seconds and "callbacks" not in seconds and "–" not in seconds
+        assert "tail idle" in seconds and "callbacks" not in seconds and "\u2013" not in seconds
         assert page.locator("#learning canvas").count() > 3
         assert page.locator("text=coincides with").count() == 0
         assert seen.errors == []
@@ -92,7 +92,9 @@ def test_a_difference_has_the_error_of_its_pairs(tmp_path: Path) -> None:
 def test_a_key_is_told_whole(tmp_path: Path) -> None:
     key = "algorithm.advantage_normalization_of_each_prompt"
     runs = [read_run(write_run(tmp_path / name, steps=2)).plain() for name in ("one", "two")]
-    for run, value in zip(runs, ("some/rather/long/path/of/a/function.py:advantage", "grpo")):
+    for run, value in zip(
+        runs, ("some/rather/long/path/of/a/function.py:advantage", "grpo"), strict=True
+    ):
         run["settings"] = [[key, value, None]]
     console = Console(width=80, record=True)
     console.print(render_comparison(runs))
