@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from rollpacker.cli.errors import naming
+    from rollpacker.cli.stages import stages
+    from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
     from rollpacker.report.page.paired import paired_differences
@@ -41,7 +43,12 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir():
         out = out / "compare.html"
-    books = [read_run(run) for run in args.runs]
+    books = []
+    for run in args.runs:
+        log = EventLog(events_path(run))
+        with stages(log) as tell:
+            tell(f"reading {printable(log.path.parent.resolve().name)}")
+            books.append(read_run(run, log))
     paired = paired_differences([book.folder for book in books])
     runs = [{**book.plain(), "paired": one} for book, one in zip(books, paired, strict=True)]
     console = Console()
