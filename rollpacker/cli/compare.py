@@ -30,8 +30,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from rollpacker.cli.errors import naming
+    from rollpacker.cli.stages import stages
+    from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
+    from rollpacker.report.page.paired import paired_differences
     from rollpacker.report.page.run_book import read_run
     from rollpacker.report.writing import printable
 
@@ -40,7 +43,14 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir():
         out = out / "compare.html"
-    runs = [read_run(run).plain() for run in args.runs]
+    books = []
+    for run in args.runs:
+        log = EventLog(events_path(run))
+        with stages(log) as tell:
+            tell(f"reading {printable(log.path.parent.resolve().name)}")
+            books.append(read_run(run, log))
+    paired = paired_differences([book.folder for book in books])
+    runs = [{**book.plain(), "paired": one} for book, one in zip(books, paired, strict=True)]
     console = Console()
     console.print(render_comparison(runs))
     with naming(out):

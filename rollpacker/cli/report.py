@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from rollpacker.cli.errors import naming
+    from rollpacker.cli.stages import stages
     from rollpacker.imports import require
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
     if args.steps or args.against:
         require("matplotlib", extra="report", what="drawing a picture")
     log = EventLog(events)
-    with naming(folder):
+    with naming(folder), stages(log) as tell:
         summary = write_reports(
             args.run,
             out=folder,
             steps=parse_steps(args.steps),
             trace_steps=args.trace_steps,
             log=log,
+            tell=tell,
         )
     if log.truncated:
         where = printable(str(events))
@@ -82,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         Text(f"\nWrote {', '.join(written)} to {printable(str(folder))}."), soft_wrap=True
     )
+    if summary["steps"]["total"] > args.trace_steps:
+        part = f"the last {args.trace_steps} of {summary['steps']['total']:,} steps"
+        console.print(Text(f"trace.json holds {part} (--trace-steps)."), soft_wrap=True)
     return 0
 
 

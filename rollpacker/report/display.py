@@ -15,8 +15,8 @@ from rollpacker.core.commands import RoundKind
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.history import History
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.summary import clock
 from rollpacker.report.time_book import STEP_CAUSES
+from rollpacker.report.writing import clock
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,21 @@ def write_reports(
     steps: range | None = None,
     trace_steps: int = 50,
     log: EventLog | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Write all four into `out` (None: the run's folder) and return the summary.
 
     `steps` are those in the picture (None: a few around a long round), `trace_steps` how many of
-    the last ones the trace holds. The log is read once. Nothing is written for a run without a
-    finished step, and no picture, but a warning, where matplotlib is missing. Raises `ValueError`
-    and `LogError` as reading a log does, and `OSError` as writing does."""
+    the last ones the trace holds. The log is read once; `tell` hears what is made next. Nothing is
+    written for a run without a finished step, and no picture, but a warning, where matplotlib is
+    missing. Raises `ValueError` and `LogError` as reading a log does, and `OSError` as writing."""
     if trace_steps < 1:
         raise ValueError(f"a trace needs at least one step, not {trace_steps}")
     events = events_path(run)
     folder = events.parent if out is None else Path(out)
     keep, book = _Keep(trace_steps), RunBook(events)
     log = EventLog(events) if log is None else log
+    tell("reading the event log")
     for entry in log:
         done = book.feed(entry)
         if done is not None:
@@ -51,6 +54,7 @@ def write_reports(
     if summary["steps"]["total"] == 0:
         return with_paths(summary, events.parent)
     folder.mkdir(parents=True, exist_ok=True)
+    tell("drawing timeline.png")
     lacking = missing("matplotlib", extra="report", what="drawing timeline.png")
     if lacking is not None:
         logger.warning("%s", lacking)
@@ -58,8 +62,12 @@ def write_reports(
         draw_timeline(events, folder / "timeline.png", steps=steps)
     elif any(step.samples for step in keep.excerpt.steps):
         draw_steps(keep.excerpt.steps, folder / "timeline.png")
-    write_steps_trace(list(keep.last), folder / "trace.json")
-    write_page(folder / PAGE_FILE, [book.plain(summary)], [read_samples(events.parent)])
+    tell("writing trace.json")
+    write_steps_trace(keep.last, folder / "trace.json", num_steps=summary["steps"]["total"])
+    tell("reading the samples")
+    samples = read_samples(events.parent)
+    tell(f"writing {PAGE_FILE}")
+    write_page(folder / PAGE_FILE, [book.plain(summary)], [samples])
     summary = with_paths(summary, events.parent)
     files = (("report", PAGE_FILE), ("timeline", "timeline.png"), ("trace", "trace.json"))
     for name, file in files:

@@ -48,6 +48,7 @@ from rollpacker.report.step_history import (
     StepHistory,
     Verdict,
 )
+from rollpacker.report.time_book import CALLBACK_SECONDS
 
 
 class History:
@@ -134,13 +135,24 @@ class History:
     def _note(self, note: Note) -> None:
         self.step.notes.append(note)
         if note.name != "gradients":
-            self.step.phases.append(Phase(note.name, note.time_s - note.seconds, note.time_s))
+            self._span(note)
             if note.name == "evaluation" and note.metrics:
                 self.evaluations[note.step] = note.metrics
             return
         self._num_streaming = max(0, self._num_streaming - int(note.metrics.get("groups", 0)))
         if self.phase == "training" and not self._num_streaming and self.step.train_on is None:
             self._turn("reward_wait", note.time_s)
+
+    def _span(self, note: Note) -> None:
+        """A note's phases. The phase that they fall into ends before them and goes on behind them:
+        as in the time book, no second belongs to two."""
+        start_s = note.time_s - note.seconds
+        self._end_phase(start_s)
+        self._phase_s = max(self._phase_s, note.time_s)
+        told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)
+        self.step.phases.append(Phase(note.name, start_s, note.time_s - told_s))
+        if told_s:  # they came last
+            self.step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     # -- events --------------------------------------------------------------------------
 
@@ -314,10 +326,13 @@ class History:
 
     def _turn(self, phase: str, now: float) -> None:
         """End the phase at hand and begin another."""
+        self._end_phase(now)
+        self.phase, self._phase_s = phase, now
+
+    def _end_phase(self, now: float) -> None:
         was = self.phase
         if was != "rollout" and was != "controller" and now > self._phase_s:
             self.step.phases.append(Phase(was, self._phase_s, now))
-        self.phase, self._phase_s = phase, now
 
 
 def _settle(step: StepHistory) -> None:

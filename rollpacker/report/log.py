@@ -24,11 +24,18 @@ class EventLog:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.truncated = False
+        self.num_bytes = 0
+        """Read so far."""
+
+    @property
+    def share_read(self) -> float:
+        return min(1.0, self.num_bytes / max(1, self.path.stat().st_size))
 
     def __iter__(self) -> Iterator[Entry]:
-        self.truncated = False
+        self.truncated, self.num_bytes = False, 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                self.num_bytes += len(line)
                 if line.isspace():
                     continue
                 try:

@@ -16,8 +16,8 @@ from typing import Any
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.display import State, numbered, phase_words
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.summary import clock
 from rollpacker.report.time_book import STEP_CAUSES
+from rollpacker.report.writing import clock
 
 REFRESH_S = 1.0
 

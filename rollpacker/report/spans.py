@@ -1,4 +1,4 @@
-"""Which steps of a log are shown: the last ones, a range, or a few that tell the rhythm."""
+"""Which steps of a log are shown: a range, or a few that tell the rhythm."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from rollpacker.report.history import iterate_steps
 from rollpacker.report.step_history import StepHistory
 
 
-def read_steps(
-    entries: Iterable[Entry], *, steps: range | None = None, last: int | None = None
-) -> list[StepHistory]:
-    """Those of the committed steps that are in `steps` (None: any), at most the `last` ones."""
-    kept: deque[StepHistory] = deque(maxlen=last)
+def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[StepHistory]:
+    """Those of the committed steps that are in `steps` (None: any)."""
+    kept: list[StepHistory] = []
     for done in iterate_steps(entries):
         if steps is None or done.step in steps:
             kept.append(done)
         if steps is not None and (not steps or done.step >= steps[-1]):
             break
-    return list(kept)
+    return kept
 
 
 class Excerpt:

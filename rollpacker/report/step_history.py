@@ -125,7 +125,8 @@ class RoundHistory:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, or a note's
-    name (evaluation, startup)."""
+    name (evaluation, callbacks, startup). No two of a step overlap: one that a note falls into is
+    told in two."""
 
     name: str
     start_s: float

@@ -159,7 +159,7 @@ class _Clock:
             (phase.start_s, phase.end_s)
             for step in steps
             for phase in step.phases
-            if phase.name in ("evaluation", "startup", "checkpoint")
+            if phase.name in ("evaluation", "callbacks", "startup", "checkpoint")
         )
         self.cuts = _union(self.cuts)
         self.end_s = self(steps[-1].end_s)
@@ -295,7 +295,7 @@ def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepHistory], out: Pat
     handles += [
         Patch(color=colour, label=name.replace("_", " "))
         for name, colour in PHASE_COLOURS.items()
-        if name in phases and name not in ("evaluation", "startup", "checkpoint")
+        if name in phases and name not in ("evaluation", "callbacks", "startup", "checkpoint")
     ]
     figure.legend(
         handles=handles,

@@ -1,18 +1,20 @@
 """`trace.json` in Chrome's trace format: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One process shows what the run did (rounds, phases, live samples), one shows every sample in its
-lane; a sample's span is named after what became of it, which is also what viewers colour by."""
+lane; a sample's span is named after what became of it, which is also what viewers colour by. A
+trace of a long run holds its last steps: the name of the first process says which."""
 
 from __future__ import annotations
 
 import heapq
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
-from rollpacker.report.spans import read_steps
 from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.writing import replacing
 
@@ -25,7 +27,8 @@ _TRACKS = {
     "checkpoint": 5,
     "evaluation": 6,
     "startup": 7,
-    "other": 8,
+    "callbacks": 8,
+    "other": 9,
 }
 _COLOURS = {
     Outcome.TRAINED: "good",
@@ -44,22 +47,38 @@ def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 5
     for a foreign file and `ValueError` if `last_steps` is less than one."""
     if last_steps < 1:
         raise ValueError(f"a trace needs at least one step, not {last_steps}")
-    steps = read_steps(EventLog(events_path), last=last_steps)
-    write_steps_trace(steps, out)
+    steps: deque[StepHistory] = deque(maxlen=last_steps)
+    num = 0
+    for step in iterate_steps(EventLog(events_path)):
+        steps.append(step)
+        num += 1
+    write_steps_trace(list(steps), out, num_steps=num)
     return len(steps)
 
 
-def write_steps_trace(steps: Sequence[StepHistory], out: str | Path) -> None:
-    """`write_trace` for steps at hand."""
+def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_steps: int) -> None:
+    """`write_trace` for steps at hand, the last ones of the run's `num_steps`."""
+    held = steps_held(steps, num_steps)
     with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for number, event in enumerate(_trace_events(steps)):
+        told = json.dumps({"steps": held}, separators=(",", ":"))
+        file.write(f'{{"displayTimeUnit":"ms","otherData":{told},"traceEvents":[\n')
+        for number, event in enumerate(_trace_events(steps, held)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
 
-def _trace_events(steps: Sequence[StepHistory]) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", _RUN, 0, "run")
+def steps_held(steps: Sequence[StepHistory], num_steps: int) -> str:
+    """ "steps 151 to 200, the last 50 of 200", or "all 12 steps"."""
+    if len(steps) == num_steps:
+        return "the 1 step" if num_steps == 1 else f"all {num_steps:,} steps"
+    if len(steps) == 1:
+        return f"step {steps[0].step}, the last of {num_steps:,}"
+    first, last = steps[0].step, steps[-1].step
+    return f"steps {first} to {last}, the last {len(steps):,} of {num_steps:,}"
+
+
+def _trace_events(steps: Sequence[StepHistory], held: str) -> Iterator[dict[str, Any]]:
+    yield _name("process_name", _RUN, 0, f"run ({held})")
     yield _name("process_name", _SAMPLES, 0, "samples")
     for name, track in _TRACKS.items():
         yield _name("thread_name", _RUN, track, name.replace("_", " "))

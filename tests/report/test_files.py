@@ -8,7 +8,11 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from rollpacker.core.records import LogError, encode
+from rollpacker.cli.main import main
+from rollpacker.core.commands import Commit
+from rollpacker.core.events import Committed, WeightsSynced
+from rollpacker.core.records import LogError, Note, Record, Session, encode
+from rollpacker.report.accounting import Accounting
 from rollpacker.report.files import write_reports
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.spans import read_steps
@@ -59,6 +63,74 @@ def test_the_trace_is_what_viewers_expect(run):
         lanes[event["tid"]] = event["ts"] + event["dur"]
     counts = [e["args"]["samples"] for e in events if e["ph"] == "C"]
     assert min(counts) == 0 and max(counts) == 100 and counts[-1] == 0
+
+
+def test_a_trace_says_which_steps_it_holds(run, capsys):
+    trace = run / "trace.json"
+
+    def told() -> tuple[str, str]:
+        found = json.loads(trace.read_text())
+        (name,) = (
+            e["args"]["name"]
+            for e in found["traceEvents"]
+            if e["name"] == "process_name" and e["pid"] == 1
+        )
+        return name, found["otherData"]["steps"]
+
+    assert main(["report", str(run), "--trace-steps", "4"]) == 0
+    held = "steps 9 to 12, the last 4 of 12"
+    assert told() == (f"run ({held})", held)
+    assert "trace.json holds the last 4 of 12 steps" in capsys.readouterr().out
+    assert main(["report", str(run)]) == 0
+    assert told() == ("run (all 12 steps)", "all 12 steps")
+    assert "trace.json holds" not in capsys.readouterr().out
+
+
+def test_spans_and_the_time_book_tell_the_same_seconds(run):
+    """The controller's seconds for an event lie within the spans: here 50 microseconds each."""
+    write_trace(run / "events.jsonl", run / "trace.json")
+    spans = json.loads((run / "trace.json").read_text())["traceEvents"]
+    accounting = Accounting()
+    booked = [done for entry in EventLog(run / "events.jsonl") if (done := accounting.feed(entry))]
+    assert len(booked) == 12
+    for step in booked:
+        for cause in ("reward_wait", "training", "sync", "checkpoint", "evaluation"):
+            seconds = sum(
+                e["dur"] / 1e6
+                for e in spans
+                if e["ph"] == "X"
+                and e["pid"] == 1
+                and (e["name"], e["args"]["step"]) == (cause.replace("_", " "), step.step)
+            )
+            assert seconds == pytest.approx(step.seconds[cause], abs=3e-4), (step.step, cause)
+
+
+def test_a_phase_ends_where_a_notes_span_begins():
+    start = Session(started_at="", time_s=0.0, step=0, job={})
+    metrics = {"eval/pass@1": 0.5, "timing_s/callbacks": 0.5}
+    entries = [
+        start,
+        Record(
+            time_s=1.0,
+            event=WeightsSynced(time_s=1.0, version=1),
+            commands=(Commit(step=1, last=False),),
+            cost_s=0.0,
+        ),
+        Note(time_s=4.0, name="evaluation", seconds=2.0, step=1, metrics=metrics),
+        Record(
+            time_s=5.0,
+            event=Committed(time_s=5.0, step=1, checkpointed=True),
+            commands=(),
+            cost_s=0.0,
+        ),
+    ]
+    (step,) = read_steps(entries)
+    assert [(p.name, p.start_s, p.end_s) for p in step.phases] == [
+        ("checkpoint", 1.0, 2.0),
+        ("evaluation", 2.0, 3.5),
+        ("callbacks", 3.5, 4.0),
+        ("checkpoint", 4.0, 5.0),
+    ]
 
 
 def test_a_trace_needs_a_step(run):

@@ -115,10 +115,12 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return columns.plain()
 
 
-def read_run(run: str | Path) -> RunBook:
-    """A run as its log tells it by now. Raises `ValueError` and `LogError` as a log does."""
+def read_run(run: str | Path, log: EventLog | None = None) -> RunBook:
+    """A run as its log tells it by now. Raises `ValueError` and `LogError` as a log does.
+
+    `log`: the run's, for a caller that watches how far it is read."""
     book = RunBook(run)
-    log = EventLog(book.events)
+    log = EventLog(book.events) if log is None else log
     for entry in log:
         book.feed(entry)
     book.truncated = log.truncated

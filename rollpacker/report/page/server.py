@@ -214,8 +214,9 @@ def serve(runs: str, port: int | None) -> int:
     with contextlib.suppress(OSError):
         os.nice(10)  # whoever trains on this machine goes first
     num = len(Runs(folder).folders())
+    runs_here = "1 run" if num == 1 else f"{num} runs"
     print(
-        f"{num} runs in {folder}: http://{ADDRESS}:{server.server_address[1]}/ (Ctrl-C ends it)",
+        f"{runs_here} in {folder}: http://{ADDRESS}:{server.server_address[1]}/ (Ctrl-C ends it)",
         flush=True,
     )
     try:

@@ -17,6 +17,7 @@ import pytest
 
 from rollpacker.cli.main import main
 from rollpacker.core.records import Entry, encode
+from rollpacker.report.page import follower
 from rollpacker.report.page.server import PORT, make_server, open_server
 from tests.report.fake_run import FakeRun, write
 from tests.report.page.browser import opened
@@ -91,6 +92,37 @@ def test_a_step_appears_within_two_seconds(tmp_path: Path) -> None:
         own = f"http://127.0.0.1:{port}/"
         assert all(request.startswith(own) for request in seen.requests if request != "data:,")
         assert seen.errors == []
+
+
+def test_a_page_that_lags_says_of_which_step_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "MAX_WORK", 1e-6)  # its page is made once
+    entries, log = FakeRun(1).run(5), tmp_path / "runs" / "live" / "events.jsonl"
+    log.parent.mkdir(parents=True)
+    now = up_to(entries, 1)
+    log.write_text(lines(entries[:now]))
+    with (
+        served(tmp_path / "runs") as port,
+        opened(f"http://127.0.0.1:{port}/run/live") as (page, seen),
+    ):
+        page.wait_for_selector("html[data-step='1']", state="attached")
+        assert "1 step in" in page.inner_text("#overview")
+        assert "as of step" not in page.inner_text("[role=status]")
+        with log.open("a") as file:
+            file.write(lines(entries[now : up_to(entries, 4)]))
+        page.wait_for_selector("[role=status] >> text=step 5: ")
+        assert "(below: as of step 1)" in page.inner_text("[role=status]")
+        assert page.locator("main .pill.live").count() == 1
+        assert seen.errors == []
+
+
+def test_a_finished_run_tells_its_state_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", steps=3)
+    with served(tmp_path) as port, opened(f"http://127.0.0.1:{port}/run/plain") as (page, _):
+        page.wait_for_selector("html[data-step='3']", state="attached")
+        page.wait_for_timeout(100)
+        assert page.locator("main .pill").all_inner_texts() == ["done"]
 
 
 def test_a_run_that_begins_anew_or_goes_away_while_it_is_looked_at(tmp_path: Path) -> None:

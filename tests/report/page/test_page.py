@@ -117,6 +117,57 @@ def test_filters_keep_what_fits(run: Path) -> None:
         assert "No sample fits" in page.inner_text(".list")
 
 
+def test_the_first_sample_is_shown_until_one_is_chosen(run: Path) -> None:
+    with opened(url(run)) as (page, _):
+        samples(page)
+
+        def first() -> str:
+            return str(page.evaluate("((s) => s.id(s.rows[0]))(window.rollpackerSamples)"))
+
+        before = first()
+        assert before in page.inner_text(".detail")
+        page.fill("[aria-label=from]", "7")
+        page.wait_for_timeout(300)
+        assert first() != before and first() in page.inner_text(".detail")
+        page.click(".row >> nth=1")
+        chosen = page.inner_text(".detail h3")
+        page.fill("[aria-label=from]", "")
+        page.wait_for_timeout(300)
+        assert page.inner_text(".detail h3") == chosen
+
+
+def test_ticks_of_the_timeline_differ_however_far_it_is_zoomed(run: Path) -> None:
+    with opened(url(run)) as (page, _):
+        page.evaluate(
+            """() => { window.drawn = []; const pen = CanvasRenderingContext2D.prototype,
+            draw = pen.fillText; pen.fillText = function (text, ...rest) {
+            if (this.canvas.className === "lane") window.drawn.push(text);
+            draw.call(this, text, ...rest); } }"""
+        )
+        page.evaluate("document.getElementById('timeline').scrollIntoView()")
+        page.focus("canvas.lane")
+        page.keyboard.press("End")
+        for _ in range(14):
+            page.evaluate("window.drawn.length = 0")
+            page.keyboard.press("+")
+            page.wait_for_timeout(60)
+            page.wait_for_function("window.drawn.length")
+            times = [text for text in page.evaluate("window.drawn") if re.search(r"[:.]| s$", text)]
+            assert len(times) > 1 and len(set(times)) == len(times), times
+        told = [page.evaluate(f"moment({time}, {step})") for time, step in MOMENTS]
+        assert told == list(MOMENTS.values())
+
+
+MOMENTS = {
+    (5.0, 1.0): "5 s",
+    (5.025, 0.025): "5.025 s",
+    (89.03, 0.01): "1:29.03",
+    (59.9999, 0.01): "1:00.00",
+    (3661.0, 20.0): "1:01:01",
+    (65.0, 5.0): "1:05",
+}
+
+
 def test_a_search_finds_one_sample_and_shows_all_of_it(run: Path) -> None:
     with opened(url(run)) as (page, _):
         samples(page)

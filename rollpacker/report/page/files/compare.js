@@ -2,10 +2,19 @@
 
 function overlaid(runs, plans) {
   return plans.flatMap(([title, what, names, { eval: evaluated, labels, ...settings } = {}]) => names.map((name, which) => {
-    const lines = runs.map((run, place) => lineOf(evaluated ? run.evaluations : run.metrics, name, { label: run.label, colour: `--s${place % 8}`, dots: evaluated })).filter(Boolean);
+    const lines = coinciding(runs.map((run, place) => lineOf(evaluated ? run.evaluations : run.metrics, name, { label: run.label, colour: `--s${place % 8}`, dots: evaluated })).filter(Boolean));
     if (!lines.length || lines.every(isConstant)) return null;
     return new Chart({ title: names.length > 1 ? `${title}: ${labels ? labels[which] : name}` : title, what, lines, ...settings }).element;
   })).filter(Boolean);
+}
+
+/** A curve that lies exactly on one before it says so, and is dashed: both can be seen. */
+function coinciding(lines) {
+  const same = (one, other) => one.length === other.length && one.every((value, place) => Object.is(value, other[place]));
+  return lines.map((line, place) => {
+    const under = lines.slice(0, place).find((one) => same(one.x, line.x) && same(one.mean, line.mean));
+    return under ? { ...line, name: `${line.name} (coincides with ${under.name})`, dashed: true } : line;
+  });
 }
 
 function comparedTable(runs, rows) {
@@ -21,6 +30,7 @@ function comparedResults(runs) {
     of("state", (run) => stateOf(run)[1]), of("steps", (run) => count(run.summary.steps.total)), of("wall time", (run) => seconds(run.summary.wall_s)),
     of("held-out pass@1, first", (run) => number(passes(run)[0], 3)), of("held-out pass@1, last", (run) => number(passes(run).pop(), 3)),
     of("held-out pass@1, best", (run) => (passes(run).length ? number(Math.max(...passes(run)), 3) : "–")),
+    ...(runs.some((run) => run.paired) ? [of("held-out pass@1, last, minus the first run's on the same prompts (± standard error)", (run) => (run.paired ? `${run.paired.difference < 0 ? "−" : "+"}${number(Math.abs(run.paired.difference), 3)}${run.paired.error === null ? "" : ` ± ${number(run.paired.error, 3)}`} (${count(run.paired.prompts)} prompts)` : "–"))] : []),
     of("training reward, last steps", (run) => number(run.summary.training_reward.last, 3)),
     of("a step", (run) => seconds(run.summary.steps.mean_step_s)), of("tokens trained on", (run) => count(run.summary.tokens.trained)),
     of("trained tokens per second", (run) => number(run.summary.steps.total ? run.summary.tokens.trained / (run.summary.steps.mean_step_s * run.summary.steps.total) : null)),
@@ -32,8 +42,8 @@ function comparedResults(runs) {
 function comparedSeconds(runs) {
   const longest = Math.max(...runs.map((run) => run.summary.wall_s), 1e-9);
   const bars = runs.map((run) => h("div", {}, h("div", { class: "small muted" }, `${run.label}: ${seconds(run.summary.wall_s)}`), h("div", { class: "stack", style: { width: (100 * run.summary.wall_s) / longest + "%", margin: "3px 0 10px" } }, Object.entries(run.summary.seconds).map(([cause, s]) => h("i", { style: { width: (100 * s) / (run.summary.wall_s || 1) + "%", background: `var(--${cause})` }, pointermove: (event) => tip.show(event.clientX, event.clientY, h("b", {}, words(cause)), ` ${seconds(s)}`), pointerleave: tip.hide })))));
-  const causes = Object.keys(runs[0].causes);
-  const rows = causes.map((cause) => [[h("i", { class: "key", style: { background: `var(--${cause})` } }), words(cause)], ...runs.map((run) => `${seconds(run.summary.seconds[cause])} (${percent(run.summary.wall_s ? run.summary.seconds[cause] / run.summary.wall_s : null, 0)})`)]);
+  const causes = Object.keys(runs[0].causes).filter((cause) => runs.some((run) => cause in run.summary.seconds));
+  const rows = causes.map((cause) => [[h("i", { class: "key", style: { background: `var(--${cause})` } }), words(cause)], ...runs.map((run) => `${seconds(run.summary.seconds[cause] || 0)} (${percent(run.summary.wall_s ? (run.summary.seconds[cause] || 0) / run.summary.wall_s : null, 0)})`)]);
   return [h("div", { class: "card" }, bars), h("div", { style: { height: "14px" } }), comparedTable(runs, rows)];
 }
 

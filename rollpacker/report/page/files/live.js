@@ -73,10 +73,12 @@ function liveRun(name) {
       }
       document.documentElement.dataset.step = found.run.last_step;
     }
+    // Making the page of a long run takes a while: until then it says how old it is.
+    const older = shown_.last_step === state.step ? "" : ` (below: as of step ${count(shown_.last_step)})`;
     if (state.problem) tell("bad", "the event log cannot be read on");
     else if (state.read < 0.999 && !shown_.summary.finished) tell("live", `reading the event log: ${percent(state.read, 0)}`);
-    else if (shown_.summary.finished) tell("good", shown_.summary.finished);
-    else if (state.quiet_s < 60) tell("live", `step ${count(state.step + 1)}: ${words(state.phase)}${state.live ? `, ${count(state.live)} samples in the engine` : ""}`);
+    else if (shown_.summary.finished) note.replaceChildren(back); // the heading has it
+    else if (state.quiet_s < 60) tell("live", `step ${count(state.step + 1)}: ${words(state.phase)}${state.live ? `, ${counted(state.live, "sample")} in the engine` : ""}${older}`);
     else tell("warning", `nothing written for ${seconds(state.quiet_s)}`);
   });
 }

@@ -34,11 +34,13 @@ function heading(run) {
   const { summary } = run, [level, state] = stateOf(run);
   const started = run.started_at ? new Date(run.started_at) : null;
   const facts = [
-    `${count(summary.steps.total)} steps in ${seconds(summary.wall_s)}`, summary.sessions > 1 ? `${summary.sessions} sessions` : null,
+    `${counted(summary.steps.total, "step")} in ${seconds(summary.wall_s)}`, summary.sessions > 1 ? `${summary.sessions} sessions` : null,
     started && !Number.isNaN(started.getTime()) ? `started ${started.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}` : null,
   ].filter(Boolean);
+  // What a live run is doing stands above, newer than this.
+  const pill = kindOfPage === "live" && !summary.finished && !run.gone ? null : h("span", { class: "pill " + level }, state);
   return [
-    h("div", { class: "head" }, h("h1", {}, run.name), h("span", { class: "pill " + level }, state), run.truncated ? h("span", { class: "pill warning" }, "the log's last line is cut off") : null, summary.unsandboxed ? h("span", { class: "pill bad" }, "unsandboxed") : null),
+    h("div", { class: "head" }, h("h1", {}, run.name), pill, run.truncated ? h("span", { class: "pill warning" }, "the log's last line is cut off") : null, summary.unsandboxed ? h("span", { class: "pill bad" }, "unsandboxed") : null),
     h("p", { class: "lead" }, facts.join(" · ")),
   ];
 }

@@ -32,7 +32,7 @@ class Samples {
     this.told = h("p", { class: "small muted", "aria-live": "polite", style: { margin: "0 0 8px" } });
     this.inner = h("div", { class: "inner" });
     this.list = h("div", { class: "card list", role: "listbox", tabindex: 0, "aria-label": "Samples" }, this.inner);
-    this.detail = h("div", { class: "card detail" }, h("p", { class: "muted" }, "Choose a sample to read it."));
+    this.detail = h("div", { class: "card detail" }, h("p", { class: "muted" }, "No sample is chosen."));
     const wide = field("Search in the texts", search);
     wide.className = "wide";
     this.element = h("div", {},
@@ -99,7 +99,8 @@ class Samples {
     this.told.textContent = `${count(size)} of ${count(num)} samples.${listed}${texts}${hits && data.num_texts < data.num ? " The search knows these texts only." : ""}`;
     this.list.scrollTop = 0;
     this.inner.style.height = Math.min(this.rows.length * ROW_HEIGHT, 15e6) + "px";
-    this.draw();
+    // Until the reader chooses one, the first sample is shown.
+    if (!this.isChosen && this.rows.length) this.show(this.rows[0]); else this.draw();
   }
   hits(search) {
     const { data } = this, num = data.num_texts, found = new Uint8Array(num), known = new Int8Array(data.table.length);
@@ -154,7 +155,8 @@ class Samples {
     for (let row = 0; row < this.data.num_listed; row++) if (this.id(row) === id) { this.choose(row); return true; }
     return false;
   }
-  choose(row, scroll) {
+  choose(row, scroll) { this.isChosen = true; this.show(row, scroll); }
+  show(row, scroll) {
     this.selected = row;
     if (scroll) {
       const place = this.rows.indexOf(row), top = place * ROW_HEIGHT;

@@ -73,6 +73,8 @@ function seconds(value) {
   return hours ? `${hours}:${two(minutes)}:${two(all % 60)} h` : `${minutes}:${two(all % 60)} min`;
 }
 function count(value) { return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"); }
+/** "1 step", "12 steps". */
+function counted(value, name) { return `${count(value)} ${name}${value === 1 ? "" : "s"}`; }
 function words(name) { return String(name).replace(/_/g, " "); }
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

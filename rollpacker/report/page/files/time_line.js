@@ -161,10 +161,11 @@ class TimeLine {
   }
   drawAxis(pen, width) {
     pen.fillStyle = css("--faint"); pen.textBaseline = "top";
-    for (const tick of niceTicks(this.from, this.to, Math.max(2, Math.floor(width / 120)))) {
+    const ticks = niceTicks(this.from, this.to, Math.max(2, Math.floor(width / 120))), step = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
+    for (const tick of ticks) {
       const at = this.x(tick);
       pen.textAlign = at < 24 ? "left" : at > width - 30 ? "right" : "center";
-      pen.fillText(tick < 60 ? number(tick) + " s" : seconds(tick).replace(/ (min|h)$/, ""), at, this.height - 18);
+      pen.fillText(moment(tick, step), at, this.height - 18);
     }
   }
   drawStrip() {
@@ -246,6 +247,16 @@ class TimeLine {
   }
 }
 
+/** A time of the run with as many digits as tell it from the next tick, `step` seconds later. */
+function moment(time, step) {
+  let digits = 0;
+  while (digits < 6 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-3) digits++;
+  const units = Math.round(time * 10 ** digits) / 10 ** digits, whole = Math.floor(units / 60);
+  if (!whole) return `${units.toFixed(digits)} s`;
+  const two = (text) => text.padStart(digits ? digits + 3 : 2, "0"), rest = two((units - 60 * whole).toFixed(digits));
+  return whole < 60 ? `${whole}:${rest}` : `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}:${rest}`;
+}
+
 const OUTCOME_COLOURS = ["--trained", "--surplus", "--deferred", "--unused", "--failed"];
-const PHASES = ["reward_wait", "training", "sync", "checkpoint", "evaluation", "startup", "controller"];
+const PHASES = ["reward_wait", "training", "sync", "checkpoint", "evaluation", "callbacks", "startup", "controller"];
 const phaseColour = (name) => (PHASES.includes(name) ? "--" + name : "--faint");

@@ -1,0 +1,49 @@
+"""What a command that reads logs is busy with, on standard error: only for a terminal, gone at the
+end. A log of 10,000 steps takes minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.report.log import EventLog
+
+_EVERY_S = 0.2
+
+
+@contextlib.contextmanager
+def stages(log: EventLog) -> Iterator[Callable[[str], None]]:
+    """Call what it yields with the name of each stage. During the first one `log` is read: the bar
+    shows how much of it. The others have no measure but their seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield lambda stage: None
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as bar:
+        task, ended, reading = bar.add_task("", total=1.0), threading.Event(), False
+
+        def tell(stage: str) -> None:
+            nonlocal reading
+            # A stage without a measure pulses.
+            reading = not bar.tasks[task].description
+            bar.update(task, description=stage, total=1.0 if reading else None)
+
+        def watch() -> None:
+            while not ended.wait(_EVERY_S):
+                if reading:
+                    bar.update(task, completed=log.share_read)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield tell
+        finally:
+            ended.set()
+            watcher.join()
