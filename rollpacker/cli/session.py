@@ -71,6 +71,7 @@ class Session:
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
+            self._tell_resume(checkpoint)
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -138,6 +139,14 @@ class Session:
         """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
         if self._audience is not None:
             self._audience.end(reason)
+
+    def _tell_resume(self, checkpoint: Checkpoint) -> None:
+        where = checkpoint.folder.relative_to(self.folder.path)
+        line = f"resuming after step {checkpoint.step} ({where})"
+        if self.display:
+            _print(line)
+        else:
+            logger.info("%s", line)
 
     def _check_config(self) -> None:
         """A run that wrote no checkpoint has no identity to go on with, but a config."""

@@ -48,11 +48,14 @@ _PHASE_WORDS = {
 
 
 class Display(Protocol):
-    """Shows a run. Both methods are called at a step's or an evaluation's end only."""
+    """Shows a run. Both methods are called at a step's or an evaluation's end only; what is not
+    `is_new` ended in an earlier session, which has shown it: it is known, but no line tells it."""
 
-    def on_step(self, step: StepSummary) -> None: ...
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None: ...
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -84,8 +87,10 @@ class State:
         self._evaluations_s: list[float] = []
         self._last_step_at = self._began_s
 
-    def on_step(self, step: StepSummary) -> None:
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
         self.last = step
+        if not is_new:
+            return
         self._steps_s.append(step.step_s)
         if step.seconds["evaluation"]:
             self._evaluations_s.append(step.seconds["evaluation"])
@@ -140,8 +145,10 @@ class LineDisplay:
     def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
 
-    def on_step(self, step: StepSummary) -> None:
-        self._state.on_step(step)
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
+        self._state.on_step(step, is_new=is_new)
+        if not is_new:
+            return
         total = self._state.total_steps
         number = f"{step.step}/{total}" if total and step.step <= total else f"{step.step}"
         parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
@@ -158,8 +165,12 @@ class LineDisplay:
             parts.append(f"{clock(left)} left")
         self._print(" | ".join(parts))
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None:
         self._state.on_evaluation(step, metrics)
+        if not is_new:
+            return
         shown = " | ".join(f"{name} {value:.3f}" for name, value in metrics.items())
         self._print(f"evaluation after step {step} | {shown}")
 
@@ -186,10 +197,12 @@ class LiveDisplay:
         )
         self._live.start()
 
-    def on_step(self, step: StepSummary) -> None:
-        self._state.on_step(step)
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
+        self._state.on_step(step, is_new=is_new)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None:
         self._state.on_evaluation(step, metrics)
 
     def close(self) -> None:

@@ -73,8 +73,11 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     assert "The same command goes on from here" in said
     done = steps(folder, "auto")
     again = start(folder, "auto", f"train.steps={done + 2}", "--resume=auto")
-    _, said = again.communicate(timeout=120)
+    shown, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
+    assert f"\nresuming after step {done} (checkpoints/step_{done:06d})\n" in shown
+    assert re.findall(r"\| step (\d+)/", shown) == [str(done + 1), str(done + 2)]
+    assert "evaluation after step 0" not in shown
     rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["step"] for row in rows]
     assert numbers[: done + 2] == list(range(1, done + 3))
