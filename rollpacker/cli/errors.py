@@ -87,7 +87,7 @@ def classify(error: BaseException) -> tuple[int, str]:
     if "torch.OutOfMemoryError" in names or "torch.cuda.OutOfMemoryError" in names:
         return 5, f"the GPU is out of memory. {_MEMORY_ADVICE} ({str(error).splitlines()[0]})"
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return 130, str(error) or "interrupted"
     if isinstance(error, BrokenPipeError):
         return 5, ""
     if isinstance(error, OSError) and error.errno in _OS_ADVICE:
