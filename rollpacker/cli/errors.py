@@ -25,6 +25,7 @@ EXIT_CODES = {
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
     6: "a process of the trainer ended; the run can be resumed",
+    75: "another run is at work in this folder; try again later",
     130: "interrupted",
 }
 
@@ -38,6 +39,7 @@ _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
     "rollpacker.controller.errors.DeadlineExceeded": DEADLINE_EXIT_CODE,
     "rollpacker.trainer.trainer.TrainerProcessError": 6,
+    "rollpacker.controller.errors.FolderInUse": 75,
 }
 
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"

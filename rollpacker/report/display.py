@@ -126,10 +126,17 @@ class State:
         return max(0.0, left - (time.monotonic() - self._last_step_at))
 
     def passed(self) -> str | None:
-        """The last evaluation's pass@1."""
+        """The last evaluation's pass@1, and what it leaves out."""
         if self.evaluation is None or "eval/pass@1" not in self.evaluation[1]:
             return None
-        return f"{self.evaluation[1]['eval/pass@1']:.3f}"
+        return f"{self.evaluation[1]['eval/pass@1']:.3f}{left_out(self.evaluation[1])}"
+
+
+def left_out(metrics: Mapping[str, float]) -> str:
+    """` (28 without a verdict)` of an evaluation whose pass@1 is over fewer samples than it drew;
+    else nothing."""
+    num = metrics.get("eval/no_verdict", 0)
+    return f" ({num:.0f} without a verdict)" if num else ""
 
 
 def phase_words(history: History) -> str:
@@ -171,7 +178,10 @@ class LineDisplay:
         self._state.on_evaluation(step, metrics)
         if not is_new:
             return
-        shown = " | ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        named = {name: f"{name} {value:.3f}" for name, value in metrics.items()}
+        if "eval/pass@1" in named:
+            named["eval/pass@1"] += left_out(metrics)
+        shown = " | ".join(named.values())
         self._print(f"evaluation after step {step} | {shown}")
 
     def close(self) -> None:

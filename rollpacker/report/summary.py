@@ -285,6 +285,10 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
                 table.add_row(name, *_change(first.get(key), last.get(key)))
             else:
                 table.add_row(name, _number(first.get(key)), "", "")
+        without = [round(one.get("eval/no_verdict", 0)) for one in (first, last)]
+        if any(without):
+            told = [str(num) for num in without] if len(evaluations) > 1 else [str(without[0]), ""]
+            table.add_row("held out, without a verdict", *told, "")
     reward = summary["training_reward"]
     name = f"training reward (first, last {_LAST_STEPS} steps)"
     table.add_row(name, *_change(reward["first"], reward["last"]))

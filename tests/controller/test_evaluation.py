@@ -16,3 +16,11 @@ def test_a_threshold_out_of_reach() -> None:
     # Nobody was right: nothing is known of what the reward can give.
     assert result(Scored(value=0.0), Failed(reason="")).out_of_reach(1.0) is None
     assert result().out_of_reach(1.0) is None
+
+
+def test_an_evaluation_of_which_little_was_judged_says_so() -> None:
+    few = result(Scored(value=0.0), *[Failed(reason="no \x1b worker")] * 7).few_judged()
+    assert few is not None and "over 1 of 8 samples" in few
+    assert "most often: no \ufffd worker" in few
+    assert result(Scored(value=0.0), Failed(reason="x")).few_judged() is None
+    assert result().few_judged() is None

@@ -126,6 +126,15 @@ def test_a_resume_shows_no_line_of_the_session_before(tmp_path):
     assert "evaluation after step 0" not in lines and "evaluation after step 5" not in lines
 
 
+def test_an_evaluation_without_some_verdicts_is_marked(tmp_path):
+    output = io.StringIO()
+    live = report(tmp_path, console=Console(file=output, width=80))
+    live._display.on_evaluation(0, {"eval/pass@1": 0.0, "eval/no_verdict": 28.0})
+    live.close()
+    assert "| eval/pass@1 0.000 (28 without a verdict) |" in output.getvalue()
+    assert live._display._state.passed() == "0.000 (28 without a verdict)"
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_live_panel_fits_its_terminal(tmp_path, width, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
