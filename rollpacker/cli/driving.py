@@ -44,6 +44,50 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The last comes when the terminal is closed; where it is ignored (nohup) it stays so."""
 
 
+NOT_BEGUN = "interrupted before the first step; the same command starts again"
+
+
+@contextlib.contextmanager
+def not_begun() -> Iterator[None]:
+    """An interrupt in here says that there was nothing to save, unless it says something else."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if error.args:
+            raise
+        raise KeyboardInterrupt(NOT_BEGUN) from None
+
+
+@contextlib.contextmanager
+def ending_as_interrupt() -> Iterator[None]:
+    """A command's SIGTERM and SIGHUP are a Ctrl-C, also where no run heeds them (`drive`): while
+    it starts up, and while it writes its reports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a child that was forked meanwhile: it ends as it ever did
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+        else:
+            raise KeyboardInterrupt
+
+    further = [n for n in SIGNALS if n != signal.SIGINT and signal.getsignal(n) == signal.SIG_DFL]
+    for number in further:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in further:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class Caller:
     """The thread that called for the run: where callbacks are called, and where signals arrive."""
 
@@ -163,6 +207,8 @@ class _Ending:
         import asyncio
 
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self.num_asked:
+            self._finish()
         try:
             return await self._controller.run()
         finally:
@@ -197,8 +243,10 @@ class _Ending:
             raise KeyboardInterrupt
 
     def _soon(self, what: Callable[[], None]) -> None:
-        if self._loop is None:  # it has not begun: there is nothing to save yet
-            raise KeyboardInterrupt
+        if self._loop is None:  # `run` will see it; who asks twice does not wait for that
+            if self.num_asked > 1:
+                raise KeyboardInterrupt
+            return
         with contextlib.suppress(RuntimeError):  # it has closed: the run is over
             self._loop.call_soon_threadsafe(what)
 

@@ -25,6 +25,7 @@ EXIT_CODES = {
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
     6: "a process of the trainer ended; the run can be resumed",
+    75: "another run is at work in this folder; try again later",
     130: "interrupted",
 }
 
@@ -38,6 +39,7 @@ _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
     "rollpacker.controller.errors.DeadlineExceeded": DEADLINE_EXIT_CODE,
     "rollpacker.trainer.trainer.TrainerProcessError": 6,
+    "rollpacker.controller.errors.FolderInUse": 75,
 }
 
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"
@@ -87,7 +89,7 @@ def classify(error: BaseException) -> tuple[int, str]:
     if "torch.OutOfMemoryError" in names or "torch.cuda.OutOfMemoryError" in names:
         return 5, f"the GPU is out of memory. {_MEMORY_ADVICE} ({str(error).splitlines()[0]})"
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return 130, str(error) or "interrupted"
     if isinstance(error, BrokenPipeError):
         return 5, ""
     if isinstance(error, OSError) and error.errno in _OS_ADVICE:

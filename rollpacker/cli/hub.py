@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 import urllib.error
@@ -15,14 +16,17 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.5
-"""How long an answer may take."""
+CONNECT_S = 1.5
+"""How long a connection may take, with looking its name up: longer, and there is no network."""
+ANSWER_S = 10.0
+"""How long an answer may take where the connection was accepted: a proxy may be slow."""
 HUB = "https://huggingface.co"
 _OFFLINE = "HF_HUB_OFFLINE"
 
@@ -53,7 +57,10 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
     """As `look_for_hub`, for names of models and of data sets by their keys."""
     models = {key: name for key, name in models.items() if _is_hub_name(name)}
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
-    if not (models or sets) or (_OFFLINE in os.environ and not _set_by_us):
+    if not (models or sets):
+        return
+    if _OFFLINE in os.environ and not _set_by_us:
+        _refuse_what_is_not_here(models)
         return
     why = unreachable()
     _go_offline(why is not None)
@@ -74,14 +81,33 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
     )
 
 
+def _refuse_what_is_not_here(models: Mapping[str, str]) -> None:
+    """The environment forbids asking the hub: a name without a copy here can only fail, and the
+    library would speak of the network."""
+    value = os.environ[_OFFLINE]
+    if value.upper() not in ("1", "ON", "YES", "TRUE"):
+        return
+    for key, name in models.items():
+        if not _model_is_here(name):
+            raise HubError(
+                f"{key} {name}: {_OFFLINE}={value} forbids asking the Hugging Face hub, and this"
+                " machine has no copy of that model. Correct the name, set"
+                f" {key} to a folder that has it, or unset {_OFFLINE}."
+            )
+
+
 def unreachable() -> str | None:
-    """Why the hub gives no answer, after `PATIENCE_S` at most; None: it gives one."""
+    """Why the hub gives no answer, after `CONNECT_S` without a connection, or after `ANSWER_S`
+    with one; None: it gives one."""
     outcome: list[str | None] = []
+    connected = threading.Event()
 
     def ask() -> None:
         request = urllib.request.Request(_endpoint(), method="HEAD")
         try:
-            urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+            socket.create_connection(_first_hop(request), timeout=CONNECT_S).close()
+            connected.set()
+            urllib.request.build_opener().open(request, timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
             outcome.append(None)  # which is an answer
         except (OSError, ValueError) as error:
@@ -93,8 +119,28 @@ def unreachable() -> str | None:
     # Looking a name up may take longer than any timeout says.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
-    return outcome[0] if outcome else f"no answer within {PATIENCE_S:g} s"
+    thread.join(CONNECT_S)
+    if connected.is_set():
+        thread.join(ANSWER_S)
+    if outcome:
+        return outcome[0]
+    if connected.is_set():
+        return f"no answer within {ANSWER_S:g} s"
+    return f"no connection within {CONNECT_S:g} s"
+
+
+def _first_hop(request: urllib.request.Request) -> tuple[str, int]:
+    """Host and port that the request is sent to: the hub's, or a proxy's. Raises `ValueError`."""
+    scheme = request.type
+    proxy = urllib.request.getproxies().get(scheme)
+    if proxy and not urllib.request.proxy_bypass(request.host):
+        scheme, _, _ = proxy.rpartition("://")
+        address = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    else:
+        address = urlsplit(request.full_url)
+    if not address.hostname:
+        raise ValueError(f"there is no host in {address.geturl()}")
+    return address.hostname, address.port or (443 if scheme == "https" else 80)
 
 
 def _endpoint() -> str:

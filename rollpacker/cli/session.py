@@ -46,6 +46,9 @@ class Session:
     _caller: Caller = field(default_factory=Caller, init=False)
     _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
+    _is_folder_taken: bool = field(default=False, init=False)
+    has_begun: bool = field(default=False, init=False)
+    """There is something to save."""
 
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
@@ -73,6 +76,7 @@ class Session:
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
+            self._tell_resume(checkpoint)
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -131,15 +135,33 @@ class Session:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
         assert self._controller is not None
         first = self._controller.parts.job.step
+        self.has_begun = True
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
         return reason
 
+    def forget_if_not_begun(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """A new run that is interrupted while it starts up leaves nothing that the same command
+        would take for a run."""
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if interrupted and self._is_folder_taken and not (self.has_begun or self.resume):
+            self.folder.clear()
+
     def end(self, reason: str | None) -> None:
         """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
         if self._audience is not None:
             self._audience.end(reason)
+
+    def _tell_resume(self, checkpoint: Checkpoint) -> None:
+        where = checkpoint.folder.relative_to(self.folder.path)
+        line = f"resuming after step {checkpoint.step} ({where})"
+        if self.display:
+            _print(line)
+        else:
+            logger.info("%s", line)
 
     def _check_config(self) -> None:
         """A run that wrote no checkpoint has no identity to go on with, but a config."""
@@ -175,6 +197,7 @@ class Session:
         from rollpacker.controller.samples import cut_back as cut_back_samples
 
         folder = self.folder
+        self._is_folder_taken = True
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])

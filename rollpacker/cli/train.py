@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollpacker.cli.driving import INTERRUPTED
+from rollpacker.cli.driving import INTERRUPTED, ending_as_interrupt, not_begun
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -46,6 +46,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises what `train` raises."""
+    with not_begun(), ending_as_interrupt():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from rollpacker.cli.training import run_to_end
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig

@@ -125,13 +125,16 @@ def run_to_end(
                 observers=observers,
                 callbacks=callbacks,
             )
+            stack.push(session.forget_if_not_begun)
             session.prepare(watch)
             reason = session.drive()
             stack.pop_all().close()
         run = Run(folder.path, reason=reason, summary=_finish(folder.path, display=display))
-    except BaseException:
+    except BaseException as error:
         if session is not None:
             _end_in_error(session)
+            if session.has_begun and isinstance(error, KeyboardInterrupt) and not error.args:
+                error.args = ("interrupted",)
         raise
     session.end(reason)
     return run

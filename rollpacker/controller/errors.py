@@ -38,6 +38,10 @@ class RunError(ValueError):
     """The run cannot start or go on as asked; the message says what to do."""
 
 
+class FolderInUse(RunError):
+    """Another process is at work in the run's folder."""
+
+
 class DeadlineExceeded(RuntimeError):
     """Something that the run waits for shows no sign of life."""
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import statistics
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -39,6 +40,19 @@ class EvalResult:
     """Row -> (passed, verdicts)."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Responses in order, each with its text and its verdict."""
+
+    def few_judged(self) -> str | None:
+        """In words, where most responses got no verdict: the metrics are over the others alone."""
+        failed = [verdict for _, _, verdict in self.judged if isinstance(verdict, Failed)]
+        total = len(self.judged)
+        if 2 * len(failed) <= total:
+            return None
+        (reason, _), *_ = Counter(one.reason for one in failed).most_common(1)
+        shown = "".join(one if one.isprintable() else "\ufffd" for one in reason)
+        return (
+            f"pass@1 and rewards are over {total - len(failed)} of {total} samples, the others got"
+            f" no verdict (most often: {shown})"
+        )
 
     def out_of_reach(self, threshold: float) -> str | None:
         """In words, where some rewards were above 0 and none was as high as the threshold."""
@@ -81,6 +95,9 @@ class Evaluator:
         told = result.out_of_reach(self.config.eval.pass_threshold)
         if told is not None:
             self.warn_once("%s", told)
+        few = result.few_judged()
+        if few is not None:
+            logger.warning("the evaluation after step %d: %s", step, few)
         if self.rows is not None:
             self.rows.write(step, result.judged)
         logged = await self.audience.evaluated(step, result.metrics)

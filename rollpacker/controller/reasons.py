@@ -55,7 +55,7 @@ class Reasons:
         if reason not in self._counts and len(self._counts) < MAX_TOLD_REASONS:
             # It may quote what a model wrote, which a terminal must not obey.
             shown = "".join(one if one.isprintable() else "\ufffd" for one in reason)
-            logger.warning("no use for a sample: %s (further ones are only counted)", shown)
+            logger.warning("no use for a sample: %s (more of the same are only counted)", shown)
         self._count(reason)
 
     def _count(self, reason: str) -> None:

@@ -30,7 +30,7 @@ from rollpacker.controller.checkpoint import (
     newest_checkpoint,
     tidy,
 )
-from rollpacker.controller.errors import RunError
+from rollpacker.controller.errors import FolderInUse, RunError
 
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
@@ -106,7 +106,7 @@ class RunFolder:
                 return True
         except BlockingIOError as error:
             self._lock.close()
-            raise RunError(
+            raise FolderInUse(
                 f"another run is at work in {self.path}; wait for it, or choose another name=..."
             ) from error
         except FileNotFoundError:
@@ -248,7 +248,10 @@ def check_resume(
     files = now.get("files", {})
     for key, digest in before.get("files", {}).items():
         if key in files and files[key] != digest:
-            harmless.append(f"the file of {key} changed since the run began")
+            harmless.append(
+                f"the file of {key} changed since the run began: what comes from now on is not"
+                " comparable with what was before"
+            )
     if refused:
         raise RunError(
             "this is not the run that was started; resuming it is refused:\n  "

@@ -144,13 +144,14 @@ class Scoring:
         commands, _ = self._tasks.pop(task)
         if not self._is_alone(commands[0]):
             self._num_batches -= 1
+        # Asked for in any case: asyncio prints what nobody has looked at.
+        error = None if task.cancelled() else task.exception()
         if self._closed:
             return
         if task.cancelled():
             for command in commands:
                 self._answer(_cancelled(command.sample), None)
         self.watch.sign()
-        error = None if task.cancelled() else task.exception()
         if error is not None:
             self.main.fail(error)
         self.start()

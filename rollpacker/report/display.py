@@ -51,11 +51,14 @@ _PHASE_WORDS = {
 
 
 class Display(Protocol):
-    """Shows a run. Both methods are called at a step's or an evaluation's end only."""
+    """Shows a run. Both methods are called at a step's or an evaluation's end only; what is not
+    `is_new` ended in an earlier session, which has shown it: it is known, but no line tells it."""
 
-    def on_step(self, step: StepSummary) -> None: ...
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None: ...
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -87,8 +90,10 @@ class State:
         self._evaluations_s: list[float] = []
         self._last_step_at = self._began_s
 
-    def on_step(self, step: StepSummary) -> None:
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
         self.last = step
+        if not is_new:
+            return
         self._steps_s.append(step.step_s)
         if step.seconds["evaluation"]:
             self._evaluations_s.append(step.seconds["evaluation"])
@@ -124,10 +129,17 @@ class State:
         return max(0.0, left - (time.monotonic() - self._last_step_at))
 
     def passed(self) -> str | None:
-        """The last evaluation's pass@1."""
+        """The last evaluation's pass@1, and what it leaves out."""
         if self.evaluation is None or "eval/pass@1" not in self.evaluation[1]:
             return None
-        return f"{self.evaluation[1]['eval/pass@1']:.3f}"
+        return f"{self.evaluation[1]['eval/pass@1']:.3f}{left_out(self.evaluation[1])}"
+
+
+def left_out(metrics: Mapping[str, float]) -> str:
+    """` (28 without a verdict)` of an evaluation whose pass@1 is over fewer samples than it drew;
+    else nothing."""
+    num = metrics.get("eval/no_verdict", 0)
+    return f" ({num:.0f} without a verdict)" if num else ""
 
 
 def phase_words(history: History) -> str:
@@ -151,8 +163,10 @@ class LineDisplay:
     def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
 
-    def on_step(self, step: StepSummary) -> None:
-        self._state.on_step(step)
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
+        self._state.on_step(step, is_new=is_new)
+        if not is_new:
+            return
         total = self._state.total_steps
         number = numbered(step.step, total)
         parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
@@ -169,9 +183,16 @@ class LineDisplay:
             parts.append(f"{clock(left)} left")
         self._print(" | ".join(parts))
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None:
         self._state.on_evaluation(step, metrics)
-        shown = " | ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        if not is_new:
+            return
+        named = {name: f"{name} {value:.3f}" for name, value in metrics.items()}
+        if "eval/pass@1" in named:
+            named["eval/pass@1"] += left_out(metrics)
+        shown = " | ".join(named.values())
         self._print(f"evaluation after step {step} | {shown}")
 
     def close(self) -> None:
@@ -197,10 +218,12 @@ class LiveDisplay:
         )
         self._live.start()
 
-    def on_step(self, step: StepSummary) -> None:
-        self._state.on_step(step)
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
+        self._state.on_step(step, is_new=is_new)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None:
         self._state.on_evaluation(step, metrics)
 
     def close(self) -> None:

@@ -64,7 +64,10 @@ class LiveReport:
         elif show:
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
         if self._display is not None and history.evaluations:
-            self._display.on_evaluation(*list(history.evaluations.items())[-1])
+            self._display.on_evaluation(*list(history.evaluations.items())[-1], is_new=False)
+        self._shown_before = None if resume_step is None else resume_step + 1
+        """The step that the checkpoint was written in: the log read so far ends just before it is
+        settled, and the session before has shown it."""
 
     def row_so_far(self, step: int) -> dict[str, Any]:
         """The row of the step that is being committed, as far as it is known."""
@@ -89,7 +92,7 @@ class LiveReport:
         if step is not None:
             self._write(step.step, step_metrics(step))
             if self._display is not None:
-                self._display.on_step(step)
+                self._display.on_step(step, is_new=step.step != self._shown_before)
         elif isinstance(entry, Note) and entry.name == "evaluation" and entry.metrics:
             marks = dict.fromkeys(self.accounting.marks, 1)
             self._write(entry.step, {**entry.metrics, **marks}, is_evaluation=True)

@@ -41,10 +41,12 @@ class NotebookDisplay:
         self._thread = threading.Thread(target=self._work, name="notebook-display", daemon=True)
         self._thread.start()
 
-    def on_step(self, step: StepSummary) -> None:
-        self._state.on_step(step)
+    def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
+        self._state.on_step(step, is_new=is_new)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
+    ) -> None:
         self._state.on_evaluation(step, metrics)
 
     def close(self) -> None:

@@ -292,6 +292,10 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
             change = _change(first.get(key), last.get(key))[2] if len(evaluations) > 1 else ""
             after = _with_error(last, key) if len(evaluations) > 1 else ""
             table.add_row(name, _with_error(first, key), after, change)
+        without = [round(one.get("eval/no_verdict", 0)) for one in (first, last)]
+        if any(without):
+            told = [str(num) for num in without] if len(evaluations) > 1 else [str(without[0]), ""]
+            table.add_row("held out, without a verdict", *told, "")
     reward = summary["training_reward"]
     if reward["first"] is not None:
         name = f"training reward (first, last {_LAST_STEPS} {reward['kind'] or ''} rounds)"

@@ -304,7 +304,9 @@ def test_a_reward_that_no_response_could_please_is_refused_before_the_model_load
     assert message in command.refused(rewards=[{**entry, "timeout_s": 0.5}])
 
 
-def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_is_mended(command):
+def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_is_mended(
+    command, caplog
+):
     body = (
         "from pathlib import Path\n"
         "def f(completions, **columns):\n"
@@ -318,6 +320,7 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
     assert command.train("--resume", rewards=[entry], train__steps=4) == 2
     assert "reward f gave no verdict in 5 calls in a row" in command.err
     assert "the key has expired" in command.err and "--resume" in command.err
+    assert "no worker" not in caplog.text and "never retrieved" not in caplog.text
     command.reward(body.replace("exists()", "exists() and False"))
     assert command.train("--resume", rewards=[entry], train__steps=4) == 0
     assert command.steps() == 4

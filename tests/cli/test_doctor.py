@@ -143,8 +143,10 @@ def test_a_check_that_hangs_is_given_up(capsys, monkeypatch):
     monkeypatch.setattr(findings, "gpus", threading.Event().wait)
     monkeypatch.setattr(trials, "engine", lambda: Finding("ok", "engine", ""))
     code, found = look(capsys)
-    assert code == 1
-    assert "no answer within 0.2 s" in found["gpu"].text
+    assert code == 0, "a busy machine keeps nothing from starting"
+    assert found["gpu"].level == "warn"
+    assert found["gpu"].text == "slow: not measured (no answer within 0.2 s)"
+    assert "report" not in found["gpu"].cure
 
 
 def test_help_states_the_exit_codes(capsys):

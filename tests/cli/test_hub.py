@@ -58,7 +58,8 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 def test_nobody_there_and_one_that_is_silent(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for endpoint, why in ((CLOSED, "refused"), (silent, "timed out|no answer within 1.5 s")):
+    monkeypatch.setattr(hub, "ANSWER_S", 0.4)
+    for endpoint, why in ((CLOSED, "refused"), (silent, "timed out|no answer within 0.4 s")):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         began = time.monotonic()
         with pytest.raises(hub.HubError, match=why) as caught:
@@ -68,6 +69,45 @@ def test_nobody_there_and_one_that_is_silent(silent: str, monkeypatch: pytest.Mo
         assert os.environ["HF_HUB_OFFLINE"] == "1"  # for all that is asked after this
         with pytest.raises(hub.HubError, match=r"data\.train\.path someone/rows: .* that data set"):
             hub.look_for_names({}, {"data.train.path": "someone/rows"})
+
+
+@pytest.mark.parametrize("through", ["directly", "by a proxy"])
+def test_a_slow_answer_is_one(monkeypatch: pytest.MonkeyPatch, through: str) -> None:
+    """A server behind a slow proxy counted as no network, and a good model was refused."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            time.sleep(2.0)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        if through == "directly":
+            monkeypatch.setenv("HF_ENDPOINT", address)
+        else:
+            monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+            monkeypatch.setenv("http_proxy", address)
+        assert hub.unreachable() is None
+        server.shutdown()
+
+
+def test_a_connection_that_does_not_come_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that drops what is sent: here, looking up the name takes for ever."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+
+    def never(*_: object, **__: object) -> None:
+        time.sleep(3)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", never)
+    began = time.monotonic()
+    assert hub.unreachable() == "no connection within 1.5 s"
+    assert time.monotonic() - began < 2
 
 
 def test_what_is_here_is_taken(tmp_path: Path, monkeypatch, caplog, refusing: str) -> None:
@@ -97,11 +137,14 @@ def test_nobody_is_asked_for_a_folder_or_where_it_is_forbidden(tmp_path: Path, m
     monkeypatch.setattr(hub, "unreachable", asked)
     hub.look_for_names({"model.path": str(tmp_path), "model.teacher": "./not/there"})
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub.look_for_names({"model.path": "someone/model"})
+    with pytest.raises(hub.HubError, match=r"someone/model: HF_HUB_OFFLINE=1 forbids asking"):
+        hub.look_for_names({"model.path": "someone/model"})
+    monkeypatch.setattr(hub, "_model_is_here", lambda name: True)
+    hub.look_for_names({"model.path": "someone/model"}, {"data.train.path": "someone/rows"})
 
 
 @pytest.mark.parametrize("missing", ["model", "data"])
-def test_the_command_says_it_once(tmp_path: Path, silent: str, missing: str) -> None:
+def test_the_command_says_it_once(tmp_path: Path, missing: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1="}\n')
     train = {"kind": "jsonl", "path": str(rows)}
@@ -117,7 +160,7 @@ def test_the_command_says_it_once(tmp_path: Path, silent: str, missing: str) -> 
         "train": {"steps": 1},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    environment = {**os.environ, "HF_ENDPOINT": silent, "HF_HOME": str(tmp_path / "hf")}
+    environment = {**os.environ, "HF_ENDPOINT": CLOSED, "HF_HOME": str(tmp_path / "hf")}
     command = [sys.executable, "-m", "rollpacker.cli.main", "train", str(tmp_path / "run.yaml")]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path

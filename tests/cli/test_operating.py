@@ -75,8 +75,11 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     assert "The same command goes on from here" in said
     done = steps(folder, "auto")
     again = start(folder, "auto", f"train.steps={done + 2}", "--resume=auto")
-    _, said = again.communicate(timeout=120)
+    shown, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
+    assert f"\nresuming after step {done} (checkpoints/step_{done:06d})\n" in shown
+    assert re.findall(r"\| step (\d+)/", shown) == [str(done + 1), str(done + 2)]
+    assert "evaluation after step 0" not in shown
     rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["step"] for row in rows]
     assert numbers[: done + 2] == list(range(1, done + 3))
@@ -145,6 +148,38 @@ def test_the_first_line_comes_before_anything_is_loaded(folder: Path) -> None:
     reward, into = f"{folder}/reward.py:vowels", f"{folder}/runs/first-line"
     rows = f"40 rows of {folder}/rows.jsonl"
     assert line == f"[] first-line: {folder}/model, {rows}, rewards {reward}, into {into}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.0, 2.5])
+def test_what_ends_a_start_says_so(folder: Path, number: signal.Signals, after_s: float) -> None:
+    """It died of the signal, without a word."""
+    name = f"start-{number.name}-{after_s:g}"
+    run = start(folder, name)
+    assert run.stdout is not None and run.stdout.readline()  # the first line
+    time.sleep(after_s)
+    run.send_signal(number)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    if "Finishing this step" not in said:  # it had begun: a fast machine
+        line = "rollpacker: interrupted before the first step; the same command starts again"
+        assert said.splitlines()[-1] == line and "Traceback" not in said, said
+        assert not (folder / "runs" / name).exists()
+
+
+def test_an_interrupt_while_the_parts_are_opened_leaves_no_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rollpacker
+    from rollpacker.cli.session import Session
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rollpacker.train(folder / "run.yaml", ["name=opened"])
+    assert not (folder / "runs" / "opened").exists()
 
 
 def test_verbose_shows_what_is_done(folder: Path) -> None:

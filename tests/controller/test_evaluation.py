@@ -38,3 +38,11 @@ def test_the_standard_error_is_over_prompts() -> None:
 
 def test_k_is_doubled_up_to_what_was_drawn() -> None:
     assert list(pass_at_k({0: (1, 6)}, 6)) == [f"eval/pass@{k}" for k in (1, 2, 4, 6)]
+
+
+def test_an_evaluation_of_which_little_was_judged_says_so() -> None:
+    few = result(Scored(value=0.0), *[Failed(reason="no \x1b worker")] * 7).few_judged()
+    assert few is not None and "over 1 of 8 samples" in few
+    assert "most often: no \ufffd worker" in few
+    assert result(Scored(value=0.0), Failed(reason="x")).few_judged() is None
+    assert result().few_judged() is None

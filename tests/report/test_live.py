@@ -110,6 +110,31 @@ def test_without_a_terminal_there_is_one_plain_line_a_step(tmp_path):
     assert "deferred" in lines[1] and "reward" in lines[1] and "left" in lines[1]
 
 
+def test_a_resume_shows_no_line_of_the_session_before(tmp_path):
+    """Neither its evaluations nor the step of the checkpoint, which is settled by the resume."""
+    entries = FakeRun(1).run(8)
+    cut = next(i for i, e in enumerate(entries) if is_committed(e, 6))
+    write(entries[:cut], tmp_path / "events.jsonl")
+    output = io.StringIO()
+    live = report(tmp_path, resume=True, console=Console(file=output, width=80))
+    for entry in entries[cut:]:
+        live.feed(entry)
+    assert live._display._state.evaluation is not None
+    live.close()
+    lines = [line.split(" | ")[1] for line in output.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith("step")] == ["step 7/8", "step 8/8"]
+    assert "evaluation after step 0" not in lines and "evaluation after step 5" not in lines
+
+
+def test_an_evaluation_without_some_verdicts_is_marked(tmp_path):
+    output = io.StringIO()
+    live = report(tmp_path, console=Console(file=output, width=80))
+    live._display.on_evaluation(0, {"eval/pass@1": 0.0, "eval/no_verdict": 28.0})
+    live.close()
+    assert "| eval/pass@1 0.000 (28 without a verdict) |" in output.getvalue()
+    assert live._display._state.passed() == "0.000 (28 without a verdict)"
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_live_panel_fits_its_terminal(tmp_path, width, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")

@@ -297,7 +297,7 @@ class RewardFunction:
         return Failed(reason=f"{self.name} {why}", cause=cause)
 
     def _report(self, kind: str, where: str = "") -> None:
-        if kind not in self._reported:
+        if self._patience.ended is None and kind not in self._reported:
             self._reported.add(kind)
             logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
