@@ -70,6 +70,7 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
     from rollpacker.cli import parts
     from rollpacker.controller.evaluation import reward_input
     from rollpacker.core.ids import SampleId
+    from rollpacker.rewards.reward import UNKNOWN
     from rollpacker.rollout.collect import collect
     from rollpacker.rollout.engine import GenerationRequest, SamplingParams
 
@@ -94,7 +95,7 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
         ]
         responses = sorted(await collect(policy.engine, requests), key=lambda r: r.sample)
         verdicts = await policy.reward.score(
-            [reward_input(rows[r.sample.prompt.row], r, policy.decode) for r in responses]
+            [reward_input(rows[r.sample.prompt.row], r, policy.decode, UNKNOWN) for r in responses]
         )
         size = config.rollout.samples_per_prompt
         scored = [(r, v.value) for r, v in zip(responses, verdicts, strict=True)]

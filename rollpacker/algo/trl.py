@@ -47,6 +47,10 @@ EQUAL_SETTINGS: tuple[Equal, ...] = (
         trl={"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": 2048},
         ours={"name": "dr_grpo", "fixed_length": 2048},
     ),
+    Equal(
+        trl={"loss_type": "dr_grpo", "max_completion_length": 2048},
+        ours={"name": "dr_grpo", "normalize_std": "group", "fixed_length": 2048},
+    ),
     Equal(trl={**_GSPO, "epsilon": 3e-4, "epsilon_high": 4e-4}, ours={"name": "gspo"}),
     Equal(
         trl={**_GSPO, "loss_type": "luspo"},

@@ -134,11 +134,13 @@ def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
 async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     from rollpacker.cli.parts import load_policy
     from rollpacker.controller.evaluation import evaluate
+    from rollpacker.rewards.reward import Progress
     from rollpacker.rollout.collect import collect
 
     policy = load_policy(config, model_path=model)
     if policy.eval_prompts is None:
         raise ValueError("this config has no held-out data: set data.eval or data.eval_fraction")
+    num_steps = config.num_steps(len(policy.train_prompts.rows))
     try:
         return await evaluate(
             config,
@@ -146,6 +148,7 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
             generate=lambda requests: collect(policy.engine, requests),
             score=policy.reward.score,
             decode=policy.decode,
+            progress=Progress(num_steps, num_steps),
         )
     finally:
         await policy.engine.close()

@@ -25,6 +25,14 @@ OF_ITS_SOURCE = ("kind", "path", "split", "subset", "tasks", "size", "seed")
 """Keys of a data set that say where rows come from; the others say what to make of them, and hold
 for given rows as well."""
 
+OF_TRL = {
+    "reward_funcs": "rewards",
+    "train_dataset": "data",
+    "eval_dataset": "eval_data",
+    "args": "config",
+}
+"""What TRL's trainers call the arguments of `rollpacker.train`."""
+
 Overrides = Sequence[str] | Mapping[str, Any]
 Reward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
@@ -35,6 +43,22 @@ class Given:
 
     config: RunConfig
     objects: Mapping[str, Any]
+
+
+def refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    """Raise `TypeError` if there is one, which `rollpacker.train` does not have."""
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.config.synonyms import all_keys, hint
+
+    for name in arguments:
+        if name in OF_TRL:
+            raise TypeError(
+                f"train() has no {name}: here it is {OF_TRL[name]}. docs/migration.md has TRL's"
+                " names and ours"
+            )
+        found = hint([name], {*all_keys(RunConfig)})
+        where = f".{found}, a key of config or overrides" if found else ": see help(train)"
+        raise TypeError(f"train() has no {name}{where}")
 
 
 def as_given(
@@ -59,9 +83,12 @@ def as_given(
         where = str(config)
         tree, lines = parse_document(read_text(where), where)
     else:
+        kind = type(config)
+        of_trl = kind.__module__.partition(".")[0] in ("trl", "transformers")
+        pointer = ". docs/migration.md has TRL's keys and ours" if of_trl else ""
         raise ValueError(
             "config must be a path, a dict or a RunConfig, not"
-            f" {type(config).__module__}.{type(config).__name__}"
+            f" {kind.__module__}.{kind.__name__}{pointer}"
         )
     objects: dict[str, Any] = {}
     if rewards is not None or _has_objects(tree.get("rewards")):

@@ -128,16 +128,23 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
 def _hint_for_flags(words: list[str]) -> str:
     """Settings written as other frameworks' flags, `--learning_rate 1e-6`, are `key=value` here."""
     from rollpacker.config.schema import RunConfig
-    from rollpacker.config.synonyms import all_keys, hint
+    from rollpacker.config.synonyms import TRL, TRL_DIFFERS, all_keys, hint, of_others
 
     known = {*all_keys(RunConfig)}
-    lines = []
-    for word in words:
+    lines, names_trl = list[str](), False
+    for word, after in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
-            name = word.partition("=")[0].lstrip("-").replace("-", "_")
-            found = f" Here it is {name}" if name in known else hint(name.split("."), known)
-            if found:
-                lines.append(f"\n  {word.partition('=')[0]}:{found}")
+            flag, _, value = word.partition("=")
+            path = flag.lstrip("-").replace("-", "_").split(".")
+            name = ".".join(path)
+            value = value or ("" if after.startswith("--") else after)
+            ours = f" Here it is {name}" if name in known else hint(path, known, value)
+            if ours:
+                lines.append(f"\n  {flag}:{ours}")
+                theirs = () if name in known else of_others(path, known, value)
+                names_trl = names_trl or any(one.framework == TRL for one in theirs)
+    if names_trl:
+        lines.append(f"\n  {TRL_DIFFERS}")
     return "".join([*lines, "\n  settings are written key=value, without dashes"] if lines else [])
 
 

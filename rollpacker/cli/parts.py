@@ -114,7 +114,9 @@ def load_inputs(
             for line in prompts.told:
                 tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
-    doubts = reward.try_out([_as_input(row) for row in train_prompts.rows])
+    doubts = reward.try_out(
+        [_as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
+    )
     largest = reward.largest()
     if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
         doubts.append(
@@ -136,9 +138,9 @@ def _of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
     }
 
 
-def _as_input(row: PromptRow) -> RewardInput:
+def _as_input(row: PromptRow, num_steps: int) -> RewardInput:
     """The row for rewards that are tried out, without a completion."""
-    from rollpacker.rewards.reward import RewardInput
+    from rollpacker.rewards.reward import Progress, RewardInput
 
     return RewardInput(
         prompt=row.prompt,
@@ -148,6 +150,7 @@ def _as_input(row: PromptRow) -> RewardInput:
         columns=row.columns,
         task=row.task,
         messages=row.messages,
+        progress=Progress(0, num_steps),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -230,11 +229,7 @@ class Session:
         from rollpacker.report.live import LiveReport
 
         config = self.config
-        steps = config.train.steps
-        if steps is None:
-            assert config.train.epochs is not None
-            rows = len(policy.train_prompts.rows) * config.train.epochs
-            steps = math.ceil(rows / config.rollout.prompts_per_step)
+        steps = config.num_steps(len(policy.train_prompts.rows))
         live = LiveReport(
             self.folder.path,
             total_steps=steps,

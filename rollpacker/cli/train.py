@@ -116,9 +116,11 @@ def _num_rows(path: str) -> int | None:
 def _print_dry_run(config: RunConfig) -> None:
     """Batch arithmetic and memory of one step, and the first prompt. No model is loaded."""
     from rollpacker.cli.parts import check_algorithm, first_prompts
+    from rollpacker.rewards.build import check_form
     from rollpacker.trainer.estimate import estimate
 
     check_algorithm(config)
+    check_form(config.rewards)
     print(f"{config.name}: {config.model.path}")
     print(f"  {config.algorithm.told}")
     for line in estimate(config).lines():

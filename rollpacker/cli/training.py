@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rollpacker.callbacks import Callback, CallbackError
 from rollpacker.cli.errors import naming
@@ -35,6 +35,7 @@ def train(
     overwrite: bool = False,
     display: bool | Literal["auto"] = "auto",
     observers: Sequence[Observer] = (),
+    **unknown: Never,
 ) -> Run:
     """Run a config to its end.
 
@@ -59,21 +60,30 @@ def train(
 
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
-    `OSError`; the run can then be resumed.
+    `OSError`; the run can then be resumed. Raises `TypeError` for an argument that there is not, by
+    the name that it has here.
     """
-    from rollpacker.cli.given import as_given
+    from rollpacker.cli.given import as_given, refuse_unknown
+    from rollpacker.controller.errors import RunError
     from rollpacker.imports import giving
 
+    refuse_unknown(unknown)
     given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
     with giving(given.objects):
-        return run_to_end(
-            given.config,
-            resume=resume,
-            overwrite=overwrite,
-            display=in_notebook() if display == "auto" else display,
-            callbacks=_checked(callbacks),
-            observers=observers,
-        )
+        try:
+            return run_to_end(
+                given.config,
+                resume=resume,
+                overwrite=overwrite,
+                display=in_notebook() if display == "auto" else display,
+                callbacks=_checked(callbacks),
+                observers=observers,
+            )
+        except RunError as error:
+            said = str(error).replace("`--overwrite`", "overwrite=True")
+            said = said.replace("--overwrite", "overwrite=True").replace("--resume", "resume=True")
+            error.args = (said,)  # where the command has flags, a program has arguments
+            raise
 
 
 def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollpacker.config.document import Path_, nearest
-from rollpacker.config.synonyms import all_keys, hint, of_others
+from rollpacker.config.synonyms import TRL, Synonym, all_keys, hint, of_others, of_value, said
 
 _FAILED = object()
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -97,6 +97,8 @@ class Checker:
         self.problems: list[tuple[Path_, str]] = []
         self._root: type = object
         """The schema of the whole config."""
+        self.names_trl = False
+        """Keys of TRL's are among what is wrong."""
         self._raw = raw
         """What the user typed for an override, for the keys that want a text."""
 
@@ -144,7 +146,9 @@ class Checker:
         if schema is not None:
             if not isinstance(value, list):
                 problem = f"is {_show(value)}. Allowed: {allowed_value(kind)}"
-                if isinstance(value, str) and _may_be_text(_item_kind(kind)):
+                if theirs := self._of_value(path, value):
+                    problem += f".{theirs}"
+                elif isinstance(value, str) and _may_be_text(_item_kind(kind)):
                     problem += f" (in brackets: [{value}])"
                 return self._refuse(path, problem)
             items = [self._item(kind, schema, v, (*path, i)) for i, v in enumerate(value)]
@@ -173,7 +177,7 @@ class Checker:
         problem = f"is {_show(value)}. Allowed: {allowed(kind)}"
         choices = [str(c) for m in members(kind) if get_origin(m) is Literal for c in get_args(m)]
         if isinstance(value, str) and choices:
-            problem += f".{nearest(value, choices)}"
+            problem += f".{self._of_value(path, value) or nearest(value, choices)}"
         elif isinstance(value, Mapping) and any(":" in str(k) for k in value):
             problem += " (in {key: value} a space comes after the colon)"
         elif str in members(kind) and isinstance(value, int | float):
@@ -185,14 +189,26 @@ class Checker:
         have."""
         known = tuple(all_keys(self._root))
         if isinstance(value, Mapping):
-            inside = [(*path, *leaf) for leaf in _leaf_paths(value)]
-            hints = [(leaf, found) for leaf in inside if (found := of_others(leaf, known))]
+            inside = [((*path, *leaf), item) for leaf, item in _leaves_of(value)]
+            hints = [
+                (leaf, found) for leaf, item in inside if (found := of_others(leaf, known, item))
+            ]
             for leaf, found in hints:
-                self._refuse(leaf, f"is no known key.{found}")
+                self._note(found)
+                self._refuse(leaf, f"is no known key.{said(found)}")
             if hints:
                 return
-        found = hint(path, known) or nearest(str(path[-1]), siblings)
-        self._refuse(path, f"is no known key.{found}")
+        self._note(of_others(path, known, value))
+        told = hint(path, known, value) or nearest(str(path[-1]), siblings)
+        self._refuse(path, f"is no known key.{told}")
+
+    def _of_value(self, path: Path_, value: Any) -> str:
+        found = of_value(path, tuple(all_keys(self._root)), value)
+        self._note(found)
+        return said(found)
+
+    def _note(self, found: list[Synonym]) -> None:
+        self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
         """What a dataclass said of itself; its messages mostly begin with a field's name, or with
@@ -255,12 +271,12 @@ def _prepared(kind: Any, value: Any) -> Any:
     return value
 
 
-def _leaf_paths(value: Mapping[Any, Any]) -> Iterator[Path_]:
+def _leaves_of(value: Mapping[Any, Any]) -> Iterator[tuple[Path_, Any]]:
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
-            yield from ((key, *rest) for rest in _leaf_paths(item))
+            yield from (((key, *rest), leaf) for rest, leaf in _leaves_of(item))
         else:
-            yield (key,)
+            yield (key,), item
 
 
 def _unprintable(value: Any) -> str:

@@ -25,6 +25,7 @@ from rollpacker.config.document import (
     read_text,
     write_document,
 )
+from rollpacker.config.synonyms import TRL_DIFFERS
 
 __all__ = ["ConfigError", "changes_since", "differences", "load_config", "save_config", "to_plain"]
 
@@ -81,7 +82,8 @@ def config_of(
         subject = f"{dotted(place)}{_origin(place, raw, lines)} " if place else ""
         problems.append(f"{subject}{problem}{end}")
     if problems:
-        raise ConfigError(_message(where, problems))
+        about_trl = f"\n{TRL_DIFFERS}" if checker.names_trl else ""
+        raise ConfigError(_message(where, problems) + about_trl)
     return cast(T, config)
 
 

@@ -365,6 +365,13 @@ class RunConfig:
         """Rewards choose rows by their task; each task is then a source of prompts of its own."""
         return any(reward.tasks is not None for reward in self.rewards)
 
+    def num_steps(self, num_prompts: int) -> int:
+        """Of the whole run, with so many training prompts."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.epochs is not None
+        return math.ceil(num_prompts * self.train.epochs / self.rollout.prompts_per_step)
+
     def job(
         self, *, prompt_tokens: int = 0, reward_kinds: Mapping[str, RewardKindConfig] | None = None
     ) -> JobConfig:

@@ -1,21 +1,31 @@
 """What other frameworks call our keys: the hint for a key that we do not know.
 
 The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever in a config it
-stands, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`.
+stands, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`. Some
+lines are for one value of their key.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 TABLE = Path(__file__).with_name("synonyms.yaml")
 MOST_PLACES = 2
 """A key of ours that stands in the wrong section is pointed to its own, if it has no more."""
+
+TRL = "TRL"
+TRL_DIFFERS = (
+    "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
+    ' "What means something else".'
+)
+"""Said once where keys of TRL's were found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +34,21 @@ class Synonym:
 
     framework: str
     theirs: str
+    """A key, or `key=value`."""
     ours: tuple[str, ...]
     """Keys, or `key=value`. Empty: there is none."""
     note: str
     """What differs; why there is none."""
+
+    @property
+    def key(self) -> str:
+        """Theirs, without a value."""
+        return self.theirs.partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        """That of theirs which it is for, `*` for anything; empty: for every one."""
+        return self.theirs.partition("=")[2]
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -47,36 +68,58 @@ def synonyms() -> tuple[Synonym, ...]:
     )
 
 
-def hint(path: Collection[str | int], known: Collection[str]) -> str:
+def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -> str:
     """` Here it is ...`, or why there is no such key; empty where nothing is known of it.
 
     `known` are the dotted keys of the schema at hand, `N` for a number: what does not exist there
-    is not named. A key of ours in the wrong section is pointed to its own.
+    is not named. A key of ours in the wrong section is pointed to its own. `value` is what the key
+    was given.
     """
-    return of_others(path, known) or _elsewhere(str([*path][-1]), known)
+    return said(of_others(path, known, value)) or _elsewhere(str([*path][-1]), known)
 
 
-def of_others(path: Collection[str | int], known: Collection[str]) -> str:
-    """The same for other frameworks' keys alone."""
+def of_others(
+    path: Collection[str | int], known: Collection[str], value: Any = ""
+) -> list[Synonym]:
+    """What other frameworks alone mean by the key."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
-    found = _best(parts, known)
+    return _best(parts, known, value)
+
+
+def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
+    """What a framework means by this value, which our key does not know."""
+    ours = ".".join(str(part) for part in path if not isinstance(part, int))
+    for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
+    return [
+        one
+        for one in synonyms()
+        if _is_for(one, value)
+        and _applies(one, known)
+        and ours in (*one.keys, *(for_any.get(one.key, ()) if not one.keys else ()))
+    ][:1]
+
+
+def said(found: Collection[Synonym]) -> str:
+    """A hint of these lines; empty for none."""
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
 def _elsewhere(name: str, known: Collection[str]) -> str:
+    if name in known:
+        return f" Here it is {name}"
     places = [key for key in known if key.rpartition(".")[2] == name and ".N." not in key]
     return f" Here it is {' or '.join(places)}" if 0 < len(places) <= MOST_PLACES else ""
 
 
-def _best(parts: list[str], known: Collection[str]) -> list[Synonym]:
+def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]:
     """The lines that share most of the path; those that say the same only once."""
     best: list[Synonym] = []
-    most = (1, False)
+    most = (1, False, False)
     for one in synonyms():
-        theirs = one.theirs.split(".")
+        theirs = one.key.split(".")
         count = _num_shared(parts, theirs)
-        shared = (count, count == len(theirs))
-        if shared < most or not _applies(one, known):
+        shared = (count, count == len(theirs), bool(one.value))
+        if shared < most or not _applies(one, known) or (one.value and not _is_for(one, value)):
             continue
         if shared > most:
             best, most = [], shared
@@ -85,6 +128,13 @@ def _best(parts: list[str], known: Collection[str]) -> list[Synonym]:
         ]:
             best.append(one)
     return best
+
+
+def _is_for(one: Synonym, value: Any) -> bool:
+    """Whether the line is for this value alone; a list of one is that one."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)
 
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
@@ -110,7 +160,9 @@ def _sentence(one: Synonym, among_others: bool) -> str:
     note = f": {one.note}" if one.note else ""
     if not one.ours:
         return f"There is none{of}{note}"
-    return f"Here it is {' and '.join(one.ours)}{of}{note}"
+    *most, last = one.ours
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"Here it is {listed}{of}{note}"
 
 
 def all_keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -109,8 +109,10 @@ class Controller:
         self._watch = watch = Watch(bus, config.deadlines, parts.engine, parts.reward)
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
+        num_steps = config.num_steps(len(parts.prompts.rows))
         self._scoring = Scoring(
             *(bus, main, desk, watch),
+            num_steps=num_steps,
             reward=parts.reward,
             rows=parts.prompts.rows,
             decode=parts.decode,
@@ -126,6 +128,7 @@ class Controller:
         self._evaluator = Evaluator(
             *(bus, watch),
             config=config,
+            num_steps=num_steps,
             prompts=parts.eval_prompts,
             generate=self._generation.collect,
             reward=parts.reward,

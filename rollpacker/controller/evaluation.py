@@ -18,7 +18,7 @@ from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
-from rollpacker.rewards.reward import Failed, Reward, RewardInput, Scored
+from rollpacker.rewards.reward import Failed, Progress, Reward, RewardInput, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.warn_once import WarnOnce
 
@@ -74,6 +74,8 @@ class Evaluator:
     watch: Watch
     _: KW_ONLY
     config: RunConfig
+    num_steps: int
+    """Of the whole run."""
     prompts: PromptSet | None
     """None: the run has nothing to evaluate on."""
     generate: Generate
@@ -90,7 +92,12 @@ class Evaluator:
             return
         began = self.bus.clock.now()
         result = await evaluate(
-            self.config, self.prompts, generate=self.generate, score=self._judge, decode=self.decode
+            self.config,
+            self.prompts,
+            generate=self.generate,
+            score=self._judge,
+            decode=self.decode,
+            progress=Progress(step, self.num_steps),
         )
         told = result.out_of_reach(self.config.eval.pass_threshold)
         if told is not None:
@@ -134,9 +141,16 @@ class Evaluator:
 
 
 async def evaluate(
-    config: RunConfig, prompts: PromptSet, *, generate: Generate, score: Judge, decode: Decode
+    config: RunConfig,
+    prompts: PromptSet,
+    *,
+    generate: Generate,
+    score: Judge,
+    decode: Decode,
+    progress: Progress,
 ) -> EvalResult:
-    """Draw responses to the prompts and judge them, as `config.eval` says.
+    """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
+    rewards are told of the run.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -153,7 +167,7 @@ async def evaluate(
         for index in range(settings.samples_per_prompt)
     ]
     responses = sorted(await generate(requests), key=lambda response: response.sample)
-    inputs = [reward_input(rows[r.sample.prompt.row], r, decode) for r in responses]
+    inputs = [reward_input(rows[r.sample.prompt.row], r, decode, progress) for r in responses]
     verdicts = await score(inputs)
     values: dict[int, list[float]] = {}
     for response, verdict in zip(responses, verdicts, strict=True):
@@ -188,7 +202,9 @@ def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
     return {f"eval/rewards/{name}/mean": sum(of) / len(of) for name, of in values.items()}
 
 
-def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardInput:
+def reward_input(
+    row: PromptRow, response: Response, decode: Decode, progress: Progress
+) -> RewardInput:
     return RewardInput(
         prompt=row.prompt,
         completion=decode(response.tokens),
@@ -197,6 +213,7 @@ def reward_input(row: PromptRow, response: Response, decode: Decode) -> RewardIn
         columns=row.columns,
         task=row.task,
         messages=row.messages,
+        progress=progress,
     )
 
 

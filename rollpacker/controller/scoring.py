@@ -22,7 +22,7 @@ from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
-from rollpacker.rewards.reward import Failed, Reward, RewardInput, Scored
+from rollpacker.rewards.reward import Failed, Progress, Reward, RewardInput, Scored
 
 MAX_BATCHES = 8
 """Batches under way at once."""
@@ -43,6 +43,8 @@ class Scoring:
     reward: Reward
     rows: Sequence[PromptRow]
     decode: Decode
+    num_steps: int
+    """Of the whole run."""
     _single: deque[Score] = field(default_factory=deque, init=False)
     _batched: deque[Score] = field(default_factory=deque, init=False)
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId]]] = field(
@@ -118,7 +120,8 @@ class Scoring:
     def _read(self, sample: SampleId) -> RewardInput:
         """What the rewards see of a sample."""
         known = self.desk[sample]
-        judged = reward_input(self.rows[sample.prompt.row], known.response, self.decode)
+        progress = Progress(self.bus.job.step, self.num_steps)
+        judged = reward_input(self.rows[sample.prompt.row], known.response, self.decode, progress)
         known.completion = judged.completion
         return judged
 

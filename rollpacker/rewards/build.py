@@ -50,6 +50,7 @@ def build_reward(
     engine_completer: MakeCompleter | None = None,
 ) -> WeightedReward:
     """The reward that a config names. Raises `RewardError` for one that cannot be used."""
+    check_form(configs)
     bounds = [c.workers for c in configs if c.function in SANDBOXED and c.workers != "auto"]
     shared = Shared(
         sandbox or SandboxConfig(),
@@ -68,16 +69,24 @@ def build_reward(
     return WeightedReward(parts, shared)
 
 
-def _part(config: RewardConfig, shared: Shared) -> RewardPart:
-    if config.function in BUILT_IN:
-        return _built_in(config, shared)
-    if ":" not in config.function:
-        hint = did_you_mean(config.function, BUILT_IN)
+def check_form(configs: Sequence[RewardConfig]) -> None:
+    """Raise `RewardError` for one that names neither a built-in nor a place. Nothing is loaded."""
+    for config in configs:
+        if config.function in BUILT_IN or ":" in config.function:
+            continue
+        place, dot, name = config.function.rpartition(".")
+        hint = f' Did you mean "{place}:{name}"?' if dot and place and name else ""
+        hint = hint or did_you_mean(config.function, BUILT_IN)
         raise RewardError(
             f'there is no built-in reward "{config.function}".{hint} Built in:'
             f' {", ".join(BUILT_IN)}; a function of your own is "module:function" or'
             ' "path/to/file.py:function".'
         )
+
+
+def _part(config: RewardConfig, shared: Shared) -> RewardPart:
+    if config.function in BUILT_IN:
+        return _built_in(config, shared)
     return RewardFunction(config)
 
 

@@ -10,13 +10,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 
 
 class RewardError(RuntimeError):
     """A reward is set up wrongly (not: a reward failed on a sample, which is `Failed`)."""
+
+
+class Progress(NamedTuple):
+    """How far a run is, for rewards that change with it."""
+
+    steps_done: int = 0
+    num_steps: int = 1
+    """Of the whole run."""
+
+
+UNKNOWN = Progress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,8 @@ class RewardInput:
     routed."""
     messages: list[dict[str, str]] | None = None
     """What the chat template made the prompt of. None: it had no part in it."""
+    progress: Progress = UNKNOWN
+    """Of the run, when the sample is judged."""
 
     @property
     def asked(self) -> str | list[dict[str, str]]:

@@ -273,3 +273,35 @@ def test_names_are_completed_and_there_is_a_version() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         rollpacker.nothing  # noqa: B018
     assert json.dumps(sorted(rollpacker.__all__))
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("reward_funcs", "here it is rewards"),
+        ("train_dataset", "here it is data"),
+        ("eval_dataset", "here it is eval_data"),
+        ("learning_rate", "Here it is train.learning_rate, a key of config or overrides"),
+        ("nonsense", "help"),
+    ],
+)
+def test_arguments_of_others_are_answered_with_ours(name: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=rf"^train\(\) has no {name}.*{ours}"):
+        rollpacker.train({}, **{name: 1})  # type: ignore[arg-type]
+
+
+def test_a_config_of_trl_is_pointed_to_the_page(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    with pytest.raises(ValueError, match=r"GRPOConfig. docs/migration.md has TRL's keys"):
+        rollpacker.train(trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_a_run_that_is_there_names_arguments_not_flags(folder: Path) -> None:
+    there = folder / "runs" / "there"
+    there.mkdir(parents=True)
+    (there / "events.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="continue it with resume=True, replace it") as error:
+        rollpacker.train(config(folder, "there"), rewards=length, data=ROWS)
+    assert "overwrite=True" in str(error.value) and "--" not in str(error.value)
+    with pytest.raises(ValueError, match="start it without resume=True"):
+        rollpacker.train(config(folder, "nowhere"), rewards=length, data=ROWS, resume=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollpacker.algo.trl import EQUAL_SETTINGS
 from rollpacker.cli.main import main
 from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.config.synonyms import TABLE, all_keys, hint, synonyms
+from rollpacker.config.synonyms import TABLE, TRL_DIFFERS, all_keys, hint, synonyms
 
 KNOWN = {*all_keys(RunConfig)}
 MINIMAL = """\
@@ -61,11 +62,13 @@ def test_trl_keys_are_keys_of_trl() -> None:
     script = {field.name for field in dataclasses.fields(trl.ModelConfig)}
     script |= {field.name for field in dataclasses.fields(trl.ScriptArguments)}
     trainer = {"reward_funcs", "peft_config", "quantization_config", "tools", "environment_factory"}
+    trainer |= {"rollout_func", "train_dataset"}
     older = {
         *("max_prompt_length", "warmup_ratio", "vllm_importance_sampling_cap"),
         *("reward_model_name_or_path", "load_in_4bit"),
+        *("torch_dtype", "overwrite_output_dir", "logging_dir"),
     }
-    theirs = {one.theirs for one in synonyms() if one.framework == "TRL"}
+    theirs = {one.key for one in synonyms() if one.framework == "TRL"}
     assert theirs - config - script - trainer - older == set()
 
 
@@ -82,7 +85,7 @@ def test_trl_keys_are_keys_of_trl() -> None:
         ("num_generations=8", "Here it is rollout.samples_per_prompt."),
         ("algorithm.beta=0.04", "Here it is algorithm.kl_coef"),
         ("kl_coef=0.04", "Here it is algorithm.kl_coef"),
-        ("loss_type=dr_grpo", "Here it is algorithm.name and algorithm.loss_aggregation"),
+        ("loss_type=mine", "Here it is algorithm.name and algorithm.loss_aggregation"),
         ("train.gradient_accumulation_steps=4", "there is no such key: a step is"),
         ("per_device_train_batch_size=4", "rollout.prompts_per_step and train.micro_batch_tokens"),
         ("push_to_hub=true", "There is none: a run pushes nothing"),
@@ -97,7 +100,71 @@ def test_trl_keys_are_keys_of_trl() -> None:
 def test_an_unknown_key_gets_its_hint(tmp_path: Path, override: str, expected: str) -> None:
     message = refusal(tmp_path, override)
     assert "is no known key." in message and expected in message
-    assert "\n" not in message, "one problem, one line"
+    first, _, rest = message.partition("\n")
+    assert expected in first, "one problem, one line"
+    assert rest in ("", TRL_DIFFERS)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("beta=0.04", "with algorithm.kl_bias_correction: true for TRL's"),
+        (
+            "loss_type=grpo",
+            "Here it is algorithm.name=grpo, algorithm.clip_high=0.2 and"
+            " algorithm.loss_aggregation=sequence-mean-token-mean",
+        ),
+        ("loss_type=dr_grpo", "algorithm.name=dr_grpo and algorithm.normalize_std=group: TRL"),
+        ("loss_type=sapo", "There is none: docs/algorithms.md"),
+        ("algorithm.name=bnpo", "Here it is algorithm.name=grpo and algorithm.clip_high=0.2"),
+        ("algorithm.name=luspo", "Here it is algorithm.name=gspo, algorithm.clip_low=0.2"),
+        ("algorithm.name=sapo", "There is none: docs/algorithms.md"),
+        ("train.optimizer=adamw_torch", "Here it is train.optimizer=adamw."),
+        ("train.optimizer=adamw_torch_fused", "Here it is train.optimizer=adamw."),
+        ("optim=adamw_torch", "Here it is train.optimizer=adamw."),
+        ("report_to=none", "Here it is trackers=[]: the default: leave it out"),
+        ("trackers=none", "leave it out"),
+        ("trackers=[none]", "leave it out"),
+        ("trackers=[tensorboard]", "tensorboard/ is always written"),
+        ("dataset_name=rows.jsonl", "Here it is data.train.kind=jsonl and data.train.path"),
+        ("dataset_name=some/name", "data.train.kind=huggingface"),
+        ("project=mine", "Here it is trackers.N.project"),
+        ("rollout_func=f", "docs/trl.md"),
+        ("train_dataset=x", "Here it is data.train.path"),
+        ("overwrite_output_dir=true", "--overwrite"),
+        ("torch_dtype=bfloat16", "Here it is model.dtype"),
+        ("min_p=0.1", "There is none: sampling has"),
+        ("disable_dropout=true", "There is none"),
+        ("train.seed=3", "Here it is seed."),
+    ],
+)
+def test_values_and_keys_of_trl(tmp_path: Path, override: str, expected: str) -> None:
+    message = refusal(tmp_path, override)
+    assert expected in message and "Did you mean" not in message
+    assert message.endswith(TRL_DIFFERS) == (override != "train.seed=3")
+
+
+def test_what_differs_is_said_once_and_for_trl_alone(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "beta=0.1", "num_generations=8")
+    assert message.count("migration.md") == 1 and message.endswith(TRL_DIFFERS)
+    assert TRL_DIFFERS not in refusal(tmp_path, "actor_rollout_ref.rollout.n=8")
+    assert TRL_DIFFERS not in refusal(tmp_path, "train.lerning_rate=1")
+
+
+def test_losses_of_trl_are_those_of_the_parity_table() -> None:
+    """What a loss_type is answered with is a line that is tested against TRL."""
+    equal = [
+        (one.trl["loss_type"], {k: v for k, v in one.ours.items() if k != "fixed_length"})
+        for one in EQUAL_SETTINGS
+        if "loss_type" in one.trl
+    ]
+    equal.append(("dapo", dict(EQUAL_SETTINGS[0].ours)))
+    answered = [one for one in synonyms() if one.key == "loss_type" and one.value and one.ours]
+    assert {one.value for one in answered} == {name for name, _ in equal}
+    for one in answered:
+        pairs = (each.partition("=") for each in one.ours)
+        ours = {key.removeprefix("algorithm."): yaml.safe_load(v) for key, _, v in pairs}
+        assert (one.value, ours) in equal
 
 
 @pytest.mark.parametrize(

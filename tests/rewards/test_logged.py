@@ -16,16 +16,26 @@ from benchmarks.resume import write_model
 from rollpacker.imports import giving
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.logged import read
-from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
+from rollpacker.rewards.reward import UNKNOWN, Failed, Progress, RewardConfig, RewardInput, Scored
 
 
-def judged(function: Any, texts: list[str]) -> list[Any]:
+def judged(
+    function: Any,
+    texts: list[str],
+    progress: Progress = UNKNOWN,
+    columns: dict[str, Any] | None = None,
+) -> list[Any]:
     with giving({"f": function}):
         reward = RewardFunction(RewardConfig(function="<python>:f", workers=1))
-    reward.check([{}])
+    reward.check([columns or {}])
     samples = [
         RewardInput(
-            prompt="p", completion=text, completion_tokens=(1,), finish_reason="stop", columns={}
+            prompt="p",
+            completion=text,
+            completion_tokens=(1,),
+            finish_reason="stop",
+            columns=columns or {},
+            progress=progress,
         )
         for text in texts
     ]
@@ -57,11 +67,52 @@ def test_metrics_are_the_calls_mean_and_extras_are_each_samples() -> None:
 
 def test_an_async_function_logs_too() -> None:
     async def f(completions, log_metric, **columns):
-        assert "log_extra" not in columns
         log_metric("n", len(completions))
         return [0.5] * len(completions)
 
     assert judged(f, ["a", "b", "c"])[2].metrics == {"n": 3.0}
+
+
+def test_all_of_it_is_in_kwargs_as_in_trl() -> None:
+    def f(completions, **kwargs):
+        kwargs.get("log_metric")("n", len(completions))
+        kwargs["log_extra"]("step", [kwargs["trainer_state"].global_step] * len(completions))
+        return [0.5] * len(completions)
+
+    first, _ = judged(f, ["a", "b"], Progress(7, 20))
+    assert first.metrics == {"n": 2.0} and first.extras == {"step": 7}
+
+
+def test_kwargs_may_be_passed_on() -> None:
+    def g(completions, trainer_state, **kwargs):
+        return [float(trainer_state.max_steps)] * len(completions)
+
+    def f(completions, **kwargs):
+        return g(completions, **kwargs)
+
+    assert judged(f, ["a"], Progress(1, 9))[0].value == 9.0
+
+
+def test_functions_of_other_shapes_get_what_they_name_alone() -> None:
+    def f(data_source, solution_str, ground_truth, trainer_state, **kwargs):
+        assert set(kwargs) <= {"extra_info"}, kwargs
+        return float(trainer_state.global_step)
+
+    assert judged(f, ["a"], Progress(3, 9), {"ground_truth": "1"})[0].value == 3.0
+
+
+def test_what_trainer_state_lacks_is_said() -> None:
+    def f(completions, trainer_state):
+        return [trainer_state.epoch]
+
+    assert "global_step and max_steps here, and no epoch" in judged(f, ["a"])[0].reason
+
+
+def test_a_wish_for_trainer_state_needs_no_column() -> None:
+    def f(completions, trainer_state, log_metric):
+        return [1.0] * len(completions)
+
+    assert judged(f, ["a"])[0].value == 1.0
 
 
 def test_one_value_for_each_completion_or_no_verdict() -> None:
@@ -85,7 +136,10 @@ def test_they_reach_metrics_and_samples_of_a_run(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     write_model(tmp_path / "model")
 
-    def f(completions, log_metric, log_extra):
+    def f(completions, log_metric, log_extra, **kwargs):
+        state = kwargs["trainer_state"]
+        log_metric("mine/step", state.global_step)
+        log_metric("mine/steps", state.max_steps)
         log_metric("mine/length", sum(map(len, completions)) / len(completions))
         log_metric("critic/rewards/mean", 100.0)
         log_extra("first", [text[:1] for text in completions])
@@ -108,6 +162,7 @@ def test_they_reach_metrics_and_samples_of_a_run(tmp_path: Path) -> None:
     for row in run.metrics:
         assert row["critic/rewards/mean"] < 2  # the run's own name stays the run's own
         assert row["mine/length"] == pytest.approx(16 * row["critic/rewards/mean"], rel=0.6)
+    assert run.metrics["mine/step"] == [0, 1] and run.metrics["mine/steps"] == [2, 2]
     samples = run.samples()
     assert [row["extra/first"] for row in samples] == [row["completion"][:1] for row in samples]
     for path in (run.folder / "evaluations").glob("*.parquet"):

@@ -245,7 +245,8 @@ class RewardFunction:
         if self._is_built_in:
             samples = [dataclasses.replace(sample, prompt=sample.asked) for sample in samples]
         args, named = self._binding.bind(samples)
-        return pickle.dumps((self._binding.shape, len(samples), args, named))
+        progress = tuple(max(sample.progress for sample in samples))
+        return pickle.dumps((self._binding.shape, len(samples), args, named, progress))
 
     async def _second_chance(
         self,

@@ -1,21 +1,23 @@
-"""What a reward function logs besides its values, as TRL has it: `log_metric` and `log_extra`.
+"""What a reward function is given besides columns, as TRL has it.
 
     log_metric(name, number)     averaged over the samples that a step trains on
     log_extra(column, values)    a value per completion, a column of the samples
+    trainer_state                `global_step` and `max_steps`
 
-A function that has a parameter of that name is given it. Runs in the worker; `read` is the
-controller's side.
+A function that has a parameter of that name is given it, and one of TRL's shape all of them in its
+`**kwargs`. Runs in the worker; `read` is the controller's side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.rewards.functions.returned import WrongReturn, shortened
 
-NAMES = ("log_metric", "log_extra")
+NAMES = ("log_metric", "log_extra", "trainer_state")
 
 MAX_TEXT = 4000
 """Longer texts of an extra are cut off."""
@@ -23,20 +25,35 @@ MAX_LOGGED = 100
 """Names that one call may log."""
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """What is known of TRL's object of that name."""
+
+    global_step: int
+    """Steps that the run has finished."""
+    max_steps: int
+    """Those of the whole run."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
+
+
 class Logged:
     """Takes what one call logs."""
 
-    def __init__(self, count: int) -> None:
-        """`count`: completions of the call."""
+    def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
+        """`count`: completions of the call. `progress`: steps done, and all of them."""
         self._count = count
+        self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
-    def arguments(self, wanted: Collection[str]) -> dict[str, Callable[..., None]]:
+    def arguments(self, wanted: Collection[str]) -> dict[str, Any]:
         """What the function is called with, of those that it wants."""
-        given: dict[str, Callable[..., None]] = {
+        given = {
             "log_metric": self.log_metric,
             "log_extra": self.log_extra,
+            "trainer_state": self._state,
         }
         return {name: given[name] for name in wanted}
 

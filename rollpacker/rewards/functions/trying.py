@@ -42,6 +42,7 @@ def made_up(row: RewardInput) -> list[RewardInput]:
             columns=row.columns,
             task=row.task,
             messages=row.messages,
+            progress=row.progress,
         )
         for text in texts
     ]

@@ -107,7 +107,7 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
         "parameters": _parameters(function),
         "file": _file_of(function),
     }
-    return hello, LoadedFunction(function, arguments)
+    return hello, LoadedFunction(function, arguments, is_built_in=is_factory)
 
 
 def _file_of(function: Callable[..., Any]) -> str | None:
@@ -132,17 +132,22 @@ def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:
 class LoadedFunction:
     """The function and the arguments that the config gives it."""
 
-    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: dict[str, Any], *, is_built_in: bool = False
+    ) -> None:
         self._function = function
         self._arguments = arguments
-        named = [one["name"] for one in _parameters(function) or ()]
+        parameters = _parameters(function) or ()
+        named = [one["name"] for one in parameters]
         self._loggers = [name for name in LOGGERS if name in named]
+        self._takes_all = not is_built_in and any(p["kind"] == "VAR_KEYWORD" for p in parameters)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _call(self, payload: bytes) -> tuple[Any, _Call]:
-        shape, count, args, kwargs = pickle.loads(payload)
-        logged = Logged(count)
-        kwargs |= logged.arguments(self._loggers)
+        shape, count, args, kwargs, progress = pickle.loads(payload)
+        logged = Logged(count, progress)
+        as_trl = shape == "trl" and self._takes_all
+        kwargs |= logged.arguments(LOGGERS if as_trl else self._loggers)
         call = _Call(shape, count, logged)
         return self._function(*args, **kwargs | self._arguments), call
 
