@@ -110,7 +110,8 @@ def markdown_table(schema: type) -> str:
 
 def reference_page() -> str:
     """The text of `docs/configuration.md`."""
-    from rollpacker.config.schema import RunConfig, WarmupConfig
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.config.warmup import WarmupConfig
 
     return f"""# Configuration
 

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 from rollpacker.config.load import load_config
-from rollpacker.config.schema import RunConfig, WarmupConfig
+from rollpacker.config.schema import RunConfig
+from rollpacker.config.warmup import WarmupConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "quickstart"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollpacker.config.schema import WarmupConfig
+    from rollpacker.config.warmup import WarmupConfig
     from rollpacker.trainer.warmup import WarmupProgress, WarmupResult
 
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rollpacker.cli.hub import look_for_names
     from rollpacker.config.load import load_config
-    from rollpacker.config.schema import WarmupConfig
+    from rollpacker.config.warmup import WarmupConfig
     from rollpacker.trainer.warmup import run_warmup
 
     config = load_config(args.config, args.overrides, WarmupConfig)

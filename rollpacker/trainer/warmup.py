@@ -38,7 +38,7 @@ from rollpacker.trainer.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rollpacker.config.schema import WarmupConfig, WarmupStage
+    from rollpacker.config.warmup import WarmupConfig, WarmupStage
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8

@@ -13,7 +13,8 @@ from rollpacker.cli.init import prepare
 from rollpacker.cli.main import build_parser, main
 from rollpacker.cli.templates import Template, find_template, root, templates
 from rollpacker.config.load import load_config
-from rollpacker.config.schema import RunConfig, WarmupConfig
+from rollpacker.config.schema import RunConfig
+from rollpacker.config.warmup import WarmupConfig
 from rollpacker.imports import load_function
 from rollpacker.sim.scenario import load_scenario
 

@@ -155,7 +155,7 @@ def test_a_cell_shows_progress_in_one_output_that_changes(folder: Path, kernel: 
             break
     assert len({display for _, display in shown}) == 1 and len(shown) == 2
     assert 3 <= len(pages) <= time.monotonic() - began + 2  # at most one a second
-    assert "shown" in pages[0] and "live" in "".join(pages)
+    assert "shown" in pages[0] and "loading" in pages[0]
     assert f"step 8/{STEPS}" in pages[-1] and "reward" in pages[-1] and "left" not in pages[-1]
     told = [line for line in printed.splitlines() if line.startswith("told")]
     assert told == [f"told {step}" for step in range(1, 9)]

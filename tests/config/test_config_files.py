@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from rollpacker.config.load import load_config, save_config
-from rollpacker.config.schema import RunConfig, WarmupConfig
+from rollpacker.config.schema import RunConfig
+from rollpacker.config.warmup import WarmupConfig
 from rollpacker.sim.scenario import Scenario, load_scenario
 
 ROOT = Path(__file__).parents[2]

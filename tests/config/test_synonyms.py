@@ -23,11 +23,6 @@ rollout: {prompts_per_step: 16, samples_per_prompt: 8, max_response_tokens: 512}
 rewards: [{function: "my_reward.py:correct"}]
 train: {steps: 200}
 """
-NOT_YET = {
-    *("trackers", "data.train.chat", "algorithm.advantage_function", "algorithm.loss_function"),
-    *("train.updates_per_round", "model.quantization"),
-}
-"""Keys that may be missing. To be emptied once all of them are there."""
 
 
 def refusal(tmp_path: Path, *overrides: str, text: str = MINIMAL) -> str:
@@ -40,16 +35,11 @@ def refusal(tmp_path: Path, *overrides: str, text: str = MINIMAL) -> str:
 
 @pytest.mark.parametrize("key", sorted({key for one in synonyms() for key in one.keys}))
 def test_every_right_hand_side_is_a_key(key: str) -> None:
-    if key in NOT_YET and key not in KNOWN:
-        pytest.skip(f"{key} is not there yet")
     assert key in KNOWN
 
 
 @pytest.mark.parametrize("value", sorted({o for one in synonyms() for o in one.ours if "=" in o}))
 def test_every_value_loads(tmp_path: Path, value: str) -> None:
-    key = value.partition("=")[0]
-    if key in NOT_YET and key not in KNOWN:
-        pytest.skip(f"{key} is not there yet")
     path = tmp_path / "run.yaml"
     path.write_text(MINIMAL)
     load_config(path, [value.replace(".N.", ".0.")], RunConfig)
@@ -124,8 +114,7 @@ def test_an_unknown_key_gets_its_hint(tmp_path: Path, override: str, expected: s
     ],
 )
 def test_keys_that_are_new(key: str, ours: str) -> None:
-    assert ours in hint(key.split("."), KNOWN | NOT_YET)
-    assert ours not in hint(key.split("."), KNOWN - NOT_YET), "what is not there is not named"
+    assert ours in hint(key.split("."), KNOWN)
 
 
 def test_a_foreign_section_in_a_file_is_gone_through(tmp_path: Path) -> None:
@@ -205,5 +194,5 @@ def test_verls_command_on_the_page_is_hinted_to_the_end(tmp_path: Path) -> None:
     overrides = [word for word in command.split() if not word.startswith("algorithm.name")]
     foreign = [word for word in overrides if word.partition("=")[0] not in KNOWN]
     for word in foreign:
-        said = hint(word.partition("=")[0].split("."), KNOWN | NOT_YET)
+        said = hint(word.partition("=")[0].split("."), KNOWN)
         assert said.startswith((" Here it is", " There is none")), word

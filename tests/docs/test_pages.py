@@ -13,7 +13,8 @@ import yaml
 from rollpacker.cli.main import _parse, build_parser, main
 from rollpacker.cli.templates import templates
 from rollpacker.config.load import load_config
-from rollpacker.config.schema import RunConfig, WarmupConfig
+from rollpacker.config.schema import RunConfig
+from rollpacker.config.warmup import WarmupConfig
 from rollpacker.sim.scenario import load_scenario
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, named_files
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollpacker.cli import warmup as command
-from rollpacker.config.schema import WarmupConfig, WarmupStage
+from rollpacker.config.warmup import WarmupConfig, WarmupStage
 from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.data.prompts import load_prompts
 from rollpacker.trainer import warmup

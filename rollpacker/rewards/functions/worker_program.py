@@ -179,12 +179,12 @@ class LoadedFunction:
 
 class _Call(NamedTuple):
     shape: str
-    count: int
+    num_samples: int
     logged: Logged
 
 
 def _answered(call: _Call, returned: Any, started: float) -> dict[str, Any]:
-    values = values_of(call.shape, returned, call.count)
+    values = values_of(call.shape, returned, call.num_samples)
     seconds = time.perf_counter() - started
     return {"values": values, "seconds": seconds, **call.logged.reply()}
 

@@ -1,0 +1,68 @@
+"""The configuration of supervised fine-tuning before reinforcement learning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rollpacker.trainer.trainer import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """Supervised fine-tuning before reinforcement learning (`rollpacker warmup`)."""
+
+    output: str
+    """The Hugging Face folder that it writes."""
+    stages: tuple[WarmupStage, ...]
+    model: ModelConfig | None = None
+    """Start from the weights of this model. Either this or `architecture` is set."""
+    architecture: dict[str, object] | None = None
+    """Start from random weights of this architecture: `model_type` and the fields of its
+    transformers config."""
+    alphabet: str | None = None
+    """The characters of the tokenizer that is built for `architecture`, a token each."""
+    seed: int = 0
+    threads: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.architecture is None):
+            raise ValueError("set model (start from weights) or architecture (start from scratch)")
+        if self.architecture is not None and self.alphabet is None:
+            raise ValueError("architecture needs an alphabet for its character tokenizer")
+        if not self.stages:
+            raise ValueError("stages must have at least one entry")
+        if self.threads != "auto" and self.threads < 1:
+            raise ValueError("threads must be at least 1, or auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupStage:
+    """One pass of supervised steps over one file."""
+
+    path: str
+    """JSONL with `prompt` and `completion`, texts or chat messages, or with `messages`. The loss is
+    on the completion, or each message of the assistant, and the token that ends it."""
+    steps: int
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    final_learning_rate_ratio: float = 0.1
+    """The rate falls linearly to this share."""
+    warmup_steps: int = 50
+    max_grad_norm: float = 1.0
+    max_loss: float | None = None
+    """Stop with a message if the mean loss of the last 20 steps is above this."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
+        if not 0 <= self.final_learning_rate_ratio <= 1:
+            raise ValueError("final_learning_rate_ratio must lie between 0 and 1")
+        if self.warmup_steps < 0:
+            raise ValueError("warmup_steps must not be negative")
+        if not self.max_grad_norm > 0:
+            raise ValueError("max_grad_norm must be more than 0")
