@@ -21,6 +21,7 @@ from rollpacker.rewards.reward import (
     RewardInput,
     Scored,
 )
+from rollpacker.rewards.shared import logged_progress
 from rollpacker.sandbox import Limits, RunResult, Status
 from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.code_box import Box, opened
@@ -349,6 +350,7 @@ class SharedBox:
     """What rewards have in common, with the sandbox of this module."""
 
     config = SandboxConfig()
+    progress = staticmethod(logged_progress)
 
     def __init__(self, box: Box | None) -> None:
         self.box = box
@@ -411,10 +413,10 @@ def test_many_bad_rows_are_one_short_message(box: Box) -> None:
 def test_progress_is_told_when_the_check_takes_long(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollpacker.rewards.code.grading._PROGRESS_S", 0.0)
+    monkeypatch.setattr("rollpacker.rewards.shared._LOGGED_EVERY_S", 0.0)
     with caplog.at_level("INFO"):
         reward(box).check([GOOD] * 3)
-    assert "reward code: 3 of 3 reference solutions" in caplog.text
+    assert "reward code: reference solutions checked: 3 of 3" in caplog.text
 
 
 @pytest.mark.parametrize(
