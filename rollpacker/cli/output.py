@@ -7,12 +7,18 @@ import io
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 logger = logging.getLogger(__name__)
+
+LINE_EVERY_S = 3.0
+"""So often a line says how far something long is, where there is no terminal for a bar."""
 
 
 class _Output(io.TextIOBase):
@@ -58,6 +64,31 @@ def console() -> Console:
 
     # A kernel would make an output of its own of every line.
     return Console(file=cast("IO[str]", _Output()), force_jupyter=False)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """How far something long is, which is told how many of `total` are done: a bar on a terminal,
+    which goes when it ends; else a line every few seconds."""
+    shown = console()
+    if shown.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        name = TextColumn("{task.description}", markup=False)
+        with Progress(name, BarColumn(), MofNCompleteColumn(), console=shown, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= LINE_EVERY_S:
+            told = time.monotonic()
+            line = f"{what}: {done:,} of {total:,}"
+            shown.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    yield tell
 
 
 def in_notebook() -> bool:

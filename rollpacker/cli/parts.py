@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollpacker.core.job import Job
     from rollpacker.data.dataset import PromptRow, PromptSet
     from rollpacker.rewards.reward import RewardInput
+    from rollpacker.rewards.shared import Progress
     from rollpacker.rewards.weighted import WeightedReward
     from rollpacker.rollout.engine import Engine
     from rollpacker.trainer.launch import Ranks
@@ -91,16 +92,22 @@ class Inputs:
 
 
 def load_inputs(
-    config: RunConfig, *, model_path: str | None = None, tell: Tell | None = None
+    config: RunConfig,
+    *,
+    model_path: str | None = None,
+    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Inputs:
     """Prompts and rewards, tried out: all that can fail before the model loads. `tell` is given
-    lines for people. Raises `ValueError` and `RewardError`."""
+    lines for people, `progress` shows how far checks are. Raises `ValueError` and `RewardError`."""
     from rollpacker.data.prompts import load_prompts
     from rollpacker.rewards.build import build_reward
 
     reward = build_reward(
         config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer
     )
+    if progress is not None:
+        reward.shared.progress = progress
     train_prompts, eval_prompts = load_prompts(
         config.data,
         max_response_tokens=max(
@@ -173,11 +180,12 @@ def load_policy(
     model_path: str | None = None,
     threads: int | None = None,
     tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Policy:
     """Prompts and rewards first, since they fail fast; then the model and its engine.
 
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
-    `tell` is given lines for people.
+    `tell` is given lines for people, `progress` shows how far what takes long is.
     """
     from rollpacker.imports import load_function
     from rollpacker.rollout.attention import install_attention
@@ -188,7 +196,7 @@ def load_policy(
     if model_path is not None:
         # A checkpoint's model is whole: its adapter is merged, and it is not of 4 bits.
         model_config = dataclasses.replace(model_config, path=model_path, quantization=None)
-    inputs = load_inputs(config, model_path=model_path, tell=tell)
+    inputs = load_inputs(config, model_path=model_path, tell=tell, progress=progress)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
     loaded = load_model(model_config)

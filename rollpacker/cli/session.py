@@ -52,6 +52,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
+        from rollpacker.cli.output import progress
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -70,7 +71,10 @@ class Session:
         if ranks is not None:
             self.stack.callback(ranks.close)
         policy = build.load_policy(
-            config, threads=before.get("threads"), tell=_print if self.display else None
+            config,
+            threads=before.get("threads"),
+            tell=_print if self.display else None,
+            progress=progress if self.display else None,
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:

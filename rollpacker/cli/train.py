@@ -13,6 +13,7 @@ from rollpacker.cli.driving import INTERRUPTED, ending_as_interrupt, not_begun
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
+    from rollpacker.data.dataset import DatasetConfig
 
 MAX_COUNTED_BYTES = 64 << 20
 """Rows of a larger file are not counted for the first line: that takes a tenth of a second."""
@@ -89,8 +90,8 @@ def _run(args: argparse.Namespace) -> int:
 def _first_line(config: RunConfig) -> str:
     """What is about to run, before anything is loaded."""
     data = config.data.train
-    source = getattr(data, "path", None) or data.kind
-    num_rows = _num_rows(source) if data.kind == "jsonl" else None
+    source = data.path or data.kind
+    num_rows = _num_rows(data)
     rows = "rows" if num_rows is None else f"{num_rows:,} rows"
     rewards = ", ".join(str(reward.function) for reward in config.rewards)
     line = (
@@ -100,17 +101,29 @@ def _first_line(config: RunConfig) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
-def _num_rows(path: str) -> int | None:
-    """Lines of a file that are not empty; None where counting them would take long or cannot be
-    done."""
-    try:
-        file = Path(path).expanduser()
-        if not file.is_file() or file.stat().st_size > MAX_COUNTED_BYTES:
-            return None
-        with file.open("rb") as lines:
-            return sum(bool(line.strip()) for line in lines)
-    except OSError:
+def _num_rows(data: DatasetConfig) -> int | None:
+    """How many rows a data set has; None where counting them would take long or cannot be done.
+    Lines of a JSONL file that are not empty; a parquet file says it itself."""
+    if data.kind == "reasoning_gym":
+        return data.size
+    if data.path is None or data.kind not in ("jsonl", "parquet"):
         return None
+    try:
+        file = Path(data.path).expanduser()
+        if not file.is_file():
+            return None
+        if data.kind == "parquet":
+            from pyarrow import parquet
+
+            num_rows: int = parquet.read_metadata(file).num_rows
+        elif file.stat().st_size <= MAX_COUNTED_BYTES:
+            with file.open("rb") as lines:
+                num_rows = sum(bool(line.strip()) for line in lines)
+        else:
+            return None
+    except (OSError, ValueError):  # pyarrow's errors are of these
+        return None
+    return num_rows if data.size is None else min(num_rows, data.size)
 
 
 def _print_dry_run(config: RunConfig) -> None:
@@ -128,6 +141,10 @@ def _print_dry_run(config: RunConfig) -> None:
     if config.without_effect is not None:
         print(f"  {config.without_effect}")
     sys.stdout.flush()
+    data = config.data
+    if (num_rows := _num_rows(data.train)) is not None:
+        held_out = f", {data.eval_fraction:g} of them held out" if data.eval_fraction else ""
+        print(f"  rows  {num_rows:,}{held_out}")
     for line in first_prompts(config):
         print(f"  {line}")
 

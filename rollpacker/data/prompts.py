@@ -20,11 +20,14 @@ from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, Prompt
 from rollpacker.data.files import RawRow, read_rows
 from rollpacker.data.procedural import make_rows
 from rollpacker.data.rendering import NUM_SHOWN, Messages, Prompt, PromptMaker, tokenize
+from rollpacker.data.row_warnings import row_warnings
 
 logger = logging.getLogger(__name__)
 
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
+MORE_READ = 200
+"""So many more rows are read to find a few that are not held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ def load_prompts(
     train_chat = eval_chat = chat(config.train, "train")
     train = _made_rows(config.train, "train", train_chat)
     held_out: list[_Made] | None = None
+    share: tuple[str, ...] = ()
     dropped: Counter[str] = Counter()
     if config.eval is not None:
         eval_chat = chat(config.eval, "eval")
@@ -70,11 +74,13 @@ def load_prompts(
         train = _without(train, held_out, dropped)
     elif config.eval_fraction:
         train, held_out = _split(train, config.eval_fraction)
+        share = _told_share(len(held_out), len(train) + len(held_out), config.eval_fraction)
     finish = partial(_prompt_set, config, tokenizer, chat_template_kwargs, limit)
     train_set = finish("train", train, dropped, train_chat)
     if held_out is None:
         return train_set, None
-    return train_set, finish("eval", held_out, Counter(), eval_chat)
+    eval_set = finish("eval", held_out, Counter(), eval_chat)
+    return train_set, replace(eval_set, told=(*eval_set.told, *share))
 
 
 def load_few(
@@ -88,17 +94,20 @@ def load_few(
     end_tokens: Collection[int] = (),
 ) -> PromptSet:
     """The prompts of the first rows of data set `split`, to be looked at; whatever their length.
-    Raises `DataError`."""
+    Of `train` the first that `eval_fraction` does not hold out. Raises `DataError`."""
     few = _of(config, split)
+    fraction = config.eval_fraction if split == "train" else 0.0
+    num_read = rows + (MORE_READ if fraction else 0)
     if few.kind != "reasoning_gym":  # whose rows depend on how many there are
-        few = replace(few, size=min(few.size or rows, rows))
+        few = replace(few, size=min(few.size or num_read, num_read))
     config = (
         replace(config, eval=few, eval_fraction=0.0)
         if split == "eval"
         else replace(config, train=few, eval_fraction=0.0)
     )
     chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
-    made = _made_rows(few, split, chat)[:rows]
+    made = _made_rows(few, split, chat)
+    made = ([row for row in made if not _is_held_out(row, fraction)] or made)[:rows]
     limit = max_context_tokens or sys.maxsize
     looked_at = _prompt_set(
         config, tokenizer, chat_template_kwargs, limit, split, made, Counter(), chat
@@ -205,14 +214,28 @@ def _split(rows: list[_Made], fraction: float) -> tuple[list[_Made], list[_Made]
     train: list[_Made] = []
     held_out: list[_Made] = []
     for row in rows:
-        draw = int.from_bytes(_key(row.prompt)[:8], "big") / 2**64
-        (held_out if draw < fraction else train).append(row)
+        (held_out if _is_held_out(row, fraction) else train).append(row)
     if not held_out or not train:
         side = "nothing to evaluate on" if not held_out else "nothing to train on"
         raise DataError(
             f"eval_fraction {fraction} leaves {side} ({len(rows)} rows); change it, or add rows."
         )
     return train, held_out
+
+
+def _is_held_out(row: _Made, fraction: float) -> bool:
+    return int.from_bytes(_key(row.prompt)[:8], "big") / 2**64 < fraction
+
+
+def _told_share(num_held_out: int, num_rows: int, fraction: float) -> tuple[str, ...]:
+    """A line where the hash holds out far more or less than it was asked for."""
+    asked = fraction * num_rows
+    if abs(num_held_out - asked) <= max(1, 0.2 * asked):
+        return ()
+    return (
+        f"{num_held_out} of {num_rows} rows are held out, data.eval_fraction={fraction:g} asks for"
+        f" {asked:.0f}: a hash of the prompt chooses, so small files differ",
+    )
 
 
 def _prompt_set(
@@ -228,6 +251,9 @@ def _prompt_set(
     made: list[Prompt] = [row.messages or row.prompt for row in rows]
     tokens = tokenize(made, tokenizer, chat_template_kwargs)
     _report_tokens(name, rows, tokens, tokenizer)
+    chats = [(row.where, row.messages) for row in rows if row.messages is not None]
+    for line in row_warnings(chats, tokenizer, _of(config, name).system_prompt):
+        logger.warning("data.%s: %s", name, line)
     lengths = zip((row.where for row in rows), map(len, tokens), strict=True)
     too_long = [f"{where} ({length})" for where, length in lengths if length > limit]
     if too_long:

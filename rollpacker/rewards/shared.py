@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,6 +17,24 @@ from rollpacker.sandbox.sandbox import Capabilities, Sandbox, SandboxConfig, San
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows how far something long is: of what it is and how many there are, what takes the number
+that is done."""
+_LOGGED_EVERY_S = 2.0
+
+
+@contextmanager
+def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """For the log alone."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > _LOGGED_EVERY_S:
+            told = time.monotonic()
+            logger.info("%s: %d of %d", what, done, total)
+
+    yield tell
 
 
 @dataclass(slots=True)
@@ -42,6 +61,8 @@ class Shared:
         self._workers = workers
         self.engine_completer = engine_completer
         """Makes a judge's completer of a model folder. None: there is no engine here."""
+        self.progress: Progress = logged_progress
+        """Of what takes long before the run."""
         self._capabilities: Capabilities | None = None
         self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
 

@@ -107,6 +107,14 @@ def test_the_dry_run_shows_it_without_a_model(config, capsys, monkeypatch):
     assert main(["train", str(config), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "short round" in out and "<|user|>0+1=<|end|><|assistant|>" in out
+    assert "\n  rows  12\n" in out
+    rows = [json.loads(line) for line in (config.parent / "rows.jsonl").read_text().splitlines()]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, config.parent / "rows.parquet")
+    of_parquet = ["data.train.kind=parquet", f"data.train.path={config.parent}/rows.parquet"]
+    split = ["data.train.size=10", "data.eval_fraction=0.3"]
+    assert main(["train", str(config), "--dry-run", *of_parquet, *split]) == 0
+    assert "\n  rows  10, 0.3 of them held out\n" in capsys.readouterr().out
     for override in ("data.train.path=/nowhere.jsonl", "model.path=/nowhere"):
         assert main(["train", str(config), "--dry-run", override]) == 0
         out = capsys.readouterr().out

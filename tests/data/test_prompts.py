@@ -13,7 +13,7 @@ import pytest
 
 from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptSet, TaskConfig
 from rollpacker.data.procedural import make_rows, shares
-from rollpacker.data.prompts import IN_EVAL, TOO_LONG, load_prompts
+from rollpacker.data.prompts import IN_EVAL, TOO_LONG, load_few, load_prompts
 from tests.data.characters import character_tokenizer, text_of
 
 TOKENIZER = character_tokenizer()
@@ -289,6 +289,31 @@ def test_held_out_share_keeps_equal_prompts_together(tmp_path: Path) -> None:
     _, later = load_prompts(config, TOKENIZER)
     assert later is not None
     assert prompts[1] <= {row.prompt for row in later.rows}, "a new row moves no other"
+
+
+def test_an_odd_held_out_share_of_a_small_file_is_told(tmp_path: Path) -> None:
+    told = set()
+    for size in (8, 12, 16, 20, 24, 32, 40, 48, 200):
+        path = jsonl(tmp_path / f"{size}.jsonl", [{"prompt": f"{n}+1="} for n in range(size)])
+        config = DataConfig(train=DatasetConfig(kind="jsonl", path=str(path)), eval_fraction=0.25)
+        _, held_out = load_prompts(config, TOKENIZER)
+        assert held_out is not None
+        num, asked = len(held_out.rows), 0.25 * size
+        says = [line for line in held_out.told if "a hash of the prompt chooses" in line]
+        assert bool(says) == (abs(num - asked) > max(1, asked / 5))
+        told.add(bool(says))
+        if says:
+            wanted = f"{num} of {size} rows are held out, data.eval_fraction=0.25 asks for"
+            assert says[0].startswith(f"{wanted} {asked:.0f}: ")
+    assert told == {True, False}
+
+
+def test_the_first_prompt_looked_at_is_trained_on(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n}+1="} for n in range(40)])
+    config = DataConfig(train=DatasetConfig(kind="jsonl", path=str(path)), eval_fraction=0.8)
+    train, _ = load_prompts(config, TOKENIZER)
+    assert train.rows[0].where != f"{path}, line 1", "the first row is held out"
+    assert load_few(config, "train", TOKENIZER).rows[0].prompt == train.rows[0].prompt
 
 
 def test_eval_prompts_are_not_trained_on(tmp_path: Path) -> None:

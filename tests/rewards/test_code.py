@@ -21,6 +21,7 @@ from rollpacker.rewards.reward import (
     RewardInput,
     Scored,
 )
+from rollpacker.rewards.shared import logged_progress
 from rollpacker.sandbox import Limits, RunResult, Status
 from rollpacker.sandbox.sandbox import SandboxConfig
 from tests.rewards.code_box import Box, opened
@@ -94,6 +95,35 @@ def test_extraction_of_a_huge_completion_is_quick() -> None:
         ([{"type": "io", "stdin": "1", "stdot": "2"}], 'Did you mean "stdout"?'),
         ([{"type": "call", "function": "f", "arg": [1], "expected": 1}], 'Did you mean "args"?'),
         ([{"type": "assert", "code": "assert f(1)", "setp": "x"}], 'Did you mean "setup"?'),
+        (
+            [call(1, gives=2), {"type": "call", "function": "f", "arg": [1], "expected": 1}],
+            'test 1: arg is no key of a test of type call. Did you mean "args"?',
+        ),
+        (
+            [{"type": "call", "function": "f", "args": [], "kwarg": {"x": 1}, "expected": 1}],
+            'test 0: kwarg is no key of a test of type call. Did you mean "kwargs"?',
+        ),
+        ([{"type": "io", "stdn": "1", "stdout": "2", "input": ""}], 'Did you mean "stdin"?'),
+        (
+            [{"type": "call", "function": "f", "args": [1], "args_litral": "[1]", "expected": 1}],
+            'Did you mean "args_literal"?',
+        ),
+        ([{"type": "io", "stdout": "2", "tolerance": 0.1}], "tolerance is no key of a test of"),
+        (
+            [{"input": "1", "output": "2", "testype": "functional", "fn_name": "f"}],
+            'test 0: testype is no key of a test with input. Did you mean "testtype"?',
+        ),
+        ([{"input": "1", "output": "2", "fn_name": "f"}], "fn_name is no key of a test with input"),
+        (
+            [{"testtype": "functional", "input": "1", "output": "2", "fn_name": "f", "setp": ""}],
+            "setp is no key of a test of type functional",
+        ),
+        ({"inputs": ["1"], "outputs": ["2"], "fn_nam": "f"}, 'Did you mean "fn_name"?'),
+        (
+            {"test_list": ["assert f(1) == 2"], "test_setup_cod": "x = 1"},
+            'test_setup_cod is no key of a test with test_list. Did you mean "test_setup_code"?',
+        ),
+        ([{"type": []}], "the type [] is unknown"),
         ([{"type": "call", "function": "f(", "args": [], "expected": 1}], "must be a name"),
         ([{"type": "call", "function": "f", "args": 3, "expected": 1}], "args must be a list"),
         ([call(1, gives=float("nan"))], "nan is expected, which nothing equals"),
@@ -113,10 +143,25 @@ def test_bad_tests_are_named(tests: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_what_is_beside_a_test_does_no_harm() -> None:
-    """What somebody notes of a test is no misspelt key."""
-    beside = {"output_type": "text", "outputs": ["2"], "id": 3, "weight": 1.0}
-    assert len(read_tests([{"type": "io", "input": "1", "output": "2"} | beside])) == 1
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [
+            {"type": "io", "input": "1", "output": "2", "output_type": "text", "outputs": ["2"]}
+            | {"id": 3, "weight": 1.0, "_checked": True}
+        ],
+        [{"type": "stdin_stdout", "language": "python", "fn_name": "", "input": "", "output": ""}],
+        [{"input": "1", "output": "2", "testtype": "stdin", "metadata": {"func_name": "f"}}],
+        {"inputs": ["1"], "outputs": ["2"], "call_type": "std"},
+        {"task_id": 2, "text": "Write f.", "code": "def f(x): ...", "challenge_test_list": []}
+        | {"test_list": ["assert f(1) == 2"], "test_setup_code": "", "test_imports": []},
+        {"task_id": "HumanEval/0", "prompt": "def f(x):", "canonical_solution": "    return x"}
+        | {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"}
+        | {"base_input": [[1]], "plus_input": [[2]], "atol": 0, "contract": ""},
+    ],
+)
+def test_what_data_sets_carry_beside_a_test_does_no_harm(tests: Any) -> None:
+    assert len(read_tests(tests)) == 1
 
 
 # -- verdicts --------------------------------------------------------------------------
@@ -305,6 +350,7 @@ class SharedBox:
     """What rewards have in common, with the sandbox of this module."""
 
     config = SandboxConfig()
+    progress = staticmethod(logged_progress)
 
     def __init__(self, box: Box | None) -> None:
         self.box = box
@@ -367,10 +413,10 @@ def test_many_bad_rows_are_one_short_message(box: Box) -> None:
 def test_progress_is_told_when_the_check_takes_long(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollpacker.rewards.code.grading._PROGRESS_S", 0.0)
+    monkeypatch.setattr("rollpacker.rewards.shared._LOGGED_EVERY_S", 0.0)
     with caplog.at_level("INFO"):
         reward(box).check([GOOD] * 3)
-    assert "reward code: 3 of 3 reference solutions" in caplog.text
+    assert "reward code: reference solutions checked: 3 of 3" in caplog.text
 
 
 @pytest.mark.parametrize(

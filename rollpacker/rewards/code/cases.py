@@ -31,17 +31,31 @@ IMPORTS = {
 """Test code often has these from what the program imports; here it gets them itself."""
 
 
-_IO = (("stdin", "input"), ("stdout", "output"))
+_IO = ("stdin", "input", "stdout", "output")
 _KEYS = {
-    **dict.fromkeys(("io", "stdin", "stdin_stdout"), _IO),
-    "call": (
-        *(("function",), ("args", "args_literal"), ("kwargs",)),
-        ("expected", "expected_literal"),
-    ),
-    "functional": (("input",), ("output",), ("fn_name", "function")),
-    "assert": (("code",), ("setup",), ("functions",)),
+    **dict.fromkeys(("io", "stdin", "stdin_stdout"), (*_IO, "fn_name", "function")),
+    "call": ("function", "args", "args_literal", "kwargs", "expected", "expected_literal"),
+    "functional": ("input", "output", "fn_name", "function"),
+    "assert": ("code", "setup", "functions"),
 }
-"""What a test of each type may have; of alternatives it has one."""
+"""What a test of each type may have."""
+_SHAPES = {
+    "inputs": ("inputs", "outputs", "fn_name"),
+    "test_list": ("test_list", "test_setup_code", "test_imports"),
+    "test": ("test", "entry_point"),
+    "input": ("input", "output"),
+}
+"""What a test without a type may have, by the key that it is recognised by."""
+_WHOLE_ROWS = ("test_list", "test")
+"""MBPP and HumanEval: the test may be the data set's whole row, with much else in it."""
+_ABOUT = frozenset(
+    "call_type category challenge_test_list comment comments contract description difficulty"
+    " explanation func_name hidden id index input_type is_hidden is_public is_sample is_test"
+    " lang language memory_limit metadata name note notes num number outputs output_type points"
+    " prompt public question_id sample score source starter_code starter_code_lang tag tags"
+    " task_id test_id text time_limit timeout title version visible weight".split()
+)
+"""What data sets say about a test beside it. It changes nothing here."""
 
 
 class BadTests(ValueError):
@@ -160,15 +174,28 @@ def _of_mapping(test: Any) -> Iterator[Test]:
 
 
 def _check_keys(test: Mapping[str, Any], kind: Any) -> None:
-    """A key that is nearly one that is missing is misspelt; others may be about the test."""
-    known = [name for names in _KEYS.get(kind, ()) for name in names]
-    unknown = [key for key in test if key not in known]
-    for names in _KEYS.get(kind, ()):
-        if not any(name in test for name in names):
-            for key in unknown:
-                if difflib.get_close_matches(str(key), names, 1, 0.75):
-                    hint = did_you_mean(str(key), names)
-                    raise BadTests(f"{key} is no key of a test of type {kind}.{hint}")
+    """A misspelt key would be a test without what it says: `arg` one that passes nothing."""
+    if kind is None:
+        shape = next((key for key in _SHAPES if key in test), None)
+        if shape is None:
+            return
+        known, what = _SHAPES[shape], f"a test with {shape}"
+    elif isinstance(kind, str) and kind in _KEYS:
+        shape, known, what = None, _KEYS[kind], f"a test of type {kind}"
+    else:
+        return
+    types = ("type", "testtype")
+    missing = [name for name in (*known, *types) if name not in test]
+    for key in test:
+        if key in known or key in types or key in _ABOUT or str(key).startswith("_"):
+            continue
+        if shape in _WHOLE_ROWS and not difflib.get_close_matches(str(key), missing, 1, 0.75):
+            continue
+        hint = did_you_mean(str(key), missing)
+        raise BadTests(
+            f"{key} is no key of {what}.{hint} There are: {', '.join(known)};"
+            " notes belong into metadata"
+        )
 
 
 def _need(test: Mapping[str, Any], *names: str) -> Any:

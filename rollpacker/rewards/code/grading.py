@@ -13,8 +13,7 @@ import json
 import logging
 import os
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ MAX_COMPLETION_CHARACTERS = 4_000_000
 PYTHON = frozenset({"python", "python3", "py", "py3"})
 _NAMED = 5
 """So many bad rows are named in one message."""
-_PROGRESS_S = 2.0
 
 _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
@@ -257,24 +255,22 @@ class CodeReward:
         limits = self._limits(self._longest_s())
         left = list(reversed(known))
         bad: dict[int, str] = {}
-        told = time.monotonic()
+        num_done = 0
 
-        async def work() -> None:
-            nonlocal told
+        async def work(tell: Callable[[int], None]) -> None:
+            nonlocal num_done
             while left:
                 number, solution, tests = left.pop()
                 if reason := await _why_wrong(
                     solution, tests[: self._config.max_tests], box, limits
                 ):
                     bad[number] = reason
-                if time.monotonic() - told > _PROGRESS_S:
-                    told = time.monotonic()
-                    done = len(known) - len(left)
-                    logger.info(
-                        "reward %s: %d of %d reference solutions", self.name, done, len(known)
-                    )
+                num_done += 1
+                tell(num_done)
 
-        await asyncio.gather(*(work() for _ in range(self._num_workers())))
+        what = f"reward {self.name}: reference solutions checked"
+        with self._shared.progress(what, len(known)) as tell:
+            await asyncio.gather(*(work(tell) for _ in range(self._num_workers())))
         return dict(sorted(bad.items()))
 
     def _num_workers(self) -> int:

@@ -1,0 +1,68 @@
+"""What of a data set's rows becomes another prompt than their author may think."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollpacker.data.chat import visible
+from rollpacker.data.rendering import Messages
+
+Located = tuple[str, Messages]
+"""Where a row is, and its messages as the chat template gets them."""
+
+
+def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | None) -> list[str]:
+    """A line for each of: a system prompt that rows do not use, conversations that end with the
+    assistant, texts with special tokens of the tokenizer. `system_prompt`: of the config."""
+
+    def own_system(messages: Messages) -> bool:
+        first = messages[0]
+        return first["role"] == "system" and first["content"] != system_prompt
+
+    special = _special_tokens(tokenizer)
+
+    def special_in(messages: Messages) -> str | None:
+        texts = (one["content"] for one in messages)
+        found = (special.search(text) for text in texts if text != system_prompt)
+        return next((one[0] for one in found if one), None)
+
+    last_is_answer = "end with a message of the assistant, which the chat template closes: the"
+    lines = [
+        None
+        if system_prompt is None
+        else _line(rows, own_system, "do not use system_prompt, they have a system message"),
+        _line(
+            rows,
+            lambda messages: messages[-1]["role"] == "assistant",
+            f"{last_is_answer} response is a turn after it, not its continuation",
+        ),
+    ]
+    token = next((found for _, messages in rows if (found := special_in(messages))), None)
+    if token is not None:
+        lines.append(
+            _line(
+                rows,
+                lambda messages: special_in(messages) is not None,
+                f"hold a special token of the tokenizer ({visible(token)}) as text; it acts as that"
+                " token, so it can end a turn or begin one of another role",
+            )
+        )
+    return [line for line in lines if line is not None]
+
+
+def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) -> str | None:
+    """How many rows fit, and where the first is."""
+    places = [where for where, messages in rows if fits(messages)]
+    if not places:
+        return None
+    return f"{len(places)} of {len(rows)} chat prompts {what}; the first: {places[0]}"
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches what the tokenizer makes a special token of, wherever it stands in a text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens}
+    longest_first = sorted((name for name in names if name), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,0 +1,43 @@
+"""What is shown while something long is done before a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollpacker.cli import output
+from rollpacker.cli.parts import load_inputs
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
+from tests.cli.test_prompts_shown import config, instruct  # noqa: F401  # fixtures
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, every_s: float) -> str:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=100)
+    monkeypatch.setattr(output, "console", lambda: console)
+    monkeypatch.setattr(output, "LINE_EVERY_S", every_s)
+    with output.progress("reward [red]code: reference solutions checked", 2000) as tell:
+        tell(1)
+        tell(1000)
+    return text.getvalue()
+
+
+def test_without_a_terminal_it_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "reward [red]code: reference solutions checked: {} of 2,000\n"
+    lines = line.format("1") + line.format("1,000")
+    assert shown(monkeypatch, terminal=False, every_s=0) == lines
+    assert shown(monkeypatch, terminal=False, every_s=60) == ""
+
+
+def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, terminal=True, every_s=60)
+    assert "reward [red]code: reference solutions checked" in text and "1000/2000" in text
+
+
+def test_rewards_are_given_it(config: Path) -> None:  # noqa: F811
+    loaded = load_inputs(load_config(str(config), (), RunConfig), progress=output.progress)
+    assert loaded.reward.shared.progress is output.progress
