@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.imports import require
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
-    from rollpacker.report.summary import render
+    from rollpacker.report.summary_table import render
     from rollpacker.report.timeline import draw_comparison
     from rollpacker.report.writing import printable
 

@@ -166,7 +166,7 @@ def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
         summary = write_reports(folder)
     if display and not in_notebook():  # where a run shows itself
         from rollpacker.cli.output import console
-        from rollpacker.report.summary import render
+        from rollpacker.report.summary_table import render
 
         console().print(render(summary))
     return summary

@@ -1,4 +1,4 @@
-"""What came of a run: one pass over its event log, as JSON and as a table."""
+"""What came of a run: one pass over its event log, as JSON. `summary_table.py` shows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollpacker.core.records import Entry
 from rollpacker.report.accounting import Accounting
@@ -16,20 +16,10 @@ from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.time_book import CAUSES
-from rollpacker.report.writing import clock, printable, replacing
+from rollpacker.report.writing import replacing
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-MAX_WIDTH = 100
-"""Of the table, in a terminal that is wider."""
 SUMMARY_FILE = "summary.json"
-_LAST_STEPS = 5
-_NUM_REASONS = 5
-_REASON_WIDTH = 38
-_TELLING_S = 0.5
+LAST_STEPS = 5
 _OFF_POLICY = {
     "importance_ess": "sampling/ess",
     "importance_outside": "sampling/mismatch_outside",
@@ -180,9 +170,9 @@ def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
     known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
     kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None
     rewards = [mean for of, mean in known if of == kind]
-    if len(rewards) < 2 * _LAST_STEPS:
+    if len(rewards) < 2 * LAST_STEPS:
         return {"first": None, "last": None}
-    first, last = _mean(rewards[:_LAST_STEPS]), _mean(rewards[-_LAST_STEPS:])
+    first, last = _mean(rewards[:LAST_STEPS]), _mean(rewards[-LAST_STEPS:])
     return {"first": first, "last": last, "kind": None if kind is None else str(kind)}
 
 
@@ -232,232 +222,3 @@ def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for count in counts:
         total.update(count)
     return dict(sorted(total.items()))
-
-
-# As a table.
-
-
-def render(summary: Mapping[str, Any]) -> RenderableType:
-    """The table printed at the end of a run; fits 80 columns."""
-    from rich.console import Group
-    from rich.constrain import Constrain
-    from rich.text import Text
-
-    steps = summary["steps"]
-    head = Text.assemble(
-        "\n",
-        (printable(str(summary.get("run", "run"))), "bold"),
-        f"  {steps['total']} step{'' if steps['total'] == 1 else 's'}",
-        f" in {clock(summary['wall_s'])}",
-        f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
-        "" if summary["finished"] else "  (not finished)",
-    )
-    parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
-    parts += [_seconds_table(summary), _counts_table(summary)]
-    if any(_is_telling(kind) for kind in summary["checks"].values()):
-        parts.append(_checks_table(summary["checks"]))
-    if summary.get("unsandboxed"):
-        parts.append(Text("model-written code ran WITHOUT isolation in this run", "bold red"))
-    if summary.get("weighted_carrying"):
-        parts.append(Text("weighted carrying: not exact (tokens of older weights)", "bold red"))
-    if summary.get("paths"):
-        parts.append(_paths_table(summary["paths"]))
-    return Constrain(Group(*parts), MAX_WIDTH)
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True
-    )
-    for number, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if number else "left",
-            no_wrap=number > 0,
-            ratio=None if number else 1,
-        )
-    return table
-
-
-def _result_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("learning", "before", "after", "change")
-    evaluations = summary["evaluations"]
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        rows = [("held-out pass@1", "eval/pass@1"), ("held-out reward", "eval/reward")]
-        for name, key in rows:
-            change = _change(first.get(key), last.get(key))[2] if len(evaluations) > 1 else ""
-            after = _with_error(last, key) if len(evaluations) > 1 else ""
-            table.add_row(name, _with_error(first, key), after, change)
-        without = [round(one.get("eval/no_verdict", 0)) for one in (first, last)]
-        if any(without):
-            told = [str(num) for num in without] if len(evaluations) > 1 else [str(without[0]), ""]
-            table.add_row("held out, without a verdict", *told, "")
-    reward = summary["training_reward"]
-    if reward["first"] is not None:
-        name = f"training reward (first, last {_LAST_STEPS} {reward['kind'] or ''} rounds)"
-        table.add_row(name, *_change(reward["first"], reward["last"]))
-    return table
-
-
-def _rounds_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("rounds", "steps", "step s", "rollout s", "median tokens", "longest")
-    for kind, of_kind in summary["steps"]["by_kind"].items():
-        table.add_row(
-            kind,
-            str(of_kind["steps"]),
-            _number(of_kind["mean_step_s"]),
-            _number(of_kind["mean_rollout_s"]),
-            _number(of_kind["median_tokens"], 0),
-            _number(of_kind["longest_tokens"], 0),
-        )
-    if len(summary["steps"]["by_kind"]) > 1:
-        steps = summary["steps"]
-        means = _number(steps["mean_step_s"]), _number(steps["mean_rollout_s"])
-        table.add_row("all", str(steps["total"]), *means, "", "", style="bold")
-    return table
-
-
-def _seconds_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("where the seconds went", "s", "%")
-    wall = summary["wall_s"] or 1.0
-    for cause, seconds in summary["seconds"].items():
-        name = f"{cause.replace('_', ' '):<12} [dim]{CAUSES[cause]}[/]"
-        table.add_row(name, f"{seconds:.2f}", f"{100 * seconds / wall:.1f}")
-    total = sum(summary["seconds"].values())
-    name = f"sum (wall time {summary['wall_s']:.2f} s)"
-    table.add_row(name, f"{total:.2f}", f"{100 * total / wall:.1f}", style="bold")
-    return table
-
-
-def _counts_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("tokens, lengths, prompts", "")
-    tokens, lengths, prompts = summary["tokens"], summary["lengths"], summary["prompts"]
-    table.add_row("tokens generated", f"{tokens['generated']:,}")
-    table.add_row("tokens trained on", f"{tokens['trained']:,}")
-    table.add_row("generated per trained", _number(tokens["generated_per_trained"], 2))
-    table.add_row("mean trained length", _number(lengths["trained_mean"], 1))
-    table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
-    if lengths["shift"] is not None:
-        table.add_row("length shift of training", f"{100 * lengths['shift']:+.0f} %")
-        share = f"{100 * lengths['tail_trained_share']:.0f} %"
-        table.add_row("trained on, of its longest 5 %", share)
-    if lengths["weighted_mean"] is not None:
-        table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
-        size = f"{100 * lengths['effective_sample_size']:.0f} %"
-        table.add_row("effective sample size of the weights", size)
-    if summary["carrying"]:
-        _add_carrying(table, summary["carrying"])
-    streaming = summary["streaming"]
-    if streaming["samples"] or streaming["steps_without"]:
-        begun = f"{streaming['samples']:,} in {streaming['steps']:,} steps"
-        table.add_row("samples whose gradient was asked for early", begun)
-        if streaming["steps_without"]:
-            table.add_row("steps without", _reasons(streaming["steps_without"]))
-    table.add_row("prompts trained on", f"{prompts['trained']:,}")
-    table.add_row("prompts deferred", f"{prompts['deferred']:,}")
-    if prompts["long_queue"]:
-        table.add_row("prompts that still wait", f"{prompts['long_queue']:,}")
-    table.add_row("prompts dropped", _reasons(prompts["dropped"]))
-    table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
-    if summary["samples"]["failed"]:
-        table.add_row("samples that the engine failed on", f"{summary['samples']['failed']:,}")
-    return table
-
-
-def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
-    table.add_row("tokens carried into a later launch", f"{carrying['tokens']:,}")
-    if carrying["kept_ratio"] is not None:
-        table.add_row("kept, of those looked at", f"{100 * carrying['kept_ratio']:.1f} %")
-        by_age = carrying["mismatch_per_token_by_age"]
-        lines = [f"{rate:.1e} (age {age})" for age, rate in list(by_age.items())[:_NUM_REASONS]]
-        table.add_row("came out differently, per token", "\n".join(lines))
-    if carrying["redraws"]:
-        table.add_row("early ends drawn once more", f"{carrying['redraws']:,}")
-    table.add_row("oldest carried tokens, in updates", f"{carrying['largest_age']:,}")
-    if carrying.get("importance_ess") is not None:
-        size = f"{100 * carrying['importance_ess']:.1f} %"
-        table.add_row("effective sample size of importance ratios", size)
-        outside = f"{100 * carrying['importance_outside']:.2f} %"
-        table.add_row("tokens whose importance ratio was clipped", outside)
-
-
-def _is_telling(kind: Mapping[str, Any]) -> bool:
-    """Checks that took long enough to matter, or went wrong."""
-    counts = (kind["timed_out"], kind["retries"], kind["failed"], kind["deadline_s"])
-    return kind["longest_s"] >= _TELLING_S or any(counts)
-
-
-def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    table = _table("checks", "count", "mean s", "longest", "queued s", "limit", "out", "failed")
-    for name, kind in kinds.items():
-        table.add_row(
-            Text(printable(name)),
-            f"{kind['checks']:,}",
-            _number(kind["mean_s"]),
-            _number(kind["longest_s"]),
-            _number(kind["mean_queue_s"]),
-            _number(kind["deadline_s"], 2),
-            f"{kind['timed_out']:,}",
-            f"{sum(kind['failed'].values()):,}",
-        )
-    slowest = sorted(
-        (one for kind in kinds.values() for one in kind["slowest"]),
-        key=lambda one: -one["seconds"],
-    )
-    lines = [f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}" for one in slowest[:3]]
-    return Group(table, Text("\n".join(lines) + "\n", style="dim", overflow="fold"))
-
-
-def _paths_table(paths: Mapping[str, str]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, path in paths.items():
-        table.add_row(name, Text(printable(path)))
-    return table
-
-
-def _change(before: float | None, after: float | None) -> tuple[str, str, str]:
-    if before is None or after is None:
-        return _number(before), _number(after), ""
-    return _number(before), _number(after), f"{after - before:+.3f}"
-
-
-def _with_error(metrics: Mapping[str, float], key: str) -> str:
-    """A metric of an evaluation, and its standard error where that is known."""
-    error = metrics.get(key.replace("eval/", "eval/stderr/"))
-    return _number(metrics.get(key)) + ("" if error is None else f" ± {error:.3f}")
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _reasons(counts: Mapping[str, int]) -> str:
-    """As markup, in which a reason is text."""
-    from rich.markup import escape
-
-    if not counts:
-        return "0"
-    most = sorted(counts.items(), key=lambda item: -item[1])
-    lines = [
-        f"{num:,} ({escape(_short(printable(reason)))})" for reason, num in most[:_NUM_REASONS]
-    ]
-    if len(most) > _NUM_REASONS:
-        lines.append(f"{sum(num for _, num in most[_NUM_REASONS:]):,} (other reasons)")
-    return "\n".join(lines)
-
-
-def _short(reason: str) -> str:
-    """What fits beside its label in 80 columns; summary.json has it whole."""
-    return reason if len(reason) <= _REASON_WIDTH else reason[: _REASON_WIDTH - 3] + "..."

@@ -20,7 +20,8 @@ from rollpacker.report.carrying import add_up
 from rollpacker.report.metrics import step_metrics
 from rollpacker.report.step_history import CarriedInto, End, RoundHistory, SampleHistory
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.summary import render, summarize_entries
+from rollpacker.report.summary import summarize_entries
+from rollpacker.report.summary_table import render
 from rollpacker.report.token_clock import stretches
 from rollpacker.rollout.engine import GenerationRequest
 from tests.controller.fakes import FakeEngine, drive, make, run_config

@@ -17,7 +17,8 @@ from rollpacker.report.files import write_reports
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.spans import read_steps
 from rollpacker.report.step_history import Outcome
-from rollpacker.report.summary import render, summarize, summarize_entries
+from rollpacker.report.summary import summarize, summarize_entries
+from rollpacker.report.summary_table import render
 from rollpacker.report.time_book import CAUSES
 from rollpacker.report.timeline import draw_comparison, draw_timeline
 from rollpacker.report.trace import write_trace

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.report.page.health import findings
-from rollpacker.report.summary import RunSummary, render
+from rollpacker.report.summary import RunSummary
+from rollpacker.report.summary_table import render
 from tests.report.fake_run import FakeRun
 
 
