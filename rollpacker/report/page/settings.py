@@ -39,6 +39,7 @@ def read_settings(folder: Path) -> tuple[list[Setting], str]:
 def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Setting]:
     fields = {field.name: field for field in dataclasses.fields(schema)}
     kinds = field_types(schema)
+    row = _algorithms_row(tree, schema) if prefix == "algorithm." else None
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in fields:
@@ -46,6 +47,8 @@ def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Settin
             continue
         inner, items = nested_schema(kinds[name]), item_schema(kinds[name])
         default = _default(fields[name])
+        if row is not None and default is None:
+            default = getattr(row, name)
         if inner is not None and isinstance(value, dict):
             yield from _changed(value, inner, f"{key}.")
         elif items is not None and isinstance(value, list) and value:
@@ -58,6 +61,18 @@ def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Settin
             yield Setting(key, word(value), None)
         elif to_plain_value(default) != value:
             yield Setting(key, word(value), word(to_plain_value(default)))
+
+
+def _algorithms_row(tree: dict[str, Any], schema: type) -> Any:
+    """The named algorithm with nothing else said: a run's file has its switches in place of the
+    null that their class has. None: a name of another version, or a function of the user's, which
+    a report does not call."""
+    if tree.get("function") is not None:
+        return None
+    try:
+        return schema(**{name: tree[name] for name in ("name",) if name in tree})
+    except (TypeError, ValueError):
+        return None
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +28,41 @@ class Seen:
             self.errors.append(message.text)
 
 
+_shared: list[Any] = []
+"""Playwright and its browser, once a test of the module has asked for a page."""
+
+
+def _browser() -> Any:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if EXECUTABLE is None:
+        pytest.skip(MISSING)
+    if not _shared:
+        playwright = sync_api.sync_playwright().start()
+        _shared.append(playwright)
+        launch = playwright.chromium.launch
+        _shared.append(launch(executable_path=EXECUTABLE, args=["--no-sandbox"]))
+    return _shared[1]
+
+
+def end_browser() -> None:
+    """Playwright holds the thread's event loop, so no other module may find it running."""
+    playwright, *browsers = _shared or [None]
+    _shared.clear()
+    for browser in browsers:
+        browser.close()
+    if playwright is not None:
+        playwright.stop()
+
+
 @contextmanager
 def opened(
     url: str, *, ready: str = "html[data-ready]", **settings: Any
 ) -> Iterator[tuple[Any, Seen]]:
-    """A page that has drawn itself (`ready` is there), what it asked for, and its complaints."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if EXECUTABLE is None:
-        pytest.skip(MISSING)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"])
-        settings = {"viewport": {"width": 1300, "height": 900}, **settings}
-        page = browser.new_context(**settings).new_page()
+    """A page that has drawn itself (`ready` is there), what it asked for, and its complaints. It
+    has nothing of other pages; their browser is one for a module."""
+    context = _browser().new_context(**{"viewport": {"width": 1300, "height": 900}, **settings})
+    try:
+        page = context.new_page()
         page.set_default_timeout(20_000)
         seen = Seen()
         page.on("request", lambda request: seen.requests.append(request.url))
@@ -46,7 +70,16 @@ def opened(
         page.on("console", seen.said)
         page.goto(url)
         page.wait_for_selector(ready, state="attached")
-        try:
-            yield page, seen
-        finally:
-            browser.close()
+        yield page, seen
+    finally:
+        context.close()
+
+
+def url(folder: Path) -> str:
+    return (folder / "report.html").resolve().as_uri()
+
+
+def samples(page: Any) -> None:
+    """Go to the browser of samples and wait until it is there."""
+    page.evaluate("document.getElementById('samples-section').scrollIntoView()")
+    page.wait_for_selector(".row")

@@ -250,7 +250,8 @@ class TimeLine {
 /** A time of the run with as many digits as tell it from the next tick, `step` seconds later. */
 function moment(time, step) {
   let digits = 0;
-  while (digits < 6 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-3) digits++;
+  const isWhole = (units) => Math.round(units) > 0 && Math.abs(units - Math.round(units)) < 1e-3;
+  while (digits < 6 && !isWhole(step * 10 ** digits)) digits++;
   const units = Math.round(time * 10 ** digits) / 10 ** digits, whole = Math.floor(units / 60);
   if (!whole) return `${units.toFixed(digits)} s`;
   const two = (text) => text.padStart(digits ? digits + 3 : 2, "0"), rest = two((units - 60 * whole).toFixed(digits));
