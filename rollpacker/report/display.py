@@ -15,8 +15,7 @@ from rollpacker.core.commands import RoundKind
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.history import History
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.summary import clock
-from rollpacker.report.time_book import STEP_CAUSES
+from rollpacker.report.time_book import STEP_CAUSES, clock
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_S = 2
 _FEW_STEPS = 3
+_RECENT_STEPS = 10
+"""Steps that the time left is estimated from: early ones are often slower."""
 _MIN_BAR = 16
 """Cells of the bar of a step's seconds; its legend gives way before it does."""
 _COLOURS = {
@@ -105,15 +106,16 @@ class State:
         return time.monotonic() - self._began_s
 
     def left_s(self) -> float | None:
-        """Time left, from the mean time of this session's steps and evaluations; None before the
-        first. Each counts as often as it is still to come: an evaluation may take as long as many
-        steps. The first step, in which everything is done for the first time, counts only as long
-        as there are few others."""
+        """Time left, from the mean time of this session's last steps and evaluations; None before
+        the first. Each counts as often as it is still to come: an evaluation may take as long as
+        many steps. The first step, in which everything is done for the first time, counts only as
+        long as there are few others."""
         if self.total_steps is None or not self._steps_s:
             return None
         history = self.accounting.history
         num_left = max(0, self.total_steps - history.last_step)
         steps_s = self._steps_s[1:] if len(self._steps_s) > _FEW_STEPS else self._steps_s
+        steps_s = steps_s[-_RECENT_STEPS:]
         left = num_left * sum(steps_s) / len(steps_s)
         if self._evaluations_s:
             job = {} if history.session is None else history.session.job
@@ -157,7 +159,9 @@ class LineDisplay:
         if not is_new:
             return
         total = self._state.total_steps
-        number = f"{step.step}/{total}" if total and step.step <= total else f"{step.step}"
+        number = f"{step.step}/{total}" if total else f"{step.step}"
+        if total and step.step > total:
+            number = f"{step.step} (the rest of the queue)"
         parts = [f"step {number}", str(step.kind or "-"), f"{step.step_s:.3f} s"]
         if step.rewards.mean is not None:
             parts.append(f"reward {step.rewards.mean:.3f}")

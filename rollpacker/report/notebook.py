@@ -16,8 +16,7 @@ from typing import Any
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.display import State, phase_words
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.summary import clock
-from rollpacker.report.time_book import STEP_CAUSES
+from rollpacker.report.time_book import STEP_CAUSES, clock
 
 REFRESH_S = 1.0
 

@@ -16,7 +16,7 @@ from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.report.time_book import CAUSES
+from rollpacker.report.time_book import CAUSES, clock
 from rollpacker.report.writing import printable, replacing
 
 if TYPE_CHECKING:
@@ -447,12 +447,3 @@ def _reasons(counts: Mapping[str, int]) -> str:
 def _short(reason: str) -> str:
     """What fits beside its label in 80 columns; summary.json has it whole."""
     return reason if len(reason) <= _REASON_WIDTH else reason[: _REASON_WIDTH - 3] + "..."
-
-
-def clock(seconds: float) -> str:
-    """Seconds for people: "12.3 s", "4:05", "1:02:03"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -137,3 +137,12 @@ class TimeBook:
         seconds["decode"] += decode
         seconds["tail_idle"] += self._rollout_s - decode
         return seconds
+
+
+def clock(seconds: float) -> str:
+    """Seconds for people: "12.3 s", "4:05", "1:02:03"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.report.summary import clock
+from rollpacker.report.time_book import clock
 from rollpacker.report.writing import printable
 
 if TYPE_CHECKING:
