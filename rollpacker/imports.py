@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -75,6 +76,33 @@ def missing(package: str, *, extra: str, what: str) -> str | None:
     if found is not None and found.origin is not None:  # None: a mere folder of the same name
         return None
     return f"{what} needs {package}, which is not installed: pip install 'rollpacker[{extra}]'"
+
+
+_NOISE = {
+    "torchao": ("Failed to load /",),
+    "torchao.kernel.intmm": ("Warning: Detected no triton",),
+    "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
+    "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
+}
+"""What packages say of optional kernels of theirs while they are imported: logger -> how the lines
+begin. It comes in the middle of a run, and nobody can do anything about it."""
+
+
+def silence_noise() -> None:
+    """Leave these lines out, and nothing else of these loggers, in this process."""
+    for name, beginnings in _NOISE.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(one, _NoNoise) for one in logger.filters):
+            logger.addFilter(_NoNoise(beginnings))
+
+
+class _NoNoise(logging.Filter):
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._beginnings)
 
 
 def require(package: str, *, extra: str, what: str) -> None:

@@ -101,3 +101,20 @@ def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
         warn("something else")
     WarnOnce(logging.getLogger("some.part"))("something else")
     assert caplog.messages == ["row 0 is cut", "something else", "something else"]
+
+
+def test_noise_of_other_packages_is_left_out_and_nothing_else(caplog) -> None:
+    import logging
+
+    from rollpacker.imports import silence_noise
+
+    silence_noise()
+    silence_noise()
+    other = logging.getLogger("torchao")
+    other.warning("Failed to load /some/where/_C.so: Could not load this library")
+    other.warning("another thing")
+    pytree = logging.getLogger("torch.utils._pytree")
+    pytree.warning("%s is an Enum subclass and is now natively supported", "X")
+    pytree.error("a real error")
+    assert [record.getMessage() for record in caplog.records] == ["another thing", "a real error"]
+    assert len(other.filters) == 1

@@ -95,6 +95,8 @@ class _NamedCheck:
     """Training cannot start if the check itself breaks."""
     patience_s: float | None = None
     """None: `PATIENCE_S`."""
+    needs: str | None = None
+    """A check without whose success this one says nothing."""
 
 
 def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck]:
@@ -127,7 +129,7 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
         yield _NamedCheck("run", lambda: trials.run_folder(config))
         yield _NamedCheck("training", lambda: trials.training(config))
         yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
-        yield _NamedCheck("memory fit", lambda: trials.fit(config))
+        yield _NamedCheck("memory fit", lambda: trials.fit(config), needs="model")
         for tracker in config.tracker_configs:
             yield _NamedCheck(tracker.name, partial(findings.tracker, tracker), must=False)
 
@@ -209,6 +211,8 @@ def _print_all(checks: Iterator[_NamedCheck], *, as_text: bool) -> list[Finding]
         for one in checks:
             if status is not None:
                 status.update(f"looking at {one.name} ...")
+            if any(f.name == one.needs and f.level == "fail" for f in found):
+                continue
             for finding in _outcome(one):
                 found.append(finding)
                 if as_text:

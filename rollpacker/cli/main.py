@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rollpacker.cli.errors import DEADLINE_EXIT_CODE, EXIT_CODES, report_error
+from rollpacker.imports import silence_noise
 
 VERBS = (
     *("init", "train", "warmup", "eval", "replay", "report", "compare", "dash"),
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(build_parser(), arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
+    silence_noise()
     if args.verbose:
         _show_information()
     try:

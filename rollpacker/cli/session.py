@@ -78,8 +78,7 @@ class Session:
         )
         identity = build.identity(config, policy)
         if checkpoint is not None:
-            self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
-            self._tell_resume(checkpoint)
+            self._check_resume(before, identity, checkpoint)
         cursor = build.build_cursor(config, policy, checkpoint)
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
@@ -158,7 +157,11 @@ class Session:
         if self._audience is not None:
             self._audience.end(reason)
 
-    def _tell_resume(self, checkpoint: Checkpoint) -> None:
+    def _check_resume(
+        self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
+    ) -> None:
+        """It is the same run that goes on, and says from where."""
+        self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         line = f"resuming after step {checkpoint.step} ({where})"
         if self.display:

@@ -13,6 +13,7 @@ from rollpacker.callbacks import Callback, CallbackError
 from rollpacker.cli.errors import naming
 from rollpacker.cli.output import in_notebook
 from rollpacker.cli.run import Run
+from rollpacker.imports import silence_noise
 
 if TYPE_CHECKING:
     from rollpacker.cli.given import Overrides, Reward
@@ -113,6 +114,7 @@ def run_to_end(
     from rollpacker.controller.run_folder import RunFolder, holds_run
 
     watch = time.perf_counter()
+    silence_noise()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
     look_for_hub(config)

@@ -28,6 +28,8 @@ _FEW_STEPS = 3
 _ECHO = 4
 """Cells on the right for what the terminal echoes of Ctrl-C, twice: in a full line it would begin
 another one, of which the panel knows nothing and would leave it standing."""
+_RECENT_STEPS = 10
+"""Steps that the time left is estimated from: early ones are often slower."""
 _MIN_BAR = 16
 """Cells of the bar of a step's seconds; its legend gives way before it does."""
 _COLOURS = {
@@ -108,15 +110,16 @@ class State:
         return time.monotonic() - self._began_s
 
     def left_s(self) -> float | None:
-        """Time left, from the mean time of this session's steps and evaluations; None before the
-        first. Each counts as often as it is still to come: an evaluation may take as long as many
-        steps. The first step, in which everything is done for the first time, counts only as long
-        as there are few others."""
+        """Time left, from the mean time of this session's last steps and evaluations; None before
+        the first. Each counts as often as it is still to come: an evaluation may take as long as
+        many steps. The first step, in which everything is done for the first time, counts only as
+        long as there are few others."""
         if self.total_steps is None or not self._steps_s:
             return None
         history = self.accounting.history
         num_left = max(0, self.total_steps - history.last_step)
         steps_s = self._steps_s[1:] if len(self._steps_s) > _FEW_STEPS else self._steps_s
+        steps_s = steps_s[-_RECENT_STEPS:]
         left = num_left * sum(steps_s) / len(steps_s)
         if self._evaluations_s:
             job = {} if history.session is None else history.session.job

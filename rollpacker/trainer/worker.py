@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollpacker.imports import silence_noise
 from rollpacker.processes.line import Line, LineEnded
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
@@ -125,6 +126,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in a library says where
     faulthandler.register(signal.SIGUSR1)
     # Takes seconds, while the run loads its own: it answers to a connection only after that.
+    silence_noise()
     import rollpacker.trainer.learner  # noqa: F401
 
     try:

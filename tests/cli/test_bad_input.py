@@ -429,7 +429,7 @@ def test_two_runs_in_one_folder(command):
 
     first = RunFolder(command.run, resume=False, overwrite=False)
     for option in ((), ("--resume",), ("--overwrite",)):
-        assert command.train(*option) == 2
+        assert command.train(*option) == 75  # EX_TEMPFAIL: no mistake, try again later
         assert "another run is at work" in command.err
     first.close()
     assert not command.run.exists()

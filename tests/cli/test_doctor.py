@@ -149,6 +149,12 @@ def test_a_check_that_hangs_is_given_up(capsys, monkeypatch):
     assert "report" not in found["gpu"].cure
 
 
+def test_a_model_that_cannot_be_loaded_has_no_memory_to_fit(capsys, config):
+    code, found = look(capsys, config, "model.path=/nowhere/at/all")
+    assert code == 1 and found["model"].level == "fail"
+    assert "memory fit" not in found
+
+
 def test_help_states_the_exit_codes(capsys):
     assert main(["doctor", "--help"]) == 0
     assert "something keeps it from starting" in capsys.readouterr().out

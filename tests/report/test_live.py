@@ -126,6 +126,17 @@ def test_a_resume_shows_no_line_of_the_session_before(tmp_path):
     assert "evaluation after step 0" not in lines and "evaluation after step 5" not in lines
 
 
+def test_steps_beyond_the_last_empty_the_queue(tmp_path):
+    output = io.StringIO()
+    live = report(tmp_path, console=Console(file=output, width=80))
+    live._display._state.total_steps = 4
+    for entry in FakeRun(1).run(6):
+        live.feed(entry)
+    live.close()
+    assert "| step 4/4 |" in output.getvalue()
+    assert "| step 4/4 + 1 |" in output.getvalue()
+
+
 def test_an_evaluation_without_some_verdicts_is_marked(tmp_path):
     output = io.StringIO()
     live = report(tmp_path, console=Console(file=output, width=80))

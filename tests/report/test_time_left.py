@@ -42,6 +42,14 @@ def test_the_first_step_does_not_count_for_long() -> None:
     assert commit(shown, 1.0) == pytest.approx(100, abs=1)
 
 
+def test_slow_early_steps_do_not_count_for_long() -> None:
+    """Half way through, after ten slow steps, it told twice of what was left."""
+    shown = state(60, None)
+    for step_s in [5.0] * 10 + [1.0] * 20:
+        left = commit(shown, step_s)
+    assert left == pytest.approx(30, abs=1)
+
+
 def test_nothing_is_left_after_the_last_step() -> None:
     shown = state(1, 1)
     assert commit(shown, 1.0, 9.0) == 0
