@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trackers": ("callbacks",),
     "trl": (
         *("bus", "core", "data.dataset", "report.history", "report.time_book", "rollout"),
-        *("controller.carried", "controller.clock", "controller.errors"),
+        *("config.load", "controller.carried", "controller.clock", "controller.errors"),
     ),
     "did_you_mean": (),
     "imports": (),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never
 
@@ -65,26 +65,33 @@ def train(
     the name that it has here.
     """
     from rollpacker.cli.given import as_given, refuse_unknown
-    from rollpacker.controller.errors import RunError
     from rollpacker.imports import giving
 
     refuse_unknown(unknown)
     given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
-    with giving(given.objects):
-        try:
-            return run_to_end(
-                given.config,
-                resume=resume,
-                overwrite=overwrite,
-                display=in_notebook() if display == "auto" else display,
-                callbacks=_checked(callbacks),
-                observers=observers,
-            )
-        except RunError as error:
-            said = str(error).replace("`--overwrite`", "overwrite=True")
-            said = said.replace("--overwrite", "overwrite=True").replace("--resume", "resume=True")
-            error.args = (said,)  # where the command has flags, a program has arguments
-            raise
+    with giving(given.objects), _arguments_for_flags():
+        return run_to_end(
+            given.config,
+            resume=resume,
+            overwrite=overwrite,
+            display=in_notebook() if display == "auto" else display,
+            callbacks=_checked(callbacks),
+            observers=observers,
+        )
+
+
+@contextmanager
+def _arguments_for_flags() -> Iterator[None]:
+    """Let messages that name the command's flags name what a program has in their place."""
+    from rollpacker.controller.errors import RunError
+
+    try:
+        yield
+    except RunError as error:
+        said = str(error).replace("`--overwrite`", "overwrite=True")
+        said = said.replace("--overwrite", "overwrite=True").replace("--resume", "resume=True")
+        error.args = (said,)
+        raise
 
 
 def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:

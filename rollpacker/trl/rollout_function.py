@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from rollpacker.config.load import config_of
 from rollpacker.controller.carried import Waiting
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
@@ -56,7 +57,15 @@ def rollout_function(
             f"rollout_function has no {unknown[0]}. It takes generation_s, engine and the keys of "
             f"tail_batching: {', '.join(known)}"
         )
-    config = engine if isinstance(engine, EngineConfig) else EngineConfig(**(engine or {}))
+    if engine is None or isinstance(engine, EngineConfig):
+        config = engine or EngineConfig()
+    elif isinstance(engine, Mapping):
+        config = config_of(dict(engine), (), EngineConfig, where="engine of rollout_function")
+    else:
+        raise ValueError(
+            f"engine of rollout_function is a dict with the keys of rollout.engine, not"
+            f" {type(engine).__name__}"
+        )
     return RolloutFunction(dataset, TailBatchingConfig(**tail_batching), config, generation_s)
 
 
@@ -106,6 +115,8 @@ class RolloutFunction(TrainerCallback):
         per_step = args.generation_batch_size // args.num_generations
         if len(self._rows) < per_step:
             raise ValueError(f"a step has {per_step} prompts, and the data {len(self._rows)}")
+        prompts = Prompts(self._rows, tokenizer, args.chat_template_kwargs or {})
+        _check_context(args, parts["model"], prompts)
         config = JobConfig(
             prompts_per_step=per_step,
             samples_per_prompt=args.num_generations,
@@ -126,7 +137,7 @@ class RolloutFunction(TrainerCallback):
             job,
             engine=self._engine(parts["model"], tokenizer),
             cursor=cursor,
-            prompts=Prompts(self._rows, tokenizer, args.chat_template_kwargs or {}),
+            prompts=prompts,
             sampling=_sampling(args),
             generation_s=self._generation_s,
             waiting=waiting,
@@ -307,6 +318,18 @@ def _check_tail_batching(config: TailBatchingConfig) -> None:
         raise ValueError("debias needs sample weights in the loss, which TRL has not: leave it out")
     if config.race == "scored":
         raise ValueError("race=scored needs verdicts while others generate: not with TRL")
+
+
+def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
+    """Raises `ValueError` if a prompt and its longest response do not fit the model."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    num_prompt = len(prompts[0].tokens)
+    if context is not None and num_prompt + args.max_completion_length > context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} and the first prompt's"
+            f" {num_prompt} tokens do not fit the model's context of {context}: lower"
+            " max_completion_length, or drop long prompts"
+        )
 
 
 def _check_arguments(args: Any, rows: Dataset) -> None:

@@ -656,6 +656,14 @@ def test_a_dry_run_loads_and_writes_nothing(command):
     assert sorted(command.folder.rglob("*")) == before
 
 
+def test_a_dry_run_and_a_run_refuse_a_reward_that_names_no_place(command):
+    for options in (["--dry-run"], []):
+        assert command.train(*options, rewards=[{"function": "my_reward.digits"}]) == 2
+        assert 'Did you mean "my_reward:digits"?' in command.err
+    assert command.train("--dry-run", rewards=[{"function": "maths"}]) == 2
+    assert 'Did you mean "math"?' in command.err
+
+
 def test_what_changes_nothing_in_a_run_is_said(command, caplog):
     said = "stream_trainer.kinds, stream_trainer.window: without effect"
     changes = {"stream_trainer__kinds": ["plain"], "stream_trainer__window": [0.3, 0.5]}

@@ -332,7 +332,7 @@ def test_with_peft_adapters(model_folder: Path, tmp_path: Path) -> None:
             {"per_device_train_batch_size": 90, "max_steps": 3},
             "a step has 30 prompts, and the data 22",
         ),
-        ({"max_completion_length": 300}, r"no response train/0/\d+#0\.0: \d prompt tokens and"),
+        ({"max_completion_length": 300}, r"^max_completion_length=300 and the first prompt's \d"),
     ],
 )
 def test_what_cannot_be_had_is_said(
@@ -361,6 +361,9 @@ def test_all_three_are_needed(model_folder: Path, tmp_path: Path) -> None:
         ({"carry": "weighted"}, "carry=weighted needs token weights"),
         ({"debias": "density"}, "debias needs sample weights"),
         ({"selection": "published", "race": "scored"}, "race=scored needs verdicts"),
+        ({"engine": {"kv_gib": 1}}, 'kv_gib is no known key. Did you mean "kv_cache_gib"'),
+        ({"engine": {"max_slots": "many"}}, 'max_slots is "many". Allowed: a whole number'),
+        ({"engine": 3}, "engine of rollout_function is a dict"),
         ({"prompt_factor": 99}, "prompt_factor must lie between 1 and 16"),
     ],
 )

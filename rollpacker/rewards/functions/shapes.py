@@ -12,9 +12,9 @@ The first two judge a batch, the last two one sample a call. All may be async.
 trl: a function gets only what its signature takes. Any of them may name `log_metric`, `log_extra`
 and `trainer_state`; trl's `**columns` have them too (`logged.py`). verl: `ground_truth` is the
 row's column of that name, else its `reward_model["ground_truth"]`, else its answer; `data_source`
-the column, else the row's task. openrlhf: `queries` are prompts with their completions, `labels` the row's answer; of a
-dict, `rewards` count. areal: `prompt_ids` is None, since rewards see text. Where a framework passes
-prompts as text, a chat is its messages' contents, one a line.
+the column, else the row's task. openrlhf: `queries` are prompts with their completions, `labels`
+the row's answer; of a dict, `rewards` count. areal: `prompt_ids` is None, since rewards see text.
+Where a framework passes prompts as text, a chat is its messages' contents, one a line.
 """
 
 from __future__ import annotations
