@@ -75,7 +75,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         name = TextColumn("{task.description}", markup=False)
-        with Progress(name, BarColumn(), MofNCompleteColumn(), console=shown, transient=True) as bar:
+        with Progress(
+            name, BarColumn(), MofNCompleteColumn(), console=shown, transient=True
+        ) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
         return

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollpacker.config.document import Path_, nearest
-from rollpacker.config.synonyms import all_keys, hint, of_others
+from rollpacker.config.synonyms import all_keys, elsewhere, hint, of_others
 
 _FAILED = object()
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -187,6 +187,8 @@ class Checker:
         if isinstance(value, Mapping):
             inside = [(*path, *leaf) for leaf in _leaf_paths(value)]
             hints = [(leaf, found) for leaf in inside if (found := of_others(leaf, known))]
+            if not hints and not nearest(str(path[-1]), siblings):
+                hints = [(at, found) for at in inside if (found := elsewhere(str(at[-1]), known))]
             for leaf, found in hints:
                 self._refuse(leaf, f"is no known key.{found}")
             if hints:

@@ -53,7 +53,7 @@ def hint(path: Collection[str | int], known: Collection[str]) -> str:
     `known` are the dotted keys of the schema at hand, `N` for a number: what does not exist there
     is not named. A key of ours in the wrong section is pointed to its own.
     """
-    return of_others(path, known) or _elsewhere(str([*path][-1]), known)
+    return of_others(path, known) or elsewhere(str([*path][-1]), known)
 
 
 def of_others(path: Collection[str | int], known: Collection[str]) -> str:
@@ -63,8 +63,12 @@ def of_others(path: Collection[str | int], known: Collection[str]) -> str:
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
-def _elsewhere(name: str, known: Collection[str]) -> str:
-    places = [key for key in known if key.rpartition(".")[2] == name and ".N." not in key]
+def elsewhere(name: str, known: Collection[str]) -> str:
+    """` Here it is ...` for a key of ours in the wrong section. One in the entries of a list is
+    named for the first of them, where there is no other."""
+    places = [key for key in known if key.rpartition(".")[2] == name]
+    single = [key for key in places if ".N." not in key]
+    places = single or [key.replace(".N.", ".0.") for key in places]
     return f" Here it is {' or '.join(places)}" if 0 < len(places) <= MOST_PLACES else ""
 
 

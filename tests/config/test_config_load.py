@@ -230,7 +230,7 @@ def test_windows_file(tmp_path: Path) -> None:
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     written(tmp_path, GOOD, "quickstart.yaml")
-    with pytest.raises(ConfigError, match=r'Did you mean "quickstart\.yaml"'):
+    with pytest.raises(ConfigError, match=r'Did you mean ".*/quickstart\.yaml"'):
         load_config(tmp_path / "quickstrat.yaml", [], RunConfig)
     with pytest.raises(ConfigError, match="does not exist either"):
         load_config(tmp_path / "nowhere" / "a.yaml", [], RunConfig)
@@ -348,7 +348,9 @@ def test_a_key_that_an_earlier_config_lacks_had_its_default(tmp_path: Path) -> N
             part.pop(key, None)
     del old["rollout"]["dynamic_sampling"], old["trackers"], old["save_samples"]
     assert changes_since(old, load(tmp_path)) == []
-    changed = load(tmp_path, "rewards.0.max_failed_calls=7", "rollout.dynamic_sampling.enabled=true")
+    changed = load(
+        tmp_path, "rewards.0.max_failed_calls=7", "rollout.dynamic_sampling.enabled=true"
+    )
     default = load(tmp_path).rewards[0].max_failed_calls
     assert changes_since(old, changed) == [
         ("rollout.dynamic_sampling.enabled", False, True),
