@@ -70,12 +70,8 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        policy = build.load_policy(
-            config,
-            threads=before.get("threads"),
-            tell=_print if self.display else None,
-            progress=progress if self.display else None,
-        )
+        shown: dict[str, Any] = {"tell": _print, "progress": progress} if self.display else {}
+        policy = build.load_policy(config, threads=before.get("threads"), **shown)
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_resume(before, identity, checkpoint)

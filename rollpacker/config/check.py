@@ -18,7 +18,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollpacker.config.document import Path_, nearest
-from rollpacker.config.synonyms import TRL, Synonym, all_keys, hint, of_others, of_value, said
+from rollpacker.config.synonyms import (
+    TRL,
+    Synonym,
+    all_keys,
+    elsewhere,
+    hint,
+    of_others,
+    of_value,
+    said,
+)
 
 _FAILED = object()
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -196,6 +205,11 @@ class Checker:
             for leaf, found in hints:
                 self._note(found)
                 self._refuse(leaf, f"is no known key.{said(found)}")
+            if not hints and not nearest(str(path[-1]), siblings):
+                for leaf, _ in inside:
+                    if places := elsewhere(str(leaf[-1]), known):
+                        self._refuse(leaf, f"is no known key.{places}")
+                        hints.append((leaf, []))
             if hints:
                 return
         self._note(of_others(path, known, value))

@@ -122,7 +122,12 @@ class EvalConfig:
         for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+                off = (
+                    "; null evaluates only before the first and after the last step,"
+                    " data.eval=null with data.eval_fraction=0 never"
+                )
+                more = off if name == "every_steps" else ""
+                raise ValueError(f"{name} must be at least 1, not {value}{more}")
         if self.temperature is not None and not self.temperature >= 0:
             raise ValueError("temperature must not be negative")
 

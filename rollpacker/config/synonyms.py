@@ -75,7 +75,7 @@ def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -
     is not named. A key of ours in the wrong section is pointed to its own. `value` is what the key
     was given.
     """
-    return said(of_others(path, known, value)) or _elsewhere(str([*path][-1]), known)
+    return said(of_others(path, known, value)) or elsewhere(str([*path][-1]), known)
 
 
 def of_others(
@@ -104,10 +104,14 @@ def said(found: Collection[Synonym]) -> str:
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
-def _elsewhere(name: str, known: Collection[str]) -> str:
+def elsewhere(name: str, known: Collection[str]) -> str:
+    """` Here it is ...` for a key of ours in the wrong section. One in the entries of a list is
+    named for the first of them, where there is no other."""
     if name in known:
         return f" Here it is {name}"
-    places = [key for key in known if key.rpartition(".")[2] == name and ".N." not in key]
+    places = [key for key in known if key.rpartition(".")[2] == name]
+    single = [key for key in places if ".N." not in key]
+    places = single or [key.replace(".N.", ".0.") for key in places]
     return f" Here it is {' or '.join(places)}" if 0 < len(places) <= MOST_PLACES else ""
 
 

@@ -14,6 +14,7 @@ from rollpacker.cli.main import main
 from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.synonyms import TABLE, TRL_DIFFERS, all_keys, hint, synonyms
+from rollpacker.config.warmup import WarmupConfig
 
 KNOWN = {*all_keys(RunConfig)}
 MINIMAL = """\
@@ -165,6 +166,29 @@ def test_losses_of_trl_are_those_of_the_parity_table() -> None:
         pairs = (each.partition("=") for each in one.ours)
         ours = {key.removeprefix("algorithm."): yaml.safe_load(v) for key, _, v in pairs}
         assert (one.value, ours) in equal
+
+
+def test_a_key_of_a_list_is_found_from_outside() -> None:
+    """`steps` of a warm-up is in its stages."""
+    where = "configs/code-tiny-warmup.yaml"
+    for override in ("warmup.steps=30", "train.steps=30"):
+        with pytest.raises(ConfigError) as error:
+            load_config(where, [override], WarmupConfig)
+        name = override.partition("=")[0]
+        wanted = f"{name} (override {override}) is no known key. Here it is stages.0.steps"
+        assert wanted in str(error.value)
+    with pytest.raises(ConfigError, match='Did you mean "stages"'):
+        load_config(where, ["stage.steps=30"], WarmupConfig)
+
+
+def test_how_evaluation_is_switched_off_is_said(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "eval.every_steps=0")
+    assert "must be at least 1, not 0; null evaluates only before the first and after" in message
+    assert "data.eval=null with data.eval_fraction=0 never" in message
+    path = tmp_path / "run.yaml"
+    load_config(
+        path, ["data.eval=null", "data.eval_fraction=0", "eval.every_steps=null"], RunConfig
+    )
 
 
 @pytest.mark.parametrize(

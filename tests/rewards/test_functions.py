@@ -44,6 +44,22 @@ def test_a_function_gets_what_its_signature_takes(tmp_path: Path) -> None:
     }
 
 
+def test_what_has_no_name_of_its_own_is_called_as_the_config_calls_it(tmp_path: Path) -> None:
+    source = """
+        import functools
+        class Length:
+            def __call__(self, completions):
+                return [float(len(one)) for one in completions]
+        def scaled(completions, by):
+            return [by * len(one) for one in completions]
+        short = Length()
+        twice = functools.partial(scaled, by=2.0)
+    """
+    both = reward(tmp_path, source, "short", "twice")
+    assert both.names == ("short", "twice")
+    assert values(both, [sample("ab")]) == [6.0]
+
+
 def test_chat_prompts_make_chat_completions(tmp_path: Path) -> None:
     source = """
         def f(completions):

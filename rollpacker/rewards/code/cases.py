@@ -48,59 +48,17 @@ _SHAPES = {
 """What a test without a type may have, by the key that it is recognised by."""
 _WHOLE_ROWS = ("test_list", "test")
 """MBPP and HumanEval: the test may be the data set's whole row, with much else in it."""
-_ABOUT = frozenset(
-    [
-        "call_type",
-        "category",
-        "challenge_test_list",
-        "comment",
-        "comments",
-        "contract",
-        "description",
-        "difficulty",
-        "explanation",
-        "func_name",
-        "hidden",
-        "id",
-        "index",
-        "input_type",
-        "is_hidden",
-        "is_public",
-        "is_sample",
-        "is_test",
-        "lang",
-        "language",
-        "memory_limit",
-        "metadata",
-        "name",
-        "note",
-        "notes",
-        "num",
-        "number",
-        "outputs",
-        "output_type",
-        "points",
-        "prompt",
-        "public",
-        "question_id",
-        "sample",
-        "score",
-        "source",
-        "starter_code",
-        "starter_code_lang",
-        "tag",
-        "tags",
-        "task_id",
-        "test_id",
-        "text",
-        "time_limit",
-        "timeout",
-        "title",
-        "version",
-        "visible",
-        "weight",
-    ]
-)
+# fmt: off
+_ABOUT = frozenset({
+    "call_type", "category", "challenge_test_list", "comment", "comments", "contract",
+    "description", "difficulty", "explanation", "func_name", "hidden", "id", "index", "input_type",
+    "is_hidden", "is_public", "is_sample", "is_test", "lang", "language", "memory_limit",
+    "metadata", "name", "note", "notes", "num", "number", "output_type", "outputs", "points",
+    "prompt", "public", "question_id", "sample", "score", "source", "starter_code",
+    "starter_code_lang", "tag", "tags", "task_id", "test_id", "text", "time_limit", "timeout",
+    "title", "version", "visible", "weight",
+})
+# fmt: on
 """What data sets say about a test beside it. It changes nothing here."""
 
 

@@ -58,7 +58,8 @@ class RewardFunction:
         self._printed = Printed()
         self._spares = [self._start(f"{config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
-        self.name: str = config.name or hello["name"]
+        # An instance or a partial has no name of its own, but is found under one.
+        self.name: str = config.name or hello["name"] or config.function.rpartition(":")[2]
         self._spares[0].child.name = f"{self.name}-1"
         self._is_async: bool = hello["is_async"]
         self.source: str | None = None if factory is not None else hello.get("file")

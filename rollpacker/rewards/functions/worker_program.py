@@ -102,7 +102,7 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
         getattr(function, "__call__", None)  # noqa: B004
     )
     hello = {
-        "name": getattr(function, "__name__", type(function).__name__),
+        "name": getattr(function, "__name__", None),
         "is_async": is_async,
         "parameters": _parameters(function),
         "file": _file_of(function),
