@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollpacker.config.schema import RunConfig
+    from rollpacker.sim import plan as planning
+    from rollpacker.sim.plan_ideas import Base, Evaluate
     from rollpacker.sim.plan_result import Finding, Plan
+    from rollpacker.sim.plan_run import AsMeasured
+    from rollpacker.sim.result import SystemResult
     from rollpacker.sim.scenario import Scenario
     from rollpacker.sim.whatif import RunModel
 
@@ -67,20 +71,22 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import dataclasses
     import json
-    import os
 
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from rollpacker.cli.errors import naming
     from rollpacker.config.load import save_config
+    from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
     from rollpacker.sim import plan_ideas
+    from rollpacker.sim.plan_run import RunEvaluate, as_measured
     from rollpacker.sim.scenario import load_scenario
     from rollpacker.sim.whatif import load_run
 
     _check_numbers(args)
+    budget = planning.BUDGETS[args.budget]
     out = _checked_out(args.write)
     config: Scenario | RunConfig
     evaluate: plan_ideas.Evaluate
@@ -92,37 +98,56 @@ def run(args: argparse.Namespace) -> int:
         model = load_run(args.target)
         config = model.with_overrides(args.overrides)
         base = plan_ideas.plan_base_of_run(config, model)
-        evaluate = plan_ideas.RunEvaluate(model=model, config=config)
+        evaluate = RunEvaluate(model=model, config=config)
+        budget = evaluate.budget(budget)
+    found = _search(args, base, evaluate, budget)
+    best = plan_ideas.changed(config, found.best.candidate.changes)
+    real = None if model is None else as_measured(model)
+    console = Console()
+    if args.json:
+        print(json.dumps(_to_plain(args.target, found, real), allow_nan=False))
+    else:
+        corrected = config.tail_batching.debias != "none"
+        console.print(_table(found, real))
+        outside = _outside(args, config, model, found, best)
+        trust = [] if real is None else _trust(found, real)
+        for line in [*explain(found, corrected=corrected), *trust, outside]:
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if out is not None:  # last, so that a full disk does not cost the results
+        if isinstance(best, RunConfig):  # a folder of the run's own name is there already
+            best = dataclasses.replace(best, name=f"{best.name}-planned")
+        with naming(out.parent):
+            save_config(best, out)
+        if not args.json:
+            console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _search(
+    args: argparse.Namespace, base: Base, evaluate: Evaluate, budget: planning.Budget
+) -> Plan:
+    """Plan, with a bar on stderr."""
+    import os
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from rollpacker.sim import plan as planning
+
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
-        found = planning.plan(
+        return planning.plan(
             base,
             evaluate,
-            budget=planning.BUDGETS[args.budget],
+            budget=budget,
             max_shift=args.max_shift,
             jobs=(os.cpu_count() or 1) if args.jobs is None else args.jobs,
             progress=lambda stage, done, total: bars.update(
                 bar, description=stage, completed=done, total=max(total, 1)
             ),
         )
-    best = plan_ideas.changed(config, found.best.candidate.changes)
-    console = Console()
-    if args.json:
-        print(json.dumps({"target": str(args.target), **found.to_plain()}, allow_nan=False))
-    else:
-        corrected = config.tail_batching.debias != "none"
-        console.print(_table(found))
-        outside = _outside(args, config, model, found, best)
-        for line in [*explain(found, corrected=corrected), outside]:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
-    if out is not None:  # last, so that a full disk does not cost the results
-        with naming(out.parent):
-            save_config(best, out)
-        if not args.json:
-            console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
-    return 0
 
 
 def _outside(
@@ -171,13 +196,37 @@ def _checked_out(name: str | None) -> Path | None:
 # -- what was found, for people ----------------------------------------------------
 
 
-def _table(plan: Plan) -> Table:
+def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
+    """As --json prints it; of a run with what it measured."""
+    plain = {"target": str(target), **plan.to_plain()}
+    if real is not None:
+        plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}
+    return plain
+
+
+def _trust(plan: Plan, real: AsMeasured) -> list[str]:
+    """How far off the simulation is on the run as it was, which a gain should exceed."""
+    off = real.offset
+    direction = "longer" if off > 0 else "shorter"
+    told = (
+        f"Simulated as it was, the run's step is {abs(off):.1%} {direction} than measured "
+        f"({_seconds(real.measured.mean['total_s'], plan)} s): trust no smaller difference than "
+        "that"
+    )
+    gain = abs(plan.best.saved_s) / plan.current.step_s
+    small = not plan.stays and gain <= abs(off)
+    return [told + (f", and the {gain:.1%} above are smaller." if small else ".")]
+
+
+def _table(plan: Plan, real: AsMeasured | None = None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("setting", overflow="fold")
     for name in ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle"):
         table.add_column(name, justify="right", no_wrap=True)
+    if real is not None:
+        table.add_row("measured", *_measured_cells(real.measured, plan))
     rows = [("current", plan.current)]
     rows += [(_label(finding), finding) for finding in plan.ranked[:5]]
     rows += [(f"{_label(finding)} (too short)", finding) for finding in plan.too_short[:2]]
@@ -186,6 +235,19 @@ def _table(plan: Plan) -> Table:
     for name, finding in rows:
         table.add_row(name, *_cells(finding, plan), style="bold" if finding is plan.best else None)
     return table
+
+
+def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
+    rounds = ""
+    kinds_s = {
+        kind: [step.total_s for step in measured.steps if step.kind == kind]
+        for kind in ("short", "cascade", "long")
+    }
+    if any(kinds_s.values()):
+        rounds = "/".join(_seconds(sum(s) / len(s), plan) if s else "-" for s in kinds_s.values())
+    step_s = _seconds(measured.mean["total_s"], plan)
+    tokens = f"{measured.trained_tokens_per_s:,.0f}"
+    return [step_s, "", tokens, rounds, f"{measured.length_shift:+.1%}", ""]
 
 
 def _label(finding: Finding) -> str:

@@ -259,9 +259,11 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
     if args.json:
         _print_json(found.scenario, results)
     else:
+        if not args.overrides:  # the same once more
+            del results["what-if"]
         print(f"{found.fit_text}\n")
         # Idle time is left out: of a real run empty slots are known, here empty engines.
-        print(render(results, reference=SIMULATED, idle=False))
+        print(render(results, reference=SIMULATED, idle=False, last_stage="sync, commit"))
         _print_meaning(explain_what_if(results))
         _print_meaning(found.outside)
     _draw(results, picture, _run_name(args.from_run), reference=SIMULATED, told=not args.json)

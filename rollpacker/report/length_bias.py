@@ -43,6 +43,8 @@ class LengthBias:
         self._window = LengthWindow(cap=cap, window_steps=LENGTH_WINDOW)
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
         """Lengths and weights of each step's trained samples."""
+        self._whole: deque[bool] = deque(maxlen=LENGTH_WINDOW)
+        """Whether a step trained on every response that it launched, whatever its length."""
 
     def add(self, step: StepHistory) -> dict[str, float]:
         """The metrics after this step: `length/...` and `debias/...`, what is known of them."""
@@ -58,7 +60,17 @@ class LengthBias:
         self._window.close_step([num_tokens for num_tokens, _ in trained])
         both = np.array(trained, dtype=np.float64).reshape(-1, 2)
         self._trained.append((both[:, 0], both[:, 1]))
-        return self._window.metrics() | self._weighted()
+        num_launched = sum(len(round_.samples) for round_ in step.rounds)
+        self._whole.append(len(trained) == num_launched > 0)
+        return self._unshifted(self._window.metrics()) | self._weighted()
+
+    def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Where every response was trained on nothing was selected: the shift is 0, and not what
+        the policy's own mean lags behind while lengths drift."""
+        if "length/shift" in metrics and all(self._whole):
+            own = metrics["length/trained_mean"]
+            return metrics | {"length/policy_mean": own, "length/shift": 0.0}
+        return metrics
 
     def _weighted(self) -> dict[str, float]:
         """What the weights do; nothing as long as all are 1."""

@@ -122,7 +122,7 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("tokens generated", f"{tokens['generated']:,}")
     table.add_row("tokens trained on", f"{tokens['trained']:,}")
     table.add_row("generated per trained", _number(tokens["generated_per_trained"], 2))
-    table.add_row("mean trained length", _number(lengths["trained_mean"], 1))
+    table.add_row("mean trained length, 50 steps", _number(lengths["trained_mean"], 1))
     table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
     if lengths["shift"] is not None:
         table.add_row("length shift of training", f"{100 * lengths['shift']:+.0f} %")

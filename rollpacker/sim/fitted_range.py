@@ -66,16 +66,16 @@ def outside_of_scenario(
             assert step_s is not None
             told.append(
                 f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} come from power laws of "
-                f"the parameters: {_listed(laws)}. At the three models that of the weight sync is off "
-                "by up to 20 %, the other one by 1 %."
+                f"the parameters: {_listed(laws)}. At the three models that of the weight sync is "
+                "off by up to 20 %, the other one by 1 %."
             )
         return " ".join(told)
     assert step_s is not None
     told.append(f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}.")
     if laws:
         told.append(
-            f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} are extrapolated by power laws "
-            f"of the parameters: {_listed(laws)}."
+            f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} are extrapolated by power "
+            f"laws of the parameters: {_listed(laws)}."
         )
     moved = _moved(scenario)
     if moved:

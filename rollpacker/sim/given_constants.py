@@ -80,7 +80,7 @@ def _difference(
 ) -> tuple[str, str] | None:
     """The file's value and the overrides' in words; None if no override changes it."""
     before = _at(tree, key)
-    for name, text in reversed(changed.items()):
+    for name, text in reversed(list(changed.items())):
         inside = name.startswith(f"{key}.")
         if name != key and not inside:
             continue

@@ -151,19 +151,6 @@ class ScenarioEvaluate:
         return simulate(dataclasses.replace(scenario, seed=seed, steps=steps))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvaluate:
-    """Simulates a recorded run."""
-
-    model: RunModel
-    config: RunConfig
-
-    def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult:
-        config = changed(self.config, candidate.changes)
-        # Never the seed 0: a plan simulates few steps, which shall stand for the whole run.
-        return self.model.simulate_config(config, seed=seed + 1, steps=steps)
-
-
 def plan_base(scenario: Scenario) -> Base:
     """What can be tried on a scenario."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler

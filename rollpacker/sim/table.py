@@ -24,6 +24,8 @@ ORACLE = "oracle"
 MAX_WIDTH = 100
 MIN_FASTER = 0.02
 """Steps, or tokens per second, closer together than this are called the same."""
+MANY_TIMES = 2.0
+"""From this ratio on it is said, instead of a percentage."""
 MIN_FEWER = 0.08
 """A step that trains on fewer tokens than the other one by this share is said to: a few dozen steps
 of a pool begin with short responses."""
@@ -32,11 +34,18 @@ _NOTABLE_SHIFT = 0.03
 as much to chance."""
 
 
-def render(results: Results, *, reference: str | None = None, idle: bool = True) -> str:
+def render(
+    results: Results,
+    *,
+    reference: str | None = None,
+    idle: bool = True,
+    last_stage: str = "weight sync",
+) -> str:
     """A row per system in each table: seconds, rounds, lengths and, unless it would mislead,
-    idle time. `reference` is the system of speed 1 (None: the first)."""
+    idle time. `reference` is the system of speed 1 (None: the first). `last_stage`
+    names what follows the optimizer step, which of a real run is more than the weight sync."""
     tables = [
-        _seconds_table(results, reference or next(iter(results))),
+        _seconds_table(results, reference or next(iter(results)), last_stage),
         _rounds_table(results),
         _lengths_table(results),
         *([_idle_table(results)] if idle else []),
@@ -44,17 +53,18 @@ def render(results: Results, *, reference: str | None = None, idle: bool = True)
     return "\n\n".join(map(_aligned, tables))
 
 
-def _seconds_table(results: Results, reference: str) -> list[list[str]]:
+def _seconds_table(results: Results, reference: str, last_stage: str) -> list[list[str]]:
     """Mean seconds of a step and of its stages, and response tokens trained on per second."""
-    rows = [["seconds of a step, mean", "step", "speed", "tokens/s", *STAGES]]
+    stages = [*[*STAGES][:-1], last_stage]
+    rows = [["seconds of a step, mean", "step", "speed", "tokens/s", *stages]]
     base = results[reference].mean["total_s"]
     digits = _digits(results)
     for name, result in results.items():
         mean = result.mean
         speed = f"{_number(_over(base, mean['total_s']), 2)}x"
-        stages = (_number(mean[field], digits) for field in STAGES.values())
+        seconds = (_number(mean[field], digits) for field in STAGES.values())
         tokens = _number(result.trained_tokens_per_s, 0)
-        rows.append([name, _number(mean["total_s"], digits), speed, tokens, *stages])
+        rows.append([name, _number(mean["total_s"], digits), speed, tokens, *seconds])
     return rows
 
 
@@ -144,15 +154,21 @@ def explain(results: Results) -> str:
 
 def explain_what_if(results: Results) -> str:
     """The same for a run as it was measured, the run simulated, and the run simulated with other
-    settings, in this order."""
-    measured, same, changed = results.values()
+    settings, in this order; without the last one where nothing was changed."""
+    measured, same, *others = results.values()
+    changed = others[0] if others else same
     before, after = same.mean["total_s"], changed.mean["total_s"]
     real, digits = measured.mean["total_s"], _digits(results)
+    fit = (
+        f"Simulated as it was, the run's step is {_compared(before, real)} measured "
+        f"({_number(real, digits)} s): trust no smaller difference than that."
+    )
+    if not others:
+        return " ".join(filter(None, (fit, _what_is_trained("Simulated the run", same))))
     told = (
         f"With the changes a step would take {_number(after, digits)} s instead of "
         f"{_number(before, digits)} s, which is {_compared(after, before)} before; both are "
-        f"simulated. Simulated as it was, the run's step is {_compared(before, real)} measured "
-        f"({_number(real, digits)} s): trust no smaller difference than that."
+        f"simulated. {fit}"
     )
     simulated = {"The run as it was": same, "the run with the changes": changed}
     less = _trains_on_less(simulated, "The run as it was")
@@ -239,11 +255,28 @@ def _what_is_trained(name: str, result: SystemResult) -> str:
         return ""
     tail = f"{_percent(result.tail_trained_share, 1)} of them are longer than the policy's P95"
     if abs(shift) < _NOTABLE_SHIFT:
-        return f"{name} trains on responses as long as the policy's own; {tail}."
+        own = f"{name} trains on responses as long as the policy's own; {tail}."
+        return own + _not_yet_trained(name, result)
     direction = "shorter" if shift < 0 else "longer"
     return (
         f"{name} trains on responses {_percent(abs(shift))} {direction} than the policy's own; "
         f"{tail} (5% without selection)."
+    )
+
+
+def _not_yet_trained(name: str, result: SystemResult) -> str:
+    """Where the same prompts' lengths are kept and the table has a shift all the same."""
+    if not result.length_shift < -_NOTABLE_SHIFT:
+        return ""
+    later = result.steps[len(result.steps) // 2 :]
+    later_s = sum(step.total_s for step in later) / len(later)
+    digits, mean_s = _digits({name: result}), result.mean["total_s"]
+    return (
+        f" That is paired, against the same prompts; the shift of "
+        f"{_percent(result.length_shift, sign=True)} is against all prompts, of which the longest "
+        f"are still to come or wait in the pool. The first steps are short for that: the later "
+        f"half take {_number(later_s, digits)} s each, not {_number(mean_s, digits)}"
+        " s. Simulate more steps."
     )
 
 
@@ -252,6 +285,8 @@ def _compared(seconds: float, others: float) -> str:
     ratio = _over(seconds, others)
     if abs(ratio - 1) < 0.005:
         return "as long as"
+    if ratio >= MANY_TIMES:
+        return f"{ratio:.{0 if ratio >= 10 else 1}f}x as long as"
     return f"{_percent(abs(ratio - 1))} {'shorter' if ratio < 1 else 'longer'} than"
 
 

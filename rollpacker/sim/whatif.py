@@ -114,16 +114,19 @@ class RunModel:
         steps: int | None = None,
         seed: int = 0,
         mismatch: float | None = None,
+        in_order: bool = False,
+        every: int = 1,
     ) -> SystemResult:
-        """The same for a whole config. With seed 0 prompts come in the recorded order, with another
-        one in a random one: a few steps then stand for the whole run, in which lengths drift.
-        `mismatch` None: as often as in the run."""
+        """The same for a whole config. With seed 0, or `in_order`, prompts come in the recorded
+        order, else in a random one: a few steps then stand for the whole run, in which lengths
+        drift. `every`: only every so many-th row, for fewer steps of the same drift. `mismatch`
+        None: as often as in the run."""
         rollout = config.rollout
-        pools = self._pools
-        if seed:
-            rows = list(pools)
+        in_order = in_order or not seed
+        rows = list(self._pools)[::every]
+        if not in_order:
             np.random.Generator(np.random.Philox(seed)).shuffle(rows)
-            pools = {row: pools[row] for row in rows}
+        pools = {row: self._pools[row] for row in rows}
         workload = Workload.from_pools(
             pools,
             max_response_tokens=rollout.max_response_tokens,
@@ -136,7 +139,7 @@ class RunModel:
         checks = RecordedChecks(
             self.fitted.rewards.by_row,
             None if self.fitted.workload.source in kinds else self.fitted.rewards.calls,
-            warm=bool(seed),
+            warm=not in_order,
         )
         slots = rollout.engine.max_slots
         machine = Machine(
@@ -327,7 +330,7 @@ def load_run(run: str | Path) -> RunModel:
     return RunModel(folder=folder, config=config, fitted=fitted)
 
 
-def _asked_steps(model: RunModel, config: RunConfig) -> int | None:
+def asked_steps(model: RunModel, config: RunConfig) -> int | None:
     """`train.steps` if that was changed; None: as many as the run had, which may have been stopped
     before its end."""
     return None if config.train.steps == model.config.train.steps else config.train.steps
@@ -337,7 +340,7 @@ def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
     """The run, its simulation, and the simulation with the changes."""
     model = load_run(run)
     config = model.with_overrides(overrides)
-    predicted = model.simulate_config(config, steps=_asked_steps(model, config))
+    predicted = model.simulate_config(config, steps=asked_steps(model, config))
     return WhatIf(
         measured=model.measured(),
         predicted_same=model.simulate(),

@@ -11,10 +11,15 @@ import pytest
 
 from rollpacker.cli.main import main
 from rollpacker.cli.plan import explain
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
 from rollpacker.sim import plan as planning
 from rollpacker.sim import plan_ideas, plan_result
+from rollpacker.sim.plan_run import RunEvaluate
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
+from rollpacker.sim.whatif import load_run
+from tests.sim.test_whatif import record
 
 SCENARIO = """\
 name: small
@@ -66,6 +71,33 @@ def test_the_table_and_the_reasons(scenario: Path, capsys: pytest.CaptureFixture
     for part in ("current", "oracle", "Best: ", "Changes:", "Why, one after the other", "Bound: "):
         assert part in text
     assert all(len(line) <= 80 for line in text.split("Best: ")[0].splitlines())
+
+
+def test_a_run_is_planned_beside_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(planning.BUDGETS, "quick", SMALL)
+    run, out = record(tmp_path / "made", race=False), tmp_path / "faster.yaml"
+    command = ["plan", str(run), "--budget", "quick", "--jobs", "1"]
+    assert main([*command, "--write", str(out)]) == 0
+    text = capsys.readouterr().out
+    model = load_run(run)
+    assert text.splitlines()[1].split()[:2] == [
+        "measured",
+        f"{model.measured().mean['total_s']:.3f}",
+    ]
+    assert "trust no smaller difference than that" in text
+    # A run of that name is there already.
+    assert load_config(out, [], RunConfig).name == f"{model.config.name}-planned"
+
+
+def test_finals_of_a_run_are_what_its_what_if_says(tmp_path: Path) -> None:
+    model = load_run(record(tmp_path / "made", race=True))
+    evaluate = RunEvaluate(model=model, config=model.config)
+    budget = evaluate.budget(SMALL)
+    assert budget.steps == model.fitted.num_steps
+    final = evaluate(plan_ideas.Candidate(), planning.FINAL_SEED, budget.steps)
+    assert final.steps == model.simulate().steps
 
 
 @pytest.mark.parametrize(

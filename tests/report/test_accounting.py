@@ -32,6 +32,7 @@ from rollpacker.core.records import Note, Record, Session
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.report.accounting import Accounting
+from rollpacker.report.length_bias import LengthBias
 from rollpacker.report.metrics import step_metrics
 from rollpacker.report.spans import read_steps
 from rollpacker.report.time_book import CAUSES
@@ -215,6 +216,18 @@ def test_short_rounds_show_their_length_shift():
     assert with_tail_batching[-1].lengths.bias["length/policy_mean"] == pytest.approx(
         without[-1].lengths.bias["length/policy_mean"], rel=0.1
     )
+
+
+def test_where_every_response_is_trained_on_nothing_is_shifted():
+    accounting, bias, shifts = Accounting(), LengthBias(4096), []
+    for record in FakeRun(2, tail_batching=False).run(60):
+        step = accounting.history.step
+        summary = accounting.feed(record)
+        if summary is not None and summary.samples.trained == summary.samples.launched:
+            found = bias.add(step)
+            shifts.append(found.get("length/shift"))
+    assert shifts[-1] == 0.0 and set(shifts) <= {None, 0.0}
+    assert found["length/policy_mean"] == found["length/trained_mean"]
 
 
 QUEUE = {"stragglers": "queue"}

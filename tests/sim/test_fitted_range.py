@@ -81,7 +81,7 @@ def test_a_power_law_inside_of_what_was_fitted_is_named() -> None:
 
 
 def test_a_quarter_worse_is_a_share_of_the_tables_step() -> None:
-    made = scenario("cluster.gpu=b200")
+    made = scenario("cluster.gpu=b200", "rewards.2.calls_per_s=0.5", "system=verl")
     one, other = (
         outside_of_scenario(made, step_s=seconds, whose="verl's step") for seconds in (100, 200)
     )
@@ -91,7 +91,7 @@ def test_a_quarter_worse_is_a_share_of_the_tables_step() -> None:
     ]
     assert {"train.fixed_s", "calls_per_s of judge", "launch_layer_s"} <= found[0].keys()
     for key, seconds in found[0].items():
-        assert found[1][key] == pytest.approx(2 * seconds, abs=0.1)
+        assert found[1][key] == pytest.approx(2 * seconds, abs=0.2)
     assert "verl's step of 100.0 s would take longer by" in one
 
 

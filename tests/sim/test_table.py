@@ -145,7 +145,7 @@ def test_it_says_where_the_step_goes_and_what_is_trained_on():
 def test_the_oracle_is_only_compared_with():
     quick = system(*[step(total_s=10.0)] * 5)
     text = explain({"rollpacker": RACING, "oracle": quick})
-    assert "rollpacker's step is rollout" in text and "500% longer than oracle's" in text
+    assert "rollpacker's step is rollout" in text and "6.0x as long as oracle's" in text
     assert "oracle's step is rollout" in explain({"oracle": quick})
 
 
@@ -159,6 +159,29 @@ def test_a_what_if_says_how_good_the_fit_is():
     text = explain_what_if({"measured": measured, "simulated": same, "what-if": changed})
     assert "would take 45.0 s instead of 90.0 s, which is 50% shorter than before" in text
     assert "the run's step is 10% shorter than measured (100.0 s)" in text
+
+
+def test_a_run_without_changes_is_simulated_once():
+    measured, same = (system(step(total_s=s)) for s in (100.0, 90.0))
+    text = explain_what_if({"measured": measured, "simulated": same})
+    assert text.startswith("Simulated as it was, the run's step is 10% shorter than measured")
+    assert "With the changes" not in text
+
+
+def test_what_follows_the_optimizer_step_of_a_run_is_more_than_the_sync():
+    text = render({"measured": system(step())}, last_stage="sync, commit")
+    assert "sync, commit" in text and "weight sync" not in text
+
+
+def test_a_shift_of_few_steps_is_no_selection():
+    early = [step("short", 60.0)] * 4
+    late = [step("short", 80.0)] * 4
+    result = system(*early, *late, trained_length_mean=85.0, own_length_mean=85.0)
+    text = explain({"rollpacker": result})
+    assert "the shift of -15% is against all prompts" in text
+    assert "the later half take 80.0 s each, not 70.0 s" in text
+    kept = system(*early, *late, own_length_mean=100.0)
+    assert "against all prompts" not in explain({"rollpacker": kept})
 
 
 # -- the picture -------------------------------------------------------------------

@@ -70,7 +70,10 @@ def _results(runs: Sequence[Run]) -> Table:
         ("mean rollout s", lambda run: _of(run, "steps", "mean_rollout_s")),
         ("tokens trained on", lambda run: f"{run['summary']['tokens']['trained']:,}"),
         ("trained tokens per s", _speed),
-        ("mean length trained on", lambda run: _of(run, "lengths", "trained_mean", 1)),
+        (
+            "mean length trained, last 50 steps",
+            lambda run: _of(run, "lengths", "trained_mean", 1),
+        ),
         ("the policy's own length", lambda run: _of(run, "lengths", "policy_mean", 1)),
     ]
     if not any(run.get("paired") for run in runs):

@@ -35,7 +35,7 @@ function comparedResults(runs) {
     of("a step", (run) => seconds(run.summary.steps.mean_step_s)), of("tokens trained on", (run) => count(run.summary.tokens.trained)),
     of("trained tokens per second", (run) => number(run.summary.steps.total ? run.summary.tokens.trained / (run.summary.steps.mean_step_s * run.summary.steps.total) : null)),
     of("idle slots in rollouts", (run) => percent(rollout(run) ? run.summary.seconds.tail_idle / rollout(run) : null)),
-    of("mean length trained on", (run) => number(run.summary.lengths.trained_mean, 1)), of("the policy's own", (run) => number(run.summary.lengths.policy_mean, 1)),
+    of("mean length trained, last 50 steps", (run) => number(run.summary.lengths.trained_mean, 1)), of("the policy's own", (run) => number(run.summary.lengths.policy_mean, 1)),
   ]);
 }
 

@@ -57,7 +57,7 @@ function tiles(run) {
   const rollout = summary.seconds.decode + summary.seconds.tail_idle;
   if (rollout) found.push(tile("Slots idle in rollouts", share(summary.seconds.tail_idle / rollout), "while the longest finish"));
   found.push(tile("Waiting for rewards", share(summary.wall_s ? summary.seconds.reward_wait / summary.wall_s : null), "of the wall time"));
-  if (summary.lengths.trained_mean !== null) found.push(tile("Mean length trained on", number(summary.lengths.trained_mean, 1), summary.lengths.shift === null ? "tokens" : `policy's own ${number(summary.lengths.policy_mean, 1)} (${summary.lengths.shift >= 0 ? "+" : ""}${percent(summary.lengths.shift, 1)})`, "tokens"));
+  if (summary.lengths.trained_mean !== null) found.push(tile("Mean length trained on, last 50 steps", number(summary.lengths.trained_mean, 1), summary.lengths.shift === null ? "tokens" : `policy's own ${number(summary.lengths.policy_mean, 1)} (${summary.lengths.shift >= 0 ? "+" : ""}${percent(summary.lengths.shift, 1)})`, "tokens"));
   return h("div", { class: "tiles" }, found);
 }
 

@@ -1,0 +1,78 @@
+"""Planning for a recorded run: its finals are what `simulate --from` says of the same settings.
+
+The search simulates a few steps with the prompts in a random order, which is enough to rank. What
+is shown simulates as many steps as the run had, in its order: lengths drift, and early steps also
+pay for the first calls of the rewards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.sim.plan import FINAL_SEED, Budget
+from rollpacker.sim.plan_ideas import Candidate, changed
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.whatif import RunModel, asked_steps
+
+MAX_FINAL_STEPS = 250
+"""Of each final simulation; of a longer run every second, third, ... row is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvaluate:
+    """Simulates a recorded run."""
+
+    model: RunModel
+    config: RunConfig
+
+    def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult:
+        config = changed(self.config, candidate.changes)
+        if seed < FINAL_SEED:
+            # Never the seed 0: a few steps in random order shall stand for the whole run.
+            return self.model.simulate_config(config, seed=seed + 1, steps=steps)
+        mixed = self.model.simulate_config(config, seed=seed + 1, steps=steps)
+        ordered = self.model.simulate_config(
+            config,
+            seed=seed - FINAL_SEED,
+            steps=steps,
+            in_order=True,
+            every=-(-self._num_steps // MAX_FINAL_STEPS),
+        )
+        # The paired shift is of mixed rows: where lengths drift, who is trained on when has more
+        # to do with chance.
+        return replace(
+            ordered,
+            trained_length_mean=mixed.trained_length_mean,
+            own_length_mean=mixed.own_length_mean,
+        )
+
+    @property
+    def _num_steps(self) -> int:
+        return asked_steps(self.model, self.config) or self.model.fitted.num_steps
+
+    def budget(self, budget: Budget) -> Budget:
+        """The same with finals of as many steps as the run had."""
+        return replace(budget, steps=min(self._num_steps, MAX_FINAL_STEPS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsMeasured:
+    """The run as it was, beside its simulation."""
+
+    measured: SystemResult
+    simulated: SystemResult
+    """At the run's own settings, whatever the plan's current ones are."""
+
+    @property
+    def offset(self) -> float:
+        """The simulated step over the measured one, minus 1."""
+        return self.simulated.mean["total_s"] / self.measured.mean["total_s"] - 1
+
+
+def as_measured(model: RunModel) -> AsMeasured:
+    """Read a run once more, and simulate it as the finals of its plan are."""
+    own = RunEvaluate(model=model, config=model.config)
+    steps = min(model.fitted.num_steps, MAX_FINAL_STEPS)
+    simulated = own(Candidate(), FINAL_SEED, steps)
+    return AsMeasured(measured=model.measured(), simulated=simulated)
