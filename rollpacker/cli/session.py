@@ -59,9 +59,7 @@ class Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        build.check_algorithm(config)
-        if config.algorithm.not_its_row:
-            (_print if self.display else logger.info)(config.algorithm.told)
+        self._check_algorithm()
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
@@ -123,6 +121,14 @@ class Session:
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
+
+    def _check_algorithm(self) -> None:
+        """And say what it comes to, where that is not what its name says."""
+        from rollpacker.cli.parts import check_algorithm
+
+        check_algorithm(self.config)
+        if self.config.algorithm.not_its_row:
+            (_print if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
