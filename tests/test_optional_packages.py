@@ -185,7 +185,7 @@ def test_a_run_needs_none_of_them(without) -> None:
     for package in ("matplotlib", "tensorboard"):
         assert said.count(f"needs {package}, which is not installed") == 1
     code, _, out = without["found"]["report"]
-    assert code == 0 and "Wrote summary.json, trace.json" in out
+    assert code == 0 and "Wrote report.html, summary.json, trace.json" in out
 
 
 @pytest.mark.parametrize("case", EXPECTED)

@@ -205,7 +205,7 @@ def _print_all(checks: Iterator[_NamedCheck], *, as_text: bool) -> list[Finding]
     from rich.console import Console
 
     console = Console(highlight=False)
-    found = []
+    found: list[Finding] = []
     show = as_text and console.is_terminal
     with console.status("looking around ...") if show else contextlib.nullcontext() as status:
         for one in checks:
