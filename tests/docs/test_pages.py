@@ -29,6 +29,8 @@ PLACEHOLDERS = {
     "RUN": "runs/quickstart",
     "RUN_OR_SCENARIO": "runs/quickstart",
     "runs/NAME": "runs/quickstart",
+    "runs/ONE": "runs/quickstart",
+    "runs/OTHER": "runs/short",
 }
 """What stands for a name of the reader's own."""
 
@@ -66,7 +68,7 @@ def test_a_command_parses_and_its_config_takes_its_overrides(
     if path is None:
         return
     place = ROOT / path
-    own = named_files(block.page)
+    own = named_files(ROOT / "README.md") | named_files(block.page)
     if path in own:
         place = tmp_path / path
         place.write_text(own[path])
@@ -100,7 +102,8 @@ def test_a_yaml_block_is_a_config_or_a_part_of_one(
     config = found
     if not {"model", "data", "rewards"} <= set(found):
         base = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
-        del base["algorithm"]  # a page's own comes without the quickstart's
+        for key in ("algorithm", *found.keys() & {"data"}):
+            del base[key]  # a page's own comes without the quickstart's
         config = merged(base, found)
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     load_config(tmp_path / "config.yaml", [], RunConfig)
@@ -117,6 +120,7 @@ SHORTENED = {
     "eval": (),
     "replay": (),
     "report": (),
+    "compare": (),
     "doctor": (),
     "init": ("--files-only", "--overwrite"),
     "simulate": (),
@@ -138,7 +142,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["warmup", "configs/quickstart-warmup.yaml", *SHORTENED["warmup"]]) == 0
-        assert main(["train", "configs/quickstart.yaml", *SHORT]) == 0
+        for name in ("quickstart", "short"):
+            assert main(["train", "configs/quickstart.yaml", *SHORT, f"name={name}"]) == 0
         assert main(["init", "quickstart", "--files-only"]) == 0
     return folder
 
