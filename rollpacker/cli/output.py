@@ -66,6 +66,11 @@ def console() -> Console:
     return Console(file=cast("IO[str]", _Output()), force_jupyter=False)
 
 
+def print_line(line: str) -> None:
+    """One line, as it is, on a console that outlives its reader."""
+    console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """How far something long is, which is told how many of `total` are done: a bar on a terminal,

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
+from rollpacker.cli.output import print_line, progress
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
@@ -52,7 +53,6 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.cli.output import progress
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -68,7 +68,7 @@ class Session:
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        shown: dict[str, Any] = {"tell": _print, "progress": progress} if self.display else {}
+        shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
         policy = build.load_policy(config, threads=before.get("threads"), **shown)
         identity = build.identity(config, policy)
         if checkpoint is not None:
@@ -128,7 +128,7 @@ class Session:
 
         check_algorithm(self.config)
         if self.config.algorithm.not_its_row:
-            (_print if self.display else logger.info)(self.config.algorithm.told)
+            (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume:
@@ -167,7 +167,7 @@ class Session:
         where = checkpoint.folder.relative_to(self.folder.path)
         line = f"resuming after step {checkpoint.step} ({where})"
         if self.display:
-            _print(line)
+            print_line(line)
         else:
             logger.info("%s", line)
 
@@ -265,12 +265,6 @@ class Session:
         )
         live.on_row = audience.row_written
         return live, audience
-
-
-def _print(line: str) -> None:
-    from rollpacker.cli.output import console
-
-    console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli.driving import INTERRUPTED, ending_as_interrupt, not_begun
+from rollpacker.cli.output import print_line
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -75,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, RunConfig)
     if torchrun is not None:
         config = _with_processes(config, torchrun.world_size)
-    print(_first_line(config), flush=True)
+    print_line(_first_line(config))
     result = run_to_end(
         config, resume=resume, overwrite=args.overwrite, display=True, is_command=True
     )
