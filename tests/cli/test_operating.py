@@ -78,7 +78,7 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     shown, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
     assert f"\nresuming after step {done} (checkpoints/step_{done:06d})\n" in shown
-    assert re.findall(r"\| step (\d+)/", shown) == [str(done + 1), str(done + 2)]
+    assert re.findall(r"\| step (\d+)/\d+ \|", shown) == [str(done + 1), str(done + 2)]
     assert "evaluation after step 0" not in shown
     rows = (folder / "runs" / "auto" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["step"] for row in rows]
@@ -113,16 +113,15 @@ def test_on_a_terminal_the_panel_stays_in_place_and_what_rewards_print_is_above_
 
 
 _FIRST_LINE = """
-import sys, time
-class Out:
+import io, sys, time
+class Out(io.TextIOBase):
+    encoding = "utf-8"
     def write(self, text):
         heavy = sorted({"torch", "transformers", "pyarrow"} & sys.modules.keys())
         sys.__stdout__.write(f"{time.time()} {heavy} {text}")
         sys.__stdout__.flush()
         import os
         os._exit(0)
-    def flush(self):
-        pass
 sys.stdout = Out()
 from rollpacker.cli.main import main
 main(["train", sys.argv[1], "name=first-line"])
@@ -147,7 +146,9 @@ def test_the_first_line_comes_before_anything_is_loaded(folder: Path) -> None:
     assert min(taken) < 6, taken
     reward, into = f"{folder}/reward.py:vowels", f"{folder}/runs/first-line"
     rows = f"40 rows of {folder}/rows.jsonl"
-    assert line == f"[] first-line: {folder}/model, {rows}, rewards {reward}, into {into}"
+    assert (
+        line.rstrip("\n") == f"[] first-line: {folder}/model, {rows}, rewards {reward}, into {into}"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -176,11 +176,10 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
 def test_how_prompts_were_made_is_kept_over_a_resume() -> None:
     same = {"model": "a", "train_data": "c", "dtype": "torch.float32"}
     chat = {**same, "chat": {"train": True, "eval": False}}
-    # A run of an earlier version, which had no such key and rendered nothing.
-    earlier = [("data.train.chat", None, "auto"), ("rewards[0].max_failed_calls", None, 32)]
-    assert check_resume(earlier, same, {**same, "chat": {"train": False}}) == []
+    # A run of an earlier version, which rendered nothing; its lacking key is its default.
+    assert check_resume([], same, {**same, "chat": {"train": False}}) == []
     with pytest.raises(RunError, match=r"set data\.train\.chat=false to go on") as caught:
-        check_resume(earlier, same, {**chat, "train_data": "d"})
+        check_resume([], same, {**chat, "train_data": "d"})
     assert "training data changed" not in str(caught.value)
     with pytest.raises(RunError, match=r"set data\.eval\.chat=false to go on"):
         check_resume([], chat, {**same, "chat": {"train": True, "eval": True}})
