@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"All files are in {folder.resolve()} already.")
     steps = template.steps()
-    if written and not args.files_only:
+    if not args.files_only:
         prepare(template, folder, overwrite=args.overwrite)
         steps = tuple(step for step in steps if step not in template.preparation())
     print("\nNext:")
@@ -78,10 +78,15 @@ def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list
 
 
 def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
-    """Run the commands that make the template's data and model. Raises `ValueError`."""
+    """Run the commands that make the template's data and model, but for models that are there
+    already; what an earlier `init` could not finish is made up for. Raises `ValueError`."""
     left = list(template.preparation())
     while left:
         command = left[0]
+        if not overwrite and _is_made(command, folder):
+            print(f"\n{command}: its model is there already.")
+            left.pop(0)
+            continue
         program, *words = shlex.split(command)
         if program == "rollpacker":
             # The working folder stays off the module path: files in it must not hide modules.
@@ -102,6 +107,17 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
                 f" that, then run: {' && '.join(left)}"
             )
         left.pop(0)
+
+
+def _is_made(command: str, folder: Path) -> bool:
+    """A warm-up whose model is there."""
+    if not command.startswith("rollpacker warmup "):
+        return False
+    from rollpacker.config.load import load_config
+    from rollpacker.config.warmup import WarmupConfig
+
+    config, *overrides = shlex.split(command)[2:]
+    return (folder / load_config(folder / config, overrides, WarmupConfig).output).exists()
 
 
 def _is_there(path: Path, text: str) -> bool:

@@ -33,6 +33,11 @@ def test_it_is_committed_without_outputs() -> None:
 
 
 def test_a_kernel_runs_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder that it lies in, whose other folders are named like modules."""
+    here, tmp_path = tmp_path, tmp_path / "first-run"
+    (here / "math").mkdir()
+    (here / "math" / "__init__.py").touch()
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["init", "quickstart", "--files-only"]) == 0
     rows = [
@@ -53,14 +58,14 @@ def test_a_kernel_runs_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ' "rollout.max_response_tokens=24", ',
         )
     nbclient.NotebookClient(
-        notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=200, resources={"metadata": {"path": str(here)}}
     ).execute()
     said = [
         "".join(text_of(output) for output in cell.outputs)
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    assert "All files are in" in said[1] and "Error" not in said[1]
+    assert "its model is there already" in said[1] and "Error" not in said[1]
     assert "def correct(" in said[2]
     assert "image/png" in said[4]
     assert "decode" in said[6] and "image/png" in said[7]
