@@ -126,7 +126,7 @@ class Tracker(Callback):
         self._record = _Record(Path(), {})
         self._held: set[tuple[int, str]] = set()
         """Values that must not be sent again, of rows that are not held as a whole."""
-        self._excepthook = sys.excepthook
+        self._hooks = (sys.excepthook, sys.exit)
 
     def missing(self) -> str | None:
         """The sentence that names the extra, if the library is not installed. Imports nothing."""
@@ -220,7 +220,8 @@ class Tracker(Callback):
                 said = " ".join(str(error).split())[:300]
                 self._give_up(f"{type(error).__name__}: {said}" if said else type(error).__name__)
             finally:
-                sys.excepthook = self._excepthook  # libraries put their own in its place
+                # Libraries put their own in their places.
+                sys.excepthook, sys.exit = self._hooks  # type: ignore[assignment]
 
     def _look_at_clock(self) -> None:
         """Give up on a library that hangs."""

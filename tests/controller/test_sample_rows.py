@@ -24,7 +24,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> rollpacker.FinishedRun:
+def run(tmp_path_factory: pytest.TempPathFactory) -> rollpacker.Run:
     """A real one of a tiny model, on rows with a column of their own."""
     threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("run")
     write_model(folder / "model")
@@ -43,7 +43,7 @@ def table(path: Path) -> pyarrow.Table:
 
 
 def test_a_row_says_which_line_it_came_from_and_what_the_model_saw(
-    run: rollpacker.FinishedRun,
+    run: rollpacker.Run,
 ) -> None:
     lines = (run.folder.parents[1] / "rows.jsonl").read_text().splitlines()
     for folder in ("samples", "evaluations"):
@@ -57,7 +57,7 @@ def test_a_row_says_which_line_it_came_from_and_what_the_model_saw(
             assert row["rendered_prompt"].replace(" ", "").endswith(source["prompt"])
 
 
-def test_every_response_of_an_evaluation_is_kept_and_adds_up(run: rollpacker.FinishedRun) -> None:
+def test_every_response_of_an_evaluation_is_kept_and_adds_up(run: rollpacker.Run) -> None:
     evaluated = {
         row["step"]: row
         for _, row in read_metrics(run.folder / "metrics.jsonl")
@@ -86,9 +86,10 @@ def documented(heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", part, re.MULTILINE))
 
 
-def test_the_page_has_every_column_with_its_type(run: rollpacker.FinishedRun) -> None:
+def test_the_page_has_every_column_with_its_type(run: rollpacker.Run) -> None:
     of_samples = documented("Columns of `samples/*.parquet`")
     of_evaluations = documented("Columns of `evaluations/*.parquet`")
+    assert of_samples.pop("extra/NAME") == "string"  # of a reward that gives some (test_logged)
     shared = set(of_samples) - {"round_kind", "trained", "advantage", "loss_weight"}
     expected = {
         "samples": of_samples,
@@ -101,7 +102,7 @@ def test_the_page_has_every_column_with_its_type(run: rollpacker.FinishedRun) ->
             assert found == columns
 
 
-def test_the_page_has_every_file(run: rollpacker.FinishedRun) -> None:
+def test_the_page_has_every_file(run: rollpacker.Run) -> None:
     names = {path.name for path in run.folder.iterdir()}
     assert names <= {name for name in names if f"`{name}" in DOCS}
 
