@@ -221,7 +221,7 @@ class Tracker(Callback):
                 self._give_up(f"{type(error).__name__}: {said}" if said else type(error).__name__)
             finally:
                 # Libraries put their own in their places.
-                sys.excepthook, sys.exit = self._hooks  # type: ignore[assignment]
+                sys.excepthook, sys.exit = self._hooks
 
     def _look_at_clock(self) -> None:
         """Give up on a library that hangs."""

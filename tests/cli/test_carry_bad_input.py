@@ -53,10 +53,10 @@ def carried(command: Command) -> Path:
     folder = command.run / "checkpoints"
     killed_at = 2
 
-    def write(root: Path, step: int, *rest: Any) -> Path:
+    def write(root: Path, step: int, *rest: Any, **named: Any) -> Path:
         if step > killed_at:
             raise OSError(28, "No space left on device")
-        return run(root, step, *rest)
+        return run(root, step, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollpacker.controller.commits.write_checkpoint", write)
