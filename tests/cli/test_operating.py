@@ -46,6 +46,8 @@ def start(folder: Path, name: str, *words: str, hup: bool = True) -> subprocess.
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        # Whoever runs the tests may ignore it (nohup), and children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 

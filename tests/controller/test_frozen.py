@@ -240,6 +240,10 @@ def _resumed(case: Case, folder: Path, before: Any) -> dict[str, Any]:
     return {"job": job, "cursor": cursor}
 
 
+NEW_METRICS = ("eval/rewards/", "eval/stderr/")
+"""Came later, and are made of what is there."""
+
+
 def _line(entry: Record | Note | Session) -> str:
     """An entry without its times. Metrics of what takes real time are left out."""
     if isinstance(entry, Record):
@@ -251,7 +255,7 @@ def _line(entry: Record | Note | Session) -> str:
             commands=tuple(map(_rounded, entry.commands)),
         )
     elif isinstance(entry, Note):
-        of_old = {k: v for k, v in entry.metrics.items() if not k.startswith("eval/rewards/")}
+        of_old = {k: v for k, v in entry.metrics.items() if not k.startswith(NEW_METRICS)}
         entry = replace(entry, time_s=0.0, seconds=0.0, metrics=of_old)
     else:
         return f"session at step {entry.step}"
