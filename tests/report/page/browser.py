@@ -59,8 +59,10 @@ def opened(
     url: str, *, ready: str = "html[data-ready]", **settings: Any
 ) -> Iterator[tuple[Any, Seen]]:
     """A page that has drawn itself (`ready` is there), what it asked for, and its complaints. It
-    has nothing of other pages; their browser is one for a module."""
-    context = _browser().new_context(**{"viewport": {"width": 1300, "height": 900}, **settings})
+    has nothing of other pages; their browser is one for a module. It jumps where it would scroll
+    smoothly: a place that was measured on the way is somewhere else when the mouse comes."""
+    usual = {"viewport": {"width": 1300, "height": 900}, "reduced_motion": "reduce"}
+    context = _browser().new_context(**{**usual, **settings})
     try:
         page = context.new_page()
         page.set_default_timeout(20_000)
