@@ -162,6 +162,9 @@ def _unknown_verb(verb: str) -> str:
 def entry() -> NoReturn:
     """The console command."""
     code = main()
+    # A KeyboardInterrupt that left an `exec` of text, as of a dataclass that was being made, lets
+    # `python -m` end by SIGINT whatever became of it, until a text is executed again.
+    exec("")
     sys.stdout.flush()
     sys.stderr.flush()
     if code == DEADLINE_EXIT_CODE:  # what hangs in a thread would keep the process from ending

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.dataset import TRAIN
+from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
@@ -429,8 +430,23 @@ def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
         | {
             f"the reward {name}": _file_sha256(file)
             for name, file in policy.reward.sources().items()
+        }
+        | {
+            f"the reward {reward.name or reward.function}": _code_sha256(reward.function)
+            for reward in config.rewards
+            if is_given(reward.function)
         },
     }
+
+
+def _code_sha256(spec: str) -> str | None:
+    """Of a function that a program gave, as its file or notebook cell has it."""
+    import inspect
+
+    try:
+        return hashlib.sha256(inspect.getsource(given(spec)).encode()).hexdigest()
+    except (OSError, TypeError):  # made by an `exec`, or no function but what can be called
+        return None
 
 
 def _file_sha256(file: str) -> str | None:

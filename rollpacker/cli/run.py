@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ METRICS_TO_SEE = (
     *("actor/grad_norm", "timing_s/step"),
 )
 SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "advantage", "num_tokens")
+EVALUATION_SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "num_tokens")
 
 
 class Run:
@@ -95,15 +97,23 @@ class Run:
     def samples(self, step: int | None = None) -> Table:
         """What was trained on, of all steps or of one. Written with each checkpoint; empty with
         `save_samples: false`."""
+        return self._parquet("samples/steps_*.parquet", step, SAMPLES_TO_SEE)
+
+    def evaluation_samples(self, step: int | None = None) -> Table:
+        """What evaluations generated, of all of them or of the one after a step (0: before the
+        first); empty with `save_samples: false`."""
+        return self._parquet("evaluations/step_*.parquet", step, EVALUATION_SAMPLES_TO_SEE)
+
+    def _parquet(self, files: str, step: int | None, first: Sequence[str]) -> Table:
         import pyarrow.parquet
 
         from rollpacker.report.rows import Table
 
         rows: list[dict[str, Any]] = []
-        for path in sorted((self.folder / "samples").glob("steps_*.parquet")):
+        for path in sorted(self.folder.glob(files)):
             chosen = None if step is None else [("step", "=", step)]
             rows += pyarrow.parquet.read_table(path, filters=chosen).to_pylist()
-        return Table(rows, name="samples", first=SAMPLES_TO_SEE)
+        return Table(rows, name="samples", first=first)
 
     def __repr__(self) -> str:
         steps = self.summary["steps"]["total"]
@@ -128,8 +138,6 @@ class Run:
 
 def _passed(summary: dict[str, Any]) -> str | None:
     """The first and the last evaluation."""
-    values = [one["eval/pass@1"] for one in summary["evaluations"] if "eval/pass@1" in one]
-    if not values:
-        return None
-    first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
-    return f"pass@1 {first}{values[-1]:.3f}"
+    found = [one for one in summary["evaluations"] if "eval/pass@1" in one]
+    told = [f"{one['eval/pass@1']:.3f} (step {one['step']})" for one in found]
+    return f"pass@1 {' -> '.join(told[:1] + told[1:][-1:])}" if told else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rollpacker.callbacks import Callback, CallbackError
-from rollpacker.cli.errors import naming
+from rollpacker.cli.errors import classify, naming
 from rollpacker.cli.output import in_notebook
 from rollpacker.cli.run import Run
 from rollpacker.imports import silence_noise
@@ -67,17 +67,31 @@ def train(
     from rollpacker.cli.given import as_given, refuse_unknown
     from rollpacker.imports import giving
 
-    refuse_unknown(unknown)
-    given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
-    with giving(given.objects), _arguments_for_flags():
-        return run_to_end(
-            given.config,
-            resume=resume,
-            overwrite=overwrite,
-            display=in_notebook() if display == "auto" else display,
-            callbacks=_checked(callbacks),
-            observers=observers,
-        )
+    with _without_traceback_in_notebooks():
+        refuse_unknown(unknown)
+        given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
+        with giving(given.objects), _arguments_for_flags():
+            return run_to_end(
+                given.config,
+                resume=resume,
+                overwrite=overwrite,
+                display=in_notebook() if display == "auto" else display,
+                callbacks=_checked(callbacks),
+                observers=observers,
+            )
+
+
+@contextmanager
+def _without_traceback_in_notebooks() -> Iterator[None]:
+    """A cell shows what a command would: one message for what is wrong with config or data, where
+    a notebook prints a hundred lines of this package. Bugs and callbacks keep theirs."""
+    try:
+        yield
+    except Exception as error:
+        if in_notebook() and not isinstance(error, CallbackError) and classify(error)[0] != 1:
+            told = [f"{type(error).__name__}: {error}"]
+            error._render_traceback_ = lambda: told  # type: ignore[attr-defined]
+        raise
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def check_resume(
     for key, digest in before.get("files", {}).items():
         if key in files and files[key] != digest:
             harmless.append(
-                f"the file of {key} changed since the run began: what comes from now on is not"
+                f"the code of {key} changed since the run began: what comes from now on is not"
                 " comparable with what was before"
             )
     if refused:

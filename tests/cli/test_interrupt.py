@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class Kernel:
         return self.client.execute(code)
 
     def end_of(self, cell: str, timeout_s: float = 120.0) -> tuple[str, str]:
-        """Its status (ok, or the error's name) and what it printed."""
+        """Its status (ok, or the error's name) and what it printed, a traceback with it."""
         printed, status, until = "", None, time.monotonic() + timeout_s
         while True:
             message = self.client.get_iopub_msg(timeout=max(0.1, until - time.monotonic()))
@@ -92,6 +93,7 @@ class Kernel:
                 printed += content["text"]
             elif message["msg_type"] == "error":
                 status = content["ename"]
+                printed += re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
                 return status or "ok", printed
 
@@ -128,6 +130,16 @@ def test_an_interrupted_cell_returns_the_run(folder: Path, kernel: Kernel, await
     reason, num_steps = printed.split()[-2:]
     assert reason == "interrupted" and int(num_steps) == steps_of(folder, name)[-1] < STEPS
     assert is_resumable(folder, name)
+
+
+def test_a_mistake_is_one_message_in_a_cell(folder: Path, kernel: Kernel) -> None:
+    """And somebody else's code keeps its traceback."""
+    status, printed = kernel.run(call(folder, "mistaken").replace("name=", "nam="))
+    assert status == "ConfigError" and len(printed.splitlines()) < 4, printed
+    assert 'Did you mean "name"' in printed
+    code = "class Raises(rollpacker.Callback):\n  def on_start(self, run): return 1 / 0\n"
+    status, printed = kernel.run(code + call(folder, "raised", "callbacks=[Raises()]"))
+    assert status == "CallbackError" and "return 1 / 0" in printed
 
 
 def test_a_cell_shows_progress_in_one_output_that_changes(folder: Path, kernel: Kernel) -> None:

@@ -62,7 +62,7 @@ def test_a_changed_file_is_said_at_a_resume(command, caplog):
     assert command.train(algorithm__loss_function=spec, train__steps=1) == 0
     loss(command, LOSS.replace("0.25", "0.5"))
     assert command.train("--resume", algorithm__loss_function=spec, train__steps=2) == 0
-    assert "the file of algorithm.loss_function changed since the run began" in caplog.text
+    assert "the code of algorithm.loss_function changed since the run began" in caplog.text
     assert [row["actor/mine"] for row in rows(command)] == [0.25, 0.5]
     assert command.train("--resume", algorithm__loss_function=spec, train__steps=2) == 0
 

@@ -105,6 +105,22 @@ def test_a_resume_takes_the_same_objects_again(folder: Path) -> None:
         )
 
 
+def test_a_function_that_changed_is_noticed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def reward(completions, **columns):
+        return [0.5 for _ in completions]
+
+    first = rollpacker.train(config(folder, "changes"), rewards=[reward], data=ROWS)
+    place = first.folder / "config.yaml"
+    rollpacker.train(place, ["train.steps=3"], rewards=[reward], data=ROWS, resume=True)
+    assert "changed since" not in caplog.text
+
+    def reward(completions, **columns):  # noqa: F811
+        return [0.25 for _ in completions]
+
+    rollpacker.train(place, ["train.steps=4"], rewards=[reward], data=ROWS, resume=True)
+    assert "the code of the reward reward changed since the run began" in caplog.text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("train", "{}/config.yaml", "--resume"), ("eval", "{}")],
@@ -237,7 +253,7 @@ def test_the_run_is_a_look_at_its_folder(folder: Path) -> None:
         config(folder, "look", **{"data.eval_fraction": 0.3}), rewards=[length], data=rows
     )
     assert len(repr(run)) < 200 and "\n" not in repr(run)
-    assert "2 steps, every step is done, pass@1 0.000 -> 0.000" in repr(run)
+    assert "2 steps, every step is done, pass@1 0.000 (step 0) -> 0.000 (step 2)" in repr(run)
     again = rollpacker.Run(run.folder)
     assert (again.reason, again.name) == (run.reason, "look")
     assert again.summary["steps"] == run.summary["steps"]
@@ -249,6 +265,9 @@ def test_the_run_is_a_look_at_its_folder(folder: Path) -> None:
     assert "critic/rewards/mean" in metrics._ipython_key_completions_()
     with pytest.raises(KeyError, match='Did you mean "critic/rewards/mean"'):
         metrics["critic/reward/mean"]
+    texts = run.evaluation_samples(step=2)
+    assert len(texts) == 5 and len(run.evaluation_samples()) == 10
+    assert {"completion", "reward", "passed"} <= {*texts[0]}
     samples = run.samples(step=2)
     assert {row["step"] for row in samples} == {2} and len(run.samples()) > len(samples)
     shown = samples._repr_html_()

@@ -194,7 +194,7 @@ def test_a_changed_reward_file_is_named() -> None:
     now = {**same, "files": {"the reward f": "2"}}
     assert check_resume([], before, before) == check_resume([], same, now) == []
     (line,) = check_resume([], before, now)
-    assert line.startswith("the file of the reward f changed since the run began: ")
+    assert line.startswith("the code of the reward f changed since the run began: ")
     assert "not comparable" in line
 
 
