@@ -114,7 +114,7 @@ def test_a_function_that_changed_is_noticed(folder: Path, caplog: pytest.LogCapt
     rollpacker.train(place, ["train.steps=3"], rewards=[reward], data=ROWS, resume=True)
     assert "changed since" not in caplog.text
 
-    def reward(completions, **columns):  # noqa: F811
+    def reward(completions, **columns):
         return [0.25 for _ in completions]
 
     rollpacker.train(place, ["train.steps=4"], rewards=[reward], data=ROWS, resume=True)
