@@ -19,7 +19,7 @@ from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Abort, Launch, Release
+from rollpacker.core.commands import Abort, Command, Launch, Move, Place, Release, Replace
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
@@ -57,7 +57,7 @@ class Generation:
         return {
             Launch: self._launch,
             Abort: lambda command: self.engine.abort(command.samples),
-            Release: self._release,
+            **dict.fromkeys((Place, Move, Replace, Release), self._one_engine),
         }
 
     def start(self) -> None:
@@ -86,8 +86,8 @@ class Generation:
         self.desk.round_kind = self.desk.round_kind or command.kind
         self.engine.submit(self.carried.requests(command, self.rows, self.sampling))
 
-    def _release(self, command: Release) -> None:
-        raise AssertionError(f"{command}: the one device of a run cannot be released")
+    def _one_engine(self, command: Command) -> None:
+        raise AssertionError(f"{command}: a run has one engine, on one device")
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Called in the engine's thread, between two decode steps."""

@@ -53,6 +53,39 @@ class Launch:
     replaces: tuple[SampleId, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """The samples that the engine failed on and that these are launched for, aligned with
     `samples`: each draws with the noise of the one that it replaces. Empty: nobody failed."""
+    engines: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Where each sample runs, aligned with `samples`. Empty: all on engine 0."""
+
+
+@command
+class Place:
+    """Start these samples again, from what their launch gave them and under their own ids: their
+    engine was lost, or none was there to take them."""
+
+    samples: tuple[SampleId, ...]
+    engines: tuple[int, ...]
+    """Where each runs, aligned with `samples`."""
+
+
+@command
+class Move:
+    """Let these go on in another engine, with the tokens that they have; each is answered by
+    `SampleMoved`, or by how it ended if it just had."""
+
+    samples: tuple[SampleId, ...]
+    engine: int
+    """Where they go."""
+
+
+@command
+class Replace:
+    """Let a new engine take the place of a lost one, at the weights of `version`; answered by
+    `EngineReady`."""
+
+    engine: int
+    incarnation: int
+    """Of the new one."""
+    version: int
 
 
 @command
@@ -175,6 +208,9 @@ class Finish:
 Command = (
     FetchPrompts
     | Launch
+    | Place
+    | Move
+    | Replace
     | Abort
     | Score
     | CancelScore

@@ -56,6 +56,10 @@ class SampleGenerated:
     num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
     """How often its end was drawn anew, because it came before the place where the response had
     been cut off (`tail_batching.complement`)."""
+    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    """The engine that says so ..."""
+    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    """... and how often that one had been replaced when it was given the sample."""
 
 
 @event
@@ -71,6 +75,10 @@ class SampleAborted:
     num_kept: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """See `SampleGenerated`."""
     num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
+    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    """The engine that says so ..."""
+    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    """... and how often that one had been replaced when it was given the sample."""
 
 
 @event
@@ -79,6 +87,45 @@ class SampleFailed:
 
     time_s: float
     sample: SampleId
+    reason: str
+    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    """The engine that says so ..."""
+    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    """... and how often that one had been replaced when it was given the sample."""
+
+
+@event
+class SampleMoved:
+    """Answer to `Move`: the sample goes on in another engine."""
+
+    time_s: float
+    sample: SampleId
+    engine: int
+    """The one that has it now."""
+    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    num_tokens: int = 0
+    """Response tokens that it brought along; they stay as they are."""
+
+
+@event
+class EngineReady:
+    """Answer to `Replace`: the engine can take samples. At the start all are ready, unsaid."""
+
+    time_s: float
+    engine: int
+    incarnation: int
+    version: int
+    """Of its weights."""
+
+
+@event
+class EngineLost:
+    """The engine has ended, hangs, or computes what cannot be used. Whatever it still says is not
+    heeded."""
+
+    time_s: float
+    engine: int
+    incarnation: int
     reason: str
 
 
@@ -145,6 +192,9 @@ Event = (
     | SampleGenerated
     | SampleAborted
     | SampleFailed
+    | SampleMoved
+    | EngineReady
+    | EngineLost
     | SampleScored
     | Trained
     | WeightsSynced

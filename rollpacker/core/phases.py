@@ -18,12 +18,15 @@ from enum import StrEnum
 
 from rollpacker.core.events import (
     Committed,
+    EngineLost,
+    EngineReady,
     Event,
     PromptsFetched,
     RunStarted,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
+    SampleMoved,
     SampleScored,
     StopRequested,
     Trained,
@@ -61,6 +64,10 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     # Once more where the wish to stop came while the commit was under way, without a checkpoint.
     (_P.COMMITTING, Committed): frozenset({_P.FETCHING, _P.ROLLING, _P.COMMITTING, _P.DONE}),
     **{(phase, StopRequested): frozenset({phase}) for phase in Phase},
+    (_P.ROLLING, SampleMoved): frozenset({_P.ROLLING}),
+    **{(phase, EngineReady): frozenset({phase}) for phase in Phase},
+    # One loss too many ends the run.
+    **{(phase, EngineLost): frozenset({phase, _P.DONE}) for phase in Phase},
     **{(phase, SampleScored): frozenset({phase}) for phase in Phase if phase is not _P.ROLLING},
 }
 """Where the job may be after an event that it is told in a phase."""

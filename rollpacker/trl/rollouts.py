@@ -31,7 +31,10 @@ from rollpacker.core.commands import (
     FetchPrompts,
     Finish,
     Launch,
+    Move,
+    Place,
     Release,
+    Replace,
     Score,
     StartGradients,
     SyncWeights,
@@ -125,7 +128,7 @@ class Rollouts:
             SyncWeights: self._sync,
             Commit: self._commit,
             Finish: self._finish,
-            **dict.fromkeys((Release, StartGradients), self._never),
+            **dict.fromkeys((Place, Move, Replace, Release, StartGradients), self._never),
         }
 
     def next_step(self) -> Groups:

@@ -16,13 +16,17 @@ from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import (
     Abort,
     CancelScore,
+    Command,
     Commit,
     Defer,
     Drop,
     FetchPrompts,
     Finish,
     Launch,
+    Move,
+    Place,
     Release,
+    Replace,
     Score,
     StartGradients,
     SyncWeights,
@@ -161,7 +165,7 @@ class World:
             FetchPrompts: self.fetch,
             Launch: self.launch,
             Abort: self.abort,
-            Release: self.release,
+            **dict.fromkeys((Place, Move, Replace, Release), self.one_engine),
             Score: self.score,
             CancelScore: self.cancel,
             StartGradients: self.start_gradients,
@@ -215,8 +219,8 @@ class World:
             )
             self.push(0.0, event)
 
-    def release(self, command: Release) -> None:
-        raise AssertionError("there is one device")
+    def one_engine(self, command: Command) -> None:
+        raise AssertionError(f"there is one engine, with one device: {command}")
 
     def score(self, command: Score) -> None:
         sample = command.sample

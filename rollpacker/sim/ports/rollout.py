@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Abort, Launch, Release
+from rollpacker.core.commands import Abort, Command, Launch, Move, Place, Release, Replace
 from rollpacker.core.events import Event, SampleAborted, SampleGenerated
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
@@ -66,7 +66,15 @@ class Rollout:
         """When devices were released, and their engines."""
 
     def routes(self) -> Routes:
-        return {Launch: self._obey_launch, Abort: self._abort, Release: self._release}
+        return {
+            Launch: self._obey_launch,
+            Abort: self._abort,
+            Release: self._release,
+            **dict.fromkeys((Place, Move, Replace), self._not_yet),
+        }
+
+    def _not_yet(self, command: Command) -> None:
+        raise AssertionError(f"{command}: engines of a simulation are not told apart yet")
 
     @property
     def released(self) -> list[Lane]:
