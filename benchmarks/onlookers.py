@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def looked_at(folder: Path, training: subprocess.Popen[bytes]) -> dict[str, floa
     version, began, cpu_s, num = "", time.perf_counter(), 0.0, 0
     try:
         while training.poll() is None:
-            with urllib.request.urlopen(f"{address}/api/run/looked-at?have={version}") as answer:
+            have = urllib.parse.quote(version)
+            with urllib.request.urlopen(f"{address}/api/run/looked-at?have={have}") as answer:
                 body = answer.read()
             version = state_of(answer.headers["Content-Type"], body).get("version", version)
             num += 1
