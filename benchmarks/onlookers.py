@@ -79,6 +79,7 @@ def looked_at(folder: Path, training: subprocess.Popen[bytes]) -> dict[str, floa
     line = dash.stdout.readline()
     address = "http://" + line.partition("http://")[2].split()[0].rstrip("/")
     version, began, cpu_s, num = "", time.perf_counter(), 0.0, 0
+    at_start_s = cpu_seconds(dash.pid)  # what it took to start is paid once
     try:
         while training.poll() is None:
             have = urllib.parse.quote(version)
@@ -86,7 +87,7 @@ def looked_at(folder: Path, training: subprocess.Popen[bytes]) -> dict[str, floa
                 body = answer.read()
             version = state_of(answer.headers["Content-Type"], body).get("version", version)
             num += 1
-            cpu_s = cpu_seconds(dash.pid)
+            cpu_s = cpu_seconds(dash.pid) - at_start_s
             time.sleep(1.0)
     finally:
         dash.terminate()
