@@ -42,6 +42,10 @@ class UnkindConfig:
     """Share of the checks whose machinery fails; worth asking again."""
     verdict_delay_s: float = 0.0
     """Checks take up to so many seconds longer, all lengths of time alike."""
+    engine_life_s: float = 0.0
+    """Mean time until an engine is lost, at the same rate throughout; 0: it never is."""
+    engine_start_s: float = 60.0
+    """So long it takes until a lost engine's replacement is ready."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -78,7 +82,13 @@ class Unkind:
         match event:
             case SampleGenerated(sample=sample):
                 if self._share("failure", sample) < config.failure_rate:
-                    return SampleFailed(time_s=event.time_s, sample=sample, reason="made to fail")
+                    return SampleFailed(
+                        time_s=event.time_s,
+                        sample=sample,
+                        reason="made to fail",
+                        engine=event.engine,
+                        incarnation=event.incarnation,
+                    )
             case SampleAborted(sample=sample):
                 if self._share("late", sample) < config.late_finish_rate:
                     return SampleGenerated(
@@ -88,6 +98,8 @@ class Unkind:
                         finish_reason="stop",
                         version=self._version,
                         preemptions=event.preemptions,
+                        engine=event.engine,
+                        incarnation=event.incarnation,
                     )
             case SampleScored(sample=sample, cause=""):
                 return self._verdict(event, self._retries.pop(sample, 0))
@@ -97,6 +109,12 @@ class Unkind:
         """How much longer the check of this sample takes, in seconds."""
         most = self.config.verdict_delay_s
         return most * self._share("delay", sample) if most else 0.0
+
+    def life_s(self, engine: int, incarnation: int) -> float:
+        """How long this incarnation of this engine lives, in seconds."""
+        mean = self.config.engine_life_s
+        share = self._share("life", f"{engine}.{incarnation}")
+        return -mean * math.log1p(-share) if mean else math.inf
 
     def _verdict(self, event: SampleScored, retry: int) -> SampleScored:
         sample = event.sample
@@ -122,9 +140,9 @@ class Unkind:
         if command.retry:
             self._retries[command.sample] = command.retry
 
-    def _share(self, what: str, sample: SampleId) -> float:
+    def _share(self, what: str, of: object) -> float:
         """A number in [0, 1), the same whenever it is asked for."""
-        key = f"{self._seed} {what} {sample}".encode()
+        key = f"{self._seed} {what} {of}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
