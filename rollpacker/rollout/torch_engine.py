@@ -40,6 +40,7 @@ from rollpacker.rollout.engine import (
 from rollpacker.rollout.extend import Extender, Guess
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
+from rollpacker.weight_buffer import StaleWeightsError, WeightReader, WeightSource
 from rollpacker.weight_probe import weight_probe
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class TorchEngine:
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
         self._version = 0
+        self._reader = WeightReader()
         # The worker's own.
         self._waiting: deque[Pending] = deque()
         self._num_generated = 0
@@ -114,16 +116,16 @@ class TorchEngine:
         self._inbox.abort(samples)
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None = None
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor] | WeightSource | None = None,
     ) -> None:
         """See `Engine`. A copy runs in a thread, so that the caller's deadline can end the wait."""
         self._inbox.begin_weights(version)
-        if weights is not None:
-            try:
-                await asyncio.to_thread(self._copy_weights, weights)
-            except Exception:  # a caller who waits no longer leaves the copy under way
-                self._inbox.end_weights()
-                raise
+        if isinstance(weights, WeightSource):
+            await asyncio.to_thread(self._read_weights, version, weights)
+        elif weights is not None:
+            await asyncio.to_thread(self._copy_weights, weights)
         self._inbox.end_weights()
         self._version = version
 
@@ -134,6 +136,15 @@ class TorchEngine:
     def _own_weights(self) -> dict[str, torch.nn.Parameter]:
         """What training changes: of a model with adapters, those alone."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+
+    def _read_weights(self, version: int, source: WeightSource) -> None:
+        if source.version != version:
+            raise EngineError(f"weights of version {source.version} were given for {version}")
+        try:
+            with self._reader.reading(source) as weights:
+                self._copy_weights(weights)
+        except StaleWeightsError as error:
+            raise EngineError(str(error)) from error
 
     @torch.no_grad()
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -193,12 +204,15 @@ class TorchEngine:
             on_error(error)
 
     def _turn(self) -> None:
+        """A token for every row at most, so that an abort never comes later than that."""
         outputs = self._take_inbox()
-        if not outputs and self._waiting:
-            outputs = self._admit()
-        if not outputs and self._decoder.rows.num_rows:
-            self._num_generated += self._step()
-            outputs = self._collect_ended(0)
+        if not outputs:
+            num_new = self._decoder.num_admissible(self._waiting)
+            if num_new:
+                outputs = self._admit(num_new)
+            elif self._decoder.rows.num_rows:
+                self._num_generated += self._step()
+                outputs = self._collect_ended(0)
         if outputs:
             self._deliver(outputs)
 
@@ -324,10 +338,7 @@ class TorchEngine:
             return "the carried response has a token that is not in the model's vocabulary"
         return None
 
-    def _admit(self) -> list[tuple[int, EngineOutput]]:
-        num_new = self._decoder.num_admissible(self._waiting)
-        if not num_new:
-            return []
+    def _admit(self, num_new: int) -> list[tuple[int, EngineOutput]]:
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
             self._model.train(False)
