@@ -28,6 +28,10 @@ class RoundKind(StrEnum):
     run."""
 
 
+NOWHERE = -1
+"""Instead of an engine's number: none is there."""
+
+
 @command
 class FetchPrompts:
     """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
@@ -54,13 +58,15 @@ class Launch:
     """The samples that the engine failed on and that these are launched for, aligned with
     `samples`: each draws with the noise of the one that it replaces. Empty: nobody failed."""
     engines: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
-    """Where each sample runs, aligned with `samples`. Empty: all on engine 0."""
+    """Where each sample runs, aligned with `samples`. Empty: all on engine 0. `NOWHERE`: no engine
+    is there; `Place` follows when one is."""
 
 
 @command
 class Place:
     """Start these samples again, from what their launch gave them and under their own ids: their
-    engine was lost, or none was there to take them."""
+    engine was lost, or none was there to take them. Of a sample that was to move, nothing of the
+    move holds any longer."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
@@ -80,7 +86,7 @@ class Move:
 @command
 class Replace:
     """Let a new engine take the place of a lost one, at the weights of `version`; answered by
-    `EngineReady`."""
+    `EngineReady`. Said once more of one that came up with older weights: it takes these."""
 
     engine: int
     incarnation: int

@@ -60,6 +60,11 @@ class StepGroups:
     def missing(self) -> int:
         return self.target - len(self.groups)
 
+    def may_refill(self, config: DynamicSamplingConfig) -> bool:
+        """Whether another race is to replace groups, if prompts are left. A wish to stop changes
+        nothing of it: the step at hand is the one of an uninterrupted run."""
+        return config.enabled and self.num_refills < config.max_refills and self.missing > 0
+
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
         self.groups += groups
         self.lengths += lengths

@@ -12,6 +12,7 @@ What the job waits for is its phase; `core/phases.py` has the table. The parts t
     stream       gradients before the round is over
     lengths      what rounds have shown of lengths: factors of races, loss weights
     ledger       every prompt once, or a reason
+    fleet        which engine a sample runs on, and what becomes of a lost one's
 
 It is the only thing that a driver talks to; controller and simulator drive the same code.
 """
@@ -34,22 +35,26 @@ from rollpacker.core.commands import (
 from rollpacker.core.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.events import (
     Committed,
+    EngineLost,
+    EngineReady,
     Event,
     PromptsFetched,
     RunStarted,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
+    SampleMoved,
     SampleScored,
     StopRequested,
     Trained,
     WeightsSynced,
 )
+from rollpacker.core.fleet import Fleet
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.ledger import Ledger
 from rollpacker.core.lengths.learned import Learned
 from rollpacker.core.parallelism import ParallelismPlanner
-from rollpacker.core.phases import Phase, ProtocolError, expect
+from rollpacker.core.phases import WAITS_FOR, Phase, ProtocolError, expect
 from rollpacker.core.plain import to_plain
 from rollpacker.core.progress import MAX_EMPTY_STEPS, Progress
 from rollpacker.core.queues import NextRound, Queues
@@ -65,6 +70,7 @@ class Job:
         SampleGenerated: "_on_generated",
         SampleAborted: "_on_aborted",
         SampleFailed: "_on_failed",
+        **dict.fromkeys((SampleMoved, EngineReady, EngineLost), "_on_engine"),
         SampleScored: "_on_scored",
         Trained: "_on_trained",
         WeightsSynced: "_on_synced",
@@ -88,7 +94,8 @@ class Job:
             max_response_tokens=config.max_response_tokens,
             trainer_apart=config.trainer_apart,
         )
-        self.num_late = Counter[str]()  # by event name
+        self.num_late = Counter[str]()  # by event name, and zombies
+        self.fleet = None if config.fleet is None else Fleet(config.fleet, self.num_late)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
         """What the rounds of this step have brought; None between steps."""
@@ -114,19 +121,18 @@ class Job:
         `AssertionError` for what cannot happen: a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
+        if self.fleet is not None and not self.fleet.heeds(event):
+            return []
         answer: list[Command] = getattr(self, self.HANDLERS[type(event)])(event)
-        return answer
+        return answer if self.fleet is None else self.fleet.direct(answer, self._on_aborted)
 
     def waiting_for(self) -> str:
         """In words, for the message of a deadline."""
         if self._round is not None:
-            return self._round.waiting_for()
-        return {
-            Phase.FETCHING: "prompts from the dataset",
-            Phase.TRAINING: f"the optimizer step of step {self.step + 1}",
-            Phase.SYNCING: f"the engine to take version {self.version} of the weights",
-            Phase.COMMITTING: f"the commit of step {self.step}",
-        }.get(self.phase, "nothing")
+            nobody = self.fleet is not None and self._round.num_in_engine and self.fleet.nobody()
+            return nobody or self._round.waiting_for()
+        what = WAITS_FOR.get(self.phase, "nothing")
+        return what.format(step=self.step, next_step=self.step + 1, version=self.version)
 
     @property
     def waits_for_rewards(self) -> bool:
@@ -145,7 +151,7 @@ class Job:
         if self.progress.num_empty_steps == MAX_EMPTY_STEPS:
             reason = f"{MAX_EMPTY_STEPS} steps in a row had no group to train on"
             return self._finish(reason, failed=True)
-        out_of_steps = self._out_of_steps()
+        out_of_steps = self.progress.out_of_steps(self.config.max_steps)
         if self._nothing_left():
             return self._finish("every step is done" if out_of_steps else "the data ended")
         deferred = self.queues.next_round(ending=out_of_steps)
@@ -155,11 +161,9 @@ class Job:
         self.lengths.choose_factors(self.step)
         return self._fetch()
 
-    def _out_of_steps(self) -> bool:
-        return self.config.max_steps is not None and self.step >= self.config.max_steps
-
     def _nothing_left(self) -> bool:
-        return not self.num_queued and (self.progress.data_ended or self._out_of_steps())
+        ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
+        return ends and not self.num_queued
 
     @property
     def _num_wanted(self) -> int:
@@ -292,6 +296,14 @@ class Job:
             self.stream.on_added(round_.num_launched - launched)
         return self._after(round_, commands)
 
+    def _on_engine(self, event: EngineLost | EngineReady | SampleMoved) -> list[Command]:
+        assert self.fleet is not None, f"{event} in a run whose engines are not told apart"
+        if self.phase is Phase.DONE:
+            return []
+        commands = self.fleet.on_engine(event, self.version)
+        reason = self.fleet.given_up
+        return self._finish(reason, failed=True) if reason else commands
+
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
         if not round_.num_in_engine:
@@ -331,19 +343,12 @@ class Job:
         if self.stream.active:
             gathered.note_streamed(*self.stream.streamed())
         gathered.add(groups, (round_.length_of(sample) for group in groups for sample in group))
-        if self._may_refill(gathered):
+        ends = self.queues.draining or self.progress.data_ended
+        if gathered.may_refill(self.config.dynamic_sampling) and not ends:
             gathered.num_refills += 1
             self.queues.fresh = []
             return [*drops, *self._fetch()]
         return [*drops, *self._train(gathered)]
-
-    def _may_refill(self, gathered: StepGroups) -> bool:
-        """Whether another race is to replace groups. A wish to stop changes nothing of it: the step
-        at hand is the one of an uninterrupted run."""
-        config = self.config.dynamic_sampling
-        ends = self.queues.draining or self.progress.data_ended
-        left = gathered.num_refills < config.max_refills
-        return config.enabled and left and gathered.missing > 0 and not ends
 
     def _train(self, gathered: StepGroups) -> list[Command]:
         """The step's rounds are over: train on what they brought."""
@@ -363,20 +368,13 @@ class Job:
     # -- after the round ---------------------------------------------------------------
 
     def _on_trained(self, event: Trained) -> list[Command]:
-        expect(self.phase, event)
-        if event.step != self.step + 1 or event.version != self.version + 1:
-            raise ProtocolError(
-                f"trained step {event.step} to version {event.version}, expected step "
-                f"{self.step + 1} and version {self.version + 1}"
-            )
+        expect(self.phase, event, step=self.step + 1, version=self.version + 1)
         self.progress.version = event.version
         self.phase = Phase.SYNCING
         return [SyncWeights(version=self.version)]
 
     def _on_synced(self, event: WeightsSynced) -> list[Command]:
-        expect(self.phase, event)
-        if event.version != self.version:
-            raise ProtocolError(f"synced version {event.version} instead of {self.version}")
+        expect(self.phase, event, version=self.version)
         self.lengths.synced()
         return self._commit()
 
@@ -387,9 +385,7 @@ class Job:
         return [self.progress.commit(self.config.cadence, last=last, stopping=stopping)]
 
     def _on_committed(self, event: Committed) -> list[Command]:
-        expect(self.phase, event)
-        if event.step != self.step:
-            raise ProtocolError(f"committed step {event.step} instead of {self.step}")
+        expect(self.phase, event, step=self.step)
         if self._stop_reason is None:
             return self._next_step()
         if not event.checkpointed:  # the wish to stop came while the commit was under way
@@ -424,6 +420,7 @@ class Job:
             "stream": self.stream.state(),
             "num_late": dict(sorted(self.num_late.items())),
             "ledger": self.ledger.state(),
+            **({} if self.fleet is None else {"fleet": self.fleet.state()}),
         }
 
     @classmethod
@@ -445,6 +442,8 @@ class Job:
         job.rewards.restore(state["rewards"])
         job.parallelism.restore(state["parallelism"])
         job.stream.restore(state["stream"])
-        job.num_late = Counter(state["num_late"])
+        job.num_late.update(state["num_late"])
+        if job.fleet is not None and "fleet" in state:
+            job.fleet.restore(state["fleet"])
         job.ledger = Ledger.restore(state["ledger"])
         return job

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 from rollpacker.core.reward_schedule import RewardScheduleConfig
@@ -44,6 +45,9 @@ class JobConfig:
     from before this field does not say."""
     speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Kinds of round in which the engine decodes speculatively."""
+    fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Engines that can be lost. None: one that lives as long as the run, or engines of which the
+    core does not know."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":

@@ -66,21 +66,37 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     **{(phase, StopRequested): frozenset({phase}) for phase in Phase},
     (_P.ROLLING, SampleMoved): frozenset({_P.ROLLING}),
     **{(phase, EngineReady): frozenset({phase}) for phase in Phase},
-    # One loss too many ends the run.
+    # One loss too many ends the run. In a round, all that it waited for may have been samples of
+    # the lost engine that had been told to stop.
     **{(phase, EngineLost): frozenset({phase, _P.DONE}) for phase in Phase},
+    (_P.ROLLING, EngineLost): frozenset(
+        {_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING, _P.DONE}
+    ),
     **{(phase, SampleScored): frozenset({phase}) for phase in Phase if phase is not _P.ROLLING},
 }
 """Where the job may be after an event that it is told in a phase."""
+
+
+WAITS_FOR: dict[Phase, str] = {
+    _P.FETCHING: "prompts from the dataset",
+    _P.TRAINING: "the optimizer step of step {next_step}",
+    _P.SYNCING: "the engine to take version {version} of the weights",
+    _P.COMMITTING: "the commit of step {step}",
+}
+"""In words, for messages. In a round there is more to say."""
 
 
 class ProtocolError(AssertionError):
     """The driver sent an event that does not fit the phase: a bug in the driver."""
 
 
-def expect(phase: Phase, event: Event) -> None:
-    """Raise unless the table knows the event in this phase."""
+def expect(phase: Phase, event: Event, **facts: int) -> None:
+    """Raise unless the table knows the event in this phase, and the event has these values."""
     if (phase, type(event)) not in TRANSITIONS:
         raise ProtocolError(f"{type(event).__name__} in phase {phase}")
+    for name, value in facts.items():
+        if getattr(event, name) != value:
+            raise ProtocolError(f"{event} instead of {name} {value}")
 
 
 def mermaid() -> str:

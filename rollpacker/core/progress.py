@@ -28,6 +28,10 @@ class Progress:
     evaluated_step: int | None = None
     """The step that was evaluated last."""
 
+    def out_of_steps(self, max_steps: int | None) -> bool:
+        """Only what is deferred is left to do."""
+        return max_steps is not None and self.step >= max_steps
+
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
         """Of the step at hand; `last`: nothing follows it."""
         return cadence is not None and cadence.evaluation_is_due(

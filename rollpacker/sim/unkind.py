@@ -78,7 +78,13 @@ class Unkind:
         match event:
             case SampleGenerated(sample=sample):
                 if self._share("failure", sample) < config.failure_rate:
-                    return SampleFailed(time_s=event.time_s, sample=sample, reason="made to fail")
+                    return SampleFailed(
+                        time_s=event.time_s,
+                        sample=sample,
+                        reason="made to fail",
+                        engine=event.engine,
+                        incarnation=event.incarnation,
+                    )
             case SampleAborted(sample=sample):
                 if self._share("late", sample) < config.late_finish_rate:
                     return SampleGenerated(
@@ -88,6 +94,8 @@ class Unkind:
                         finish_reason="stop",
                         version=self._version,
                         preemptions=event.preemptions,
+                        engine=event.engine,
+                        incarnation=event.incarnation,
                     )
             case SampleScored(sample=sample, cause=""):
                 return self._verdict(event, self._retries.pop(sample, 0))
