@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollpacker.rewards.reward import RewardInput
     from rollpacker.rewards.shared import Progress
     from rollpacker.rewards.weighted import WeightedReward
-    from rollpacker.rollout.engine import Engine
+    from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
     from rollpacker.trainer.trainer import Trainer
@@ -36,14 +36,27 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """A model that generates and can be trained, and what it is asked and judged by."""
 
     loaded: LoadedModel
-    engine: Engine
     inputs: Inputs
     threads: int
+    engine_config: EngineConfig
+
+    @cached_property
+    def engine(self) -> Engine:
+        """In this process, on the model's own tensors; made when it is first asked for."""
+        from rollpacker.imports import load_function
+        from rollpacker.rollout.table import ENGINES
+
+        config = self.engine_config
+        make = load_function(ENGINES[config.name])
+        engine: Engine = make(
+            model=self.loaded.model, tokenizer=self.loaded.tokenizer, config=config
+        )
+        return engine
 
     @property
     def train_prompts(self) -> PromptSet:
@@ -183,14 +196,12 @@ def load_policy(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> Policy:
-    """Prompts and rewards first, since they fail fast; then the model and its engine.
+    """Prompts and rewards first, since they fail fast; then the model.
 
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
     `tell` is given lines for people, `progress` shows how far what takes long is.
     """
-    from rollpacker.imports import load_function
     from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.table import ENGINES
     from rollpacker.trainer.model import load_model
 
     model_config = config.model
@@ -203,14 +214,8 @@ def load_policy(
     loaded = load_model(model_config)
     install_attention(loaded.model)
     threads = _set_threads(config, loaded, threads)
-    make_engine = load_function(ENGINES[config.rollout.engine.name])
     return Policy(
-        loaded=loaded,
-        engine=make_engine(
-            model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
-        ),
-        inputs=inputs,
-        threads=threads,
+        loaded=loaded, inputs=inputs, threads=threads, engine_config=config.rollout.engine
     )
 
 

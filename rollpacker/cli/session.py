@@ -53,6 +53,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
+        from rollpacker.cli.engines import build_engines
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -77,11 +78,13 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
+        engines = build_engines(config, policy)
+        self.stack.callback(lambda: Caller().run(engines.close()))
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
         _load(trainer, checkpoint)
-        Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
+        Caller().run(hand_over_weights(trainer, engines, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         live, self._audience = self._report_and_audience(checkpoint, policy)
         watching = [live, *self.observers]
@@ -92,7 +95,7 @@ class Session:
         samples = SampleWriter(folder.samples, folder.evaluations)
         parts = Parts(
             job=job,
-            engine=policy.engine,
+            engines=engines,
             trainer=trainer,
             reward=policy.reward,
             prompts=policy.train_prompts,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from rollpacker.core.commands import NOWHERE
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -118,16 +119,19 @@ class Engines:
 
         self._listen, self._tell = listen, tell
         for handle in self.handles:
-            listen(handle)
+            with self._losing(handle):
+                listen(handle)
 
     @property
     def living(self) -> list[Handle]:
         return [handle for handle in self.handles if handle.lives]
 
     def _living_at(self, number: int) -> Handle | None:
-        """None: nobody fills that place, or it is `NOWHERE`."""
+        """None: nobody fills that place."""
+        if number == NOWHERE:
+            return None
         handle = self.handles[number]
-        return handle if number >= 0 and handle.lives else None
+        return handle if handle.lives else None
 
     # -- what the core wants -----------------------------------------------------------------------
 
@@ -188,6 +192,11 @@ class Engines:
         for handle, part in parts.items():
             with self._losing(handle):
                 handle.engine.abort(part)
+
+    def forget(self) -> None:
+        """Nothing is under way. What is still here was aborted, and its engine lost before it could
+        answer."""
+        self._held.clear()
 
     # -- for what the core does not route ----------------------------------------------------------
 
@@ -347,6 +356,7 @@ class Engines:
         """These are the weights at hand from now on. Returns those to bring them to."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
+            self.forget()
         self.weights = weights
         return self.living
 
@@ -381,9 +391,10 @@ class Engines:
         )
 
     async def close(self) -> None:
-        """End all of them, and those that come later."""
-        self.is_closed = True
-        await asyncio.gather(*(handle.engine.close() for handle in self.living))
+        """End all of them, and those that come later. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await asyncio.gather(*(handle.engine.close() for handle in self.living))
 
     def _give(self, handle: Handle, requests: Sequence[GenerationRequest]) -> None:
         with self._losing(handle):

@@ -32,6 +32,7 @@ from rollpacker.core.events import (
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
+    EngineError,
     EngineOutput,
     GenerationRequest,
     Response,
@@ -84,6 +85,7 @@ class Generation:
         try:
             with self.bus.lock:
                 self._collecting = collecting
+                self.engines.forget()
                 self.engines.submit_anywhere(requests)
             what = "the responses of an evaluation"
             return await self.watch.by(
@@ -154,7 +156,8 @@ class Generation:
         )
 
     def _on_error(self, handle: Handle, error: BaseException) -> None:
-        if self.engines.make is None:
+        """Called in any thread. What is not the engine's own fault is a bug of ours."""
+        if self.engines.make is None or not isinstance(error, EngineError):
             self.main.post(self.main.fail, error)
             return
         with self.bus.lock:
