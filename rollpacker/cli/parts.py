@@ -322,7 +322,7 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
-    has a copy, and in processes of its own."""
+    has a copy, in processes of its own, and where the engines are in processes of theirs."""
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
@@ -349,6 +349,9 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
+    if ranks is None and config.rollout.engines > 1:
+        learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
+        return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
     if config.model.lora is not None:
         add_adapter(loaded.model, config.model.lora)
     if ranks is not None:

@@ -40,6 +40,7 @@ from rollpacker.rollout.engine import (
 from rollpacker.rollout.extend import Extender, Guess
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.rows import Pending
+from rollpacker.weight_buffer import StaleWeightsError, WeightReader, WeightSource
 from rollpacker.weight_probe import weight_probe
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class TorchEngine:
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
         self._version = 0
+        self._reader = WeightReader()
         # The worker's own.
         self._waiting: deque[Pending] = deque()
         self._num_generated = 0
@@ -114,16 +116,16 @@ class TorchEngine:
         self._inbox.abort(samples)
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None = None
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor] | WeightSource | None = None,
     ) -> None:
         """See `Engine`. A copy runs in a thread, so that the caller's deadline can end the wait."""
         self._inbox.begin_weights(version)
-        if weights is not None:
-            try:
-                await asyncio.to_thread(self._copy_weights, weights)
-            except Exception:  # a caller who waits no longer leaves the copy under way
-                self._inbox.end_weights()
-                raise
+        if isinstance(weights, WeightSource):
+            await asyncio.to_thread(self._read_weights, version, weights)
+        elif weights is not None:
+            await asyncio.to_thread(self._copy_weights, weights)
         self._inbox.end_weights()
         self._version = version
 
@@ -134,6 +136,15 @@ class TorchEngine:
     def _own_weights(self) -> dict[str, torch.nn.Parameter]:
         """What training changes: of a model with adapters, those alone."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+
+    def _read_weights(self, version: int, source: WeightSource) -> None:
+        if source.version != version:
+            raise EngineError(f"weights of version {source.version} were given for {version}")
+        try:
+            with self._reader.reading(source) as weights:
+                self._copy_weights(weights)
+        except StaleWeightsError as error:
+            raise EngineError(str(error)) from error
 
     @torch.no_grad()
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
