@@ -246,7 +246,7 @@ class Session:
             self.folder.path,
             total_steps=steps,
             resume=checkpoint is not None,
-            slots=config.rollout.engine.max_slots,
+            slots=config.rollout.max_slots,
             max_response_tokens=config.rollout.max_response_tokens,
             console=console() if self.display else None,
             show=self.display,

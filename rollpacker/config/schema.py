@@ -77,6 +77,12 @@ class RolloutConfig:
             raise ValueError("top_k must not be negative (0 is off)")
 
     @property
+    def max_slots(self) -> int | None:
+        """Of all engines."""
+        slots = self.engine.max_slots
+        return None if slots is None else slots * self.engines
+
+    @property
     def fleet(self) -> FleetConfig | None:
         """What the core needs to know of several engines; None: there is one, for good."""
         if self.engines == 1:

@@ -150,7 +150,7 @@ class Controller:
             time_s=began_s,
             step=job.step,
             job=job.config.to_plain(),
-            slots=self.config.rollout.engine.max_slots,
+            slots=self.config.rollout.max_slots,
             marks=marks,
             data_ended=None if job.phase is Phase.NEW else self.parts.cursor.ended,
         )

@@ -232,7 +232,8 @@ class Engines:
         event, response = _stamped(output.event, handle), output.response
         held = self._held.get(event.sample)
         if not handle.lives:
-            return (None if held is None else event), None
+            counts = held is not None and not isinstance(event, SampleFailed)
+            return (event if counts else None), None
         if self.make is not None:
             wrong = self._why_wrong(handle, held, event, response)
             if wrong is not None:

@@ -100,7 +100,7 @@ class Generation:
         self.engines.submit(requests, command.engines)
 
     def _release(self, command: Release) -> None:
-        raise AssertionError(f"{command}: a run does not release its devices")
+        raise AssertionError(f"{command}: the devices of a run cannot be released")
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
         """Called in a thread of the engine's; by one in this process between two decode steps."""

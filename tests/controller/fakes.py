@@ -98,6 +98,7 @@ class FakeEngine:
                         self._wake.wait(0.05)
                         continue
                     outputs = self._step()
+                time.sleep(self.step_s)  # without the lock: others may want to say something
                 if outputs:
                     self._listener(outputs)
         except BaseException as error:
@@ -112,7 +113,6 @@ class FakeEngine:
         if outputs:
             return outputs
         self.steps += 1
-        time.sleep(self.step_s)
         for sample, live in list(self._live.items()):
             self._go_on(live)
             if len(live.tokens) == live.length:
