@@ -54,6 +54,8 @@ class BufferLayout:
     """What a process must know to map the buffer."""
 
     path: str
+    inode: int
+    """The path alone may come to mean another buffer, once this one is gone."""
     size_bytes: int
     places: Mapping[str, Place]
 
@@ -74,11 +76,14 @@ class WeightBuffer:
         import torch
 
         try:
-            size = os.stat(layout.path).st_size
-            memory = torch.from_file(layout.path, shared=True, size=size, dtype=torch.uint8)
+            found = os.stat(layout.path)
+            if (found.st_ino, found.st_size) != (layout.inode, layout.size_bytes):
+                raise FileNotFoundError(f"{layout.path} is another file")
+            memory = torch.from_file(
+                layout.path, shared=True, size=layout.size_bytes, dtype=torch.uint8
+            )
         except (OSError, RuntimeError) as error:
             raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
-        assert size == layout.size_bytes, f"{layout.path} is another file"
         self.layout = layout
         self.tensors: dict[str, Tensor] = {}
         for name, place in layout.places.items():
@@ -101,7 +106,8 @@ class WeightBuffer:
             end += -(-size // ALIGNMENT) * ALIGNMENT
         size = end + ALIGNMENT
         descriptor, path = _reserved(size)
-        buffer = cls(BufferLayout(path=path, size_bytes=size, places=places))
+        inode = os.fstat(descriptor).st_ino
+        buffer = cls(BufferLayout(path=path, inode=inode, size_bytes=size, places=places))
         weakref.finalize(buffer, _give_up, descriptor, path)
         return buffer
 

@@ -80,7 +80,6 @@ def make_engine(
 
     from rollpacker.imports import load_function
     from rollpacker.rollout.table import ENGINES
-    from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.model import load_model
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 
@@ -91,5 +90,7 @@ def make_engine(
     make: Any = load_function(ENGINES[config.name])
     engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config)
     if lora is not None:  # as with an engine of the run's own process: over the engine's modules
+        from rollpacker.trainer.lora import add_adapter
+
         add_adapter(loaded.model, lora)
     return engine

@@ -187,7 +187,7 @@ class Fleet:
         ):
             self._late[ZOMBIE] += 1
             return False
-        # One that has no seat, or had ended, is for the round to refuse: its engine is a living one.
+        # One that has no seat, or had ended, is for the round to refuse: its engine is current.
         if seat is not None and not seat.ended:
             if type(event) is SampleGenerated:
                 self._seen.num_finished += 1
@@ -231,6 +231,10 @@ class Fleet:
             if seat.ended or lost not in (seat.engine, seat.source):
                 continue
             self.engines[seat.engine].tokens -= seat.tokens
+            if seat.aborted and seat.source not in (None, lost):
+                seat.engine, seat.source = seat.source, None  # it has not left, and will answer
+                self.engines[seat.engine].tokens += seat.tokens
+                continue
             seat.engine, seat.source = NOWHERE, None
             if seat.aborted:
                 self._settle(sample, seat)

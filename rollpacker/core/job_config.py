@@ -16,6 +16,7 @@ from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 
 
+# size: one field for each part of the core
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A run's configuration, as far as it decides anything. Every log has it in its sessions."""

@@ -204,12 +204,15 @@ class TorchEngine:
             on_error(error)
 
     def _turn(self) -> None:
+        """A token for every row at most, so that an abort never comes later than that."""
         outputs = self._take_inbox()
-        if not outputs and self._waiting:
-            outputs = self._admit()
-        if not outputs and self._decoder.rows.num_rows:
-            self._num_generated += self._step()
-            outputs = self._collect_ended(0)
+        if not outputs:
+            num_new = self._decoder.num_admissible(self._waiting)
+            if num_new:
+                outputs = self._admit(num_new)
+            elif self._decoder.rows.num_rows:
+                self._num_generated += self._step()
+                outputs = self._collect_ended(0)
         if outputs:
             self._deliver(outputs)
 
@@ -335,10 +338,7 @@ class TorchEngine:
             return "the carried response has a token that is not in the model's vocabulary"
         return None
 
-    def _admit(self) -> list[tuple[int, EngineOutput]]:
-        num_new = self._decoder.num_admissible(self._waiting)
-        if not num_new:
-            return []
+    def _admit(self, num_new: int) -> list[tuple[int, EngineOutput]]:
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
             self._model.train(False)

@@ -10,11 +10,13 @@ import pytest
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import Committed, Event, RunStarted, SampleScored, StopRequested
+from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import TRANSITIONS, Phase, ProtocolError, expect, mermaid
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
+from tests.core.engines import Faults
 from tests.core.world import World, published
 
 
@@ -50,6 +52,15 @@ WORLDS = {
         config(cadence=Cadence(checkpoint_every_steps=5)), num_rows=60, stop_at_step=3
     ),
     "nothing to do": World(config(max_steps=0), num_rows=3),
+    **{
+        f"at most {max_losses} engines are lost while {phase}": World(
+            config(fleet=FleetConfig(num_engines=2, max_losses=max_losses)),
+            num_rows=60,
+            faults=Faults(loss_rate=0.5, during=(phase,), notice_s=0.0),
+        )
+        for phase in Phase
+        for max_losses in (1, 3)
+    },
 }
 
 

@@ -14,19 +14,13 @@ from dataclasses import dataclass, field
 
 from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import (
-    Abort,
     CancelScore,
-    Command,
     Commit,
     Defer,
     Drop,
     FetchPrompts,
     Finish,
-    Launch,
-    Move,
-    Place,
     Release,
-    Replace,
     Score,
     StartGradients,
     SyncWeights,
@@ -37,9 +31,6 @@ from rollpacker.core.events import (
     Event,
     PromptsFetched,
     RunStarted,
-    SampleAborted,
-    SampleFailed,
-    SampleGenerated,
     SampleScored,
     StopRequested,
     Trained,
@@ -51,6 +42,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.records import Entry, Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
+from tests.core.engines import Engines, Faults
 
 
 def published(**keys: object) -> TailBatchingConfig:
@@ -66,6 +58,7 @@ class World:
     seed: int = 0
     length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
     unkind: UnkindConfig = field(default_factory=UnkindConfig)
+    faults: Faults | None = None
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
     stop_at_step: int | None = None
@@ -79,16 +72,13 @@ class World:
         self.cursor = (0, 0)
         self.heap: list[tuple[float, int, Event]] = []
         self.counter = 0
-        self.running: dict[SampleId, float] = {}
-        """When each would have had no token yet."""
-        self.noise: dict[SampleId, SampleId] = {}
-        self.kept: dict[SampleId, int | None] = {}
         self.left: dict[SampleId, int] = {}
         """Tokens that an aborted or finished sample had, by whose noise it had."""
         self.checking: set[SampleId] = set()
         self.retried: set[SampleId] = set()
         self.version = 0
         self.finished: str | None = None
+        self.failed = False
         self.longest_queue = 0
         self.streamed: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were begun, of this step."""
@@ -105,9 +95,11 @@ class World:
 
     stamp = now
 
-    def push(self, delay: float, event: Event) -> None:
+    def push(self, delay: float, event: Event, *, first: bool = False) -> None:
+        """`first`: before whatever else happens at that time."""
         self.counter += 1
-        heapq.heappush(self.heap, (self.time_s + delay, self.counter, event))
+        turn = -self.counter if first else self.counter
+        heapq.heappush(self.heap, (self.time_s + delay, turn, event))
 
     def run(self, max_events: int = 100_000) -> World:
         self.push(0.0, RunStarted(time_s=0.0))
@@ -126,30 +118,36 @@ class World:
         return world.go_on()
 
     def go_on(self, max_events: int = 100_000) -> World:
-        self.misfortune = Unkind(self.unkind, self, seed=self.seed)
+        self.engines = Engines(self, self.faults)
+        self.misfortune = Unkind(self.unkind, self, self.engines, seed=self.seed)
         bus = Bus(self.job, self, [self.misfortune, Recorded(Defer, Drop)], sinks=[self.keep])
-        while self.heap:
+        while self.heap and not self.failed:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
-            self.time_s, _, event = heapq.heappop(self.heap)
-            if self.happens(event):
+            self.engines.misfortune()
+            self.time_s, _, due = heapq.heappop(self.heap)
+            event = self.happens(due)
+            if event is not None:
                 event = self.misfortune.answer(event)
-                if isinstance(event, SampleGenerated | SampleAborted):
-                    self.left[self.noise[event.sample]] = event.num_tokens
+                self.engines.leave(event)
                 bus.take(event)
                 self.longest_queue = max(self.longest_queue, self.job.num_queued)
         assert self.finished, f"stuck: waiting for {self.job.waiting_for()}"
         return self
 
-    def happens(self, event: Event) -> bool:
-        """Whether what was expected still comes: samples are aborted, and checks cancelled."""
-        if isinstance(event, SampleGenerated | SampleFailed):
-            return self.running.pop(event.sample, None) is not None
+    def happens(self, event: Event) -> Event | None:
+        """What is heard, if what was expected still comes: checks may be cancelled."""
         if isinstance(event, SampleScored):
             if event.sample not in self.checking:
-                return False
+                return None
             self.checking.remove(event.sample)
-        return True
+        if isinstance(event, Committed):
+            self.engines.committed()
+        return self.engines.meet(event)
+
+    @property
+    def running(self) -> list[SampleId]:
+        return self.engines.running
 
     def keep(self, entry: Entry) -> None:
         assert isinstance(entry, Record)
@@ -163,9 +161,7 @@ class World:
     def routes(self) -> Routes:
         return {
             FetchPrompts: self.fetch,
-            Launch: self.launch,
-            Abort: self.abort,
-            **dict.fromkeys((Place, Move, Replace, Release), self.one_engine),
+            Release: self.release,
             Score: self.score,
             CancelScore: self.cancel,
             StartGradients: self.start_gradients,
@@ -187,40 +183,8 @@ class World:
             PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=ended, data_ended=data_ended),
         )
 
-    def launch(self, command: Launch) -> None:
-        assert command.version == self.version
-        carried = command.carried or (0,) * len(command.samples)
-        replaced = command.replaces or command.samples
-        for sample, tokens, origin in zip(command.samples, carried, replaced, strict=True):
-            assert sample not in self.running, "launched twice"
-            noise = self.noise.get(origin) or self.config.tail_batching.noise_of(origin)
-            self.noise[sample] = noise
-            assert tokens in (0, self.left.get(noise)), "carried is what was left"
-            length = max(tokens, self.length(noise, self.rng("length", noise)))
-            self.running[sample] = self.time_s - tokens
-            self.kept[sample] = tokens or None
-            event = SampleGenerated(
-                time_s=0.0,
-                sample=sample,
-                num_tokens=length,
-                finish_reason="stop",
-                version=self.version,
-                num_kept=tokens or None,
-            )
-            self.push(float(length - tokens), event)
-        if command.round == self.stop_at_round:
-            self.push(0.0, StopRequested(time_s=0.0))
-
-    def abort(self, command: Abort) -> None:
-        for sample in command.samples:
-            num_tokens = int(self.time_s - self.running.pop(sample))
-            event = SampleAborted(
-                time_s=0.0, sample=sample, num_tokens=num_tokens, num_kept=self.kept[sample]
-            )
-            self.push(0.0, event)
-
-    def one_engine(self, command: Command) -> None:
-        raise AssertionError(f"there is one engine, with one device: {command}")
+    def release(self, command: Release) -> None:
+        raise AssertionError("engines have one device each")
 
     def score(self, command: Score) -> None:
         sample = command.sample
@@ -262,6 +226,7 @@ class World:
 
     def sync(self, command: SyncWeights) -> None:
         self.version = command.version
+        self.engines.sync(command.version)
         self.push(0.1, WeightsSynced(time_s=0.0, version=command.version))
 
     def commit(self, command: Commit) -> None:
@@ -274,10 +239,10 @@ class World:
         self.push(0.0, Committed(time_s=0.0, step=command.step, checkpointed=durable))
 
     def finish(self, command: Finish) -> None:
-        self.finished = command.reason
+        self.finished, self.failed = command.reason, command.failed
 
 
-_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "sources")
+_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "faults", "sources")
 
 
 def events_of(world: World, kind: type) -> list:

@@ -27,6 +27,7 @@ from rollpacker.rollout.messages import (
     codec,
 )
 from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine
+from tests.rollout.engines import Heard
 from tests.rollout.made import counting
 from tests.rollout.tiny import request
 
@@ -34,39 +35,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 KILL_SEEN_S = 0.5
 """What is promised on a machine that is not overloaded."""
-
-
-class Heard:
-    """A listener that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.outputs: list[EngineOutput] = []
-        self.errors: list[BaseException] = []
-        self.error_s = 0.0
-        self._changed = threading.Condition()
-
-    def __call__(self, outputs: Sequence[EngineOutput]) -> None:
-        with self._changed:
-            self.outputs += outputs
-            self._changed.notify_all()
-
-    def on_error(self, error: BaseException) -> None:
-        with self._changed:
-            self.errors.append(error)
-            self.error_s = time.monotonic()
-            self._changed.notify_all()
-
-    def wait(self, there: Callable[[], object]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(there, 30), "nothing came"
-
-    def wait_for(self, number: int) -> list[EngineOutput]:
-        self.wait(lambda: len(self.outputs) >= number)
-        return self.outputs
-
-    def wait_for_error(self) -> str:
-        self.wait(lambda: self.errors)
-        return str(self.errors[0])
 
 
 def setup(make: str = "counting", **arguments: object) -> EngineSetup:

@@ -207,6 +207,7 @@ ID = SampleId(PromptId("train", 0, 3), 1, 0)
         ),
         BufferLayout(
             path="/dev/shm/x",
+            inode=7,
             size_bytes=64,
             places={"w": Place(start=0, shape=(2, 3), dtype="bfloat16")},
         ),

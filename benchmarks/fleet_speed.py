@@ -1,0 +1,255 @@
+"""What control costs with many engines: 100 of them, which only say how long responses are, and
+16,000 samples a round.
+
+The real core on the real bus, with ports that answer at once: no tokens, no tensors. Measured are
+processor seconds from `Launch` to `TrainOn`, what the ports do included: with one engine of which
+the core does not know, with one that it knows, with 100 routed in each way, with 100 of which one
+is lost in the middle of the round, and with every entry of the event log made into its line. Exit
+code 1 if one of them takes more than 1.5 s.
+
+    python benchmarks/fleet_speed.py [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections import deque
+
+from machine import write_result
+
+from rollpacker.bus import Bus, Recorded, Routes
+from rollpacker.core.commands import (
+    Abort,
+    CancelScore,
+    Commit,
+    Defer,
+    Drop,
+    FetchPrompts,
+    Finish,
+    Launch,
+    Move,
+    Place,
+    Release,
+    Replace,
+    Score,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    EngineLost,
+    EngineReady,
+    Event,
+    PromptsFetched,
+    RunStarted,
+    SampleAborted,
+    SampleGenerated,
+    SampleMoved,
+    SampleScored,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job import Job
+from rollpacker.core.job_config import JobConfig
+from rollpacker.core.records import Entry, encode
+from rollpacker.core.tail_batching import TailBatchingConfig
+
+BOUND_S = 1.5
+NUM_ENGINES, NUM_SAMPLES = 100, 16_000
+
+
+class Ports:
+    """Engines, rewards, a trainer and a cursor that answer at once; engines in random order."""
+
+    def __init__(self, *, lose: bool) -> None:
+        self.lose = lose
+        self.to_lose: int | None = None
+        """The engine that is lost when half of the round has ended."""
+        self.answers = deque[Event]()
+        self.rng = random.Random(0)
+        self.where: dict[SampleId, int] = {}
+        """Engines of the samples that have not ended."""
+        self.order: list[SampleId] = []
+        """In which they end."""
+        self.incarnations = [0] * NUM_ENGINES
+        self.version = self.num_rows = 0
+        self.began_s = 0.0
+        self.seconds: list[float] = []
+        """Of the rounds so far."""
+
+    def routes(self) -> Routes:
+        return {
+            FetchPrompts: self.fetch,
+            Launch: self.launch,
+            Place: lambda c: self.where.update(zip(c.samples, c.engines, strict=True)),
+            Move: self.move,
+            Abort: self.abort,
+            Replace: self.replace,
+            Score: lambda c: self.say(SampleScored(time_s=0.0, sample=c.sample, value=1.0)),
+            TrainOn: self.train,
+            SyncWeights: lambda c: self.say(WeightsSynced(time_s=0.0, version=c.version)),
+            Commit: lambda c: self.say(Committed(time_s=0.0, step=c.step)),
+        }
+
+    def say(self, event: Event) -> None:
+        self.answers.append(event)
+
+    def next_event(self) -> Event | None:
+        """None: another sample is to end."""
+        if self.answers:
+            return self.answers.popleft()
+        if self.to_lose is not None and len(self.order) == NUM_SAMPLES // 2:
+            number, self.to_lose = self.to_lose, None
+            incarnation = self.incarnations[number]
+            return EngineLost(time_s=0.0, engine=number, incarnation=incarnation, reason="gone")
+        sample = self.order.pop()
+        number = self.where.pop(sample, None)
+        if number is None:
+            return None
+        return SampleGenerated(
+            time_s=0.0,
+            sample=sample,
+            num_tokens=100,
+            finish_reason="stop",
+            version=self.version,
+            engine=number,
+            incarnation=self.incarnations[number],
+        )
+
+    def fetch(self, command: FetchPrompts) -> None:
+        rows = range(self.num_rows, self.num_rows + command.count)
+        self.num_rows = rows.stop
+        prompts = tuple(PromptId("train", 0, row) for row in rows)
+        self.say(PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=False, data_ended=False))
+
+    def launch(self, command: Launch) -> None:
+        assert len(command.samples) == NUM_SAMPLES
+        engines = command.engines or (0,) * len(command.samples)
+        self.where = dict(zip(command.samples, engines, strict=True))
+        self.order = list(command.samples)
+        self.rng.shuffle(self.order)
+        if self.lose:
+            self.to_lose = self.rng.randrange(NUM_ENGINES)
+
+    def move(self, command: Move) -> None:
+        for sample in command.samples:
+            self.where[sample] = command.engine
+            incarnation = self.incarnations[command.engine]
+            self.say(
+                SampleMoved(
+                    time_s=0.0, sample=sample, engine=command.engine, incarnation=incarnation
+                )
+            )
+
+    def abort(self, command: Abort) -> None:
+        for sample in command.samples:
+            number = self.where.pop(sample)
+            self.say(
+                SampleAborted(
+                    time_s=0.0,
+                    sample=sample,
+                    num_tokens=50,
+                    engine=number,
+                    incarnation=self.incarnations[number],
+                )
+            )
+
+    def replace(self, command: Replace) -> None:
+        self.incarnations[command.engine] = command.incarnation
+        self.say(
+            EngineReady(
+                time_s=0.0,
+                engine=command.engine,
+                incarnation=command.incarnation,
+                version=command.version,
+            )
+        )
+
+    def train(self, command: TrainOn) -> None:
+        self.seconds.append(time.process_time() - self.began_s)
+        self.version += 1
+        self.say(Trained(time_s=0.0, step=command.step, version=self.version))
+
+
+class Clock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    stamp = now
+
+
+def measure(
+    rounds: int, fleet: FleetConfig | None, *, lose: bool = False, log: bool = False
+) -> list[float]:
+    """Processor seconds of each round."""
+    config = JobConfig(
+        prompts_per_step=1280,
+        samples_per_prompt=8,
+        max_steps=None,
+        # Without a long round in between: 1.25 x 1.25 as many samples as the step needs.
+        tail_batching=TailBatchingConfig(selection="published", stragglers="pool"),
+        fleet=fleet,
+    )
+    ports = Ports(lose=lose)
+    lines: list[str] = []
+
+    def write(entry: Entry) -> None:
+        lines.append(encode(entry))
+
+    idle = Recorded(CancelScore, Defer, Drop, Release, StartGradients, Finish)
+    bus = Bus(Job(config), Clock(), [ports, idle], sinks=[write] if log else [])
+    bus.take(RunStarted(time_s=0.0))
+    while len(ports.seconds) < rounds:
+        event = ports.next_event()
+        if event is None:
+            continue
+        if isinstance(event, PromptsFetched):
+            lines.clear()
+            gc.collect()
+            ports.began_s = time.process_time()
+        bus.take(event)
+    return ports.seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    spread = FleetConfig(num_engines=NUM_ENGINES)
+    group = FleetConfig(num_engines=NUM_ENGINES, routing="group")
+    moving = FleetConfig(num_engines=NUM_ENGINES, moves=True)
+    arms = {
+        "one engine, not known": lambda: measure(args.rounds, None),
+        "one engine": lambda: measure(args.rounds, FleetConfig()),
+        "spread": lambda: measure(args.rounds, spread),
+        "group": lambda: measure(args.rounds, group),
+        "spread, one lost": lambda: measure(args.rounds, moving, lose=True),
+        "spread, with the log": lambda: measure(args.rounds, spread, log=True),
+    }
+    found = {}
+    for name, arm in arms.items():
+        found[name] = statistics.median(arm())
+        print(f"{name}: {found[name]:.2f} s of processor time a round", flush=True)
+    payload = {
+        "engines": NUM_ENGINES,
+        "samples_a_round": NUM_SAMPLES,
+        "rounds": args.rounds,
+        "median_cpu_s_a_round": {name: round(seconds, 3) for name, seconds in found.items()},
+    }
+    write_result("fleet_speed", payload)
+    slow = [name for name, seconds in found.items() if seconds > BOUND_S]
+    for name in slow:
+        print(f"missed: {name} takes more than {BOUND_S} s")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""The engines of the tests' world: as many as a run has, and what goes wrong with them.
+
+Each incarnation of an engine is a `Life`. A life that ends either is dead, and says nothing more,
+or was only stopped: it says what it had to say after somebody has noticed, as a zombie.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Replace
+from rollpacker.core.events import (
+    EngineLost,
+    EngineReady,
+    Event,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+    StopRequested,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.core.phases import Phase
+
+if TYPE_CHECKING:
+    from tests.core.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How often what goes wrong with engines, by chance."""
+
+    loss_rate: float = 0.0
+    """Before so large a share of all events an engine is lost ..."""
+    during: tuple[Phase, ...] = tuple(Phase)
+    """... in these phases of the job."""
+    most: int = 20
+    """Losses in all; then faults stop."""
+    most_between_commits: int = 2
+    """With more the run gives up."""
+    zombie_rate: float = 0.5
+    """Of the lost ones: those that speak again."""
+    stillborn_rate: float = 0.2
+    """Of the replacements: those that are lost before they are ready."""
+    notice_s: float = 3.0
+    """A loss is noticed after up to so many seconds, often at once."""
+    ready_s: float = 30.0
+    """A replacement takes up to so long."""
+    move_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launch asks for."""
+
+    noise: SampleId
+    carried: int
+    length: int
+
+
+@dataclass
+class Run:
+    """A sample in an engine."""
+
+    began_s: float
+    """When it would have had no token yet."""
+    event: Event
+    """What will be said of it."""
+
+
+@dataclass
+class Life:
+    """One incarnation of one engine."""
+
+    engine: int
+    incarnation: int
+    version: int
+    state: Literal["up", "dead", "stopped"] = "up"
+    ready: bool = False
+    """The core was told so, and was not told of its end."""
+    lost: bool = False
+    """The core was told."""
+    runs: dict[SampleId, Run] = field(default_factory=dict)
+
+    @property
+    def name(self) -> dict[str, int]:
+        return {"engine": self.engine, "incarnation": self.incarnation}
+
+
+class Engines:
+    """Obeys to the letter; `meet` says whether what was expected still comes."""
+
+    def __init__(self, world: World, faults: Faults | None) -> None:
+        self.world = world
+        self.faults = faults or Faults()
+        fleet = world.config.fleet
+        num_engines = 1 if fleet is None else fleet.num_engines
+        self.lives = {(n, 0): Life(n, 0, world.version, ready=True) for n in range(num_engines)}
+        self.rng = random.Random(f"faults {world.seed}")
+        self.requests: dict[SampleId, Request] = {}
+        """Of all samples that were launched."""
+        self.where: dict[SampleId, Life | None] = {}
+        """Of those that have not ended; None: no engine was there."""
+        self.moving: dict[SampleId, SampleMoved] = {}
+        self.num_losses = 0
+        self.num_recent = 0
+        """Since the last commit."""
+        self.num_unheard = 0
+
+    def routes(self) -> Routes:
+        return {
+            Launch: self.launch,
+            Abort: self.abort,
+            Place: self.place,
+            Move: self.move,
+            Replace: self.replace,
+        }
+
+    # -- what the core says ------------------------------------------------------------
+
+    def launch(self, command: Launch) -> None:
+        world = self.world
+        assert command.version == world.version
+        carried = command.carried or (0,) * len(command.samples)
+        replaced = command.replaces or command.samples
+        engines = command.engines or (0,) * len(command.samples)
+        for sample, tokens, origin, number in zip(
+            command.samples, carried, replaced, engines, strict=True
+        ):
+            assert sample not in self.requests, "launched twice"
+            before = self.requests.get(origin)
+            noise = before.noise if before else world.config.tail_batching.noise_of(origin)
+            assert tokens in (0, world.left.get(noise)), "carried is what was left"
+            length = max(tokens, world.length(noise, world.rng("length", noise)))
+            self.requests[sample] = Request(noise, tokens, length)
+            self.where[sample] = None
+            if number != NOWHERE:
+                self.start(sample, number, tokens)
+        if command.round == world.stop_at_round:
+            world.push(0.0, StopRequested(time_s=0.0))
+
+    def start(self, sample: SampleId, number: int, tokens: int) -> None:
+        life = self.current(number)
+        assert life.ready and not life.lost, f"{sample} on an engine that is not there"
+        assert life.version == self.world.version, f"{sample} on an engine of old weights"
+        assert sample not in life.runs, "twice in one engine"
+        request = self.requests[sample]
+        event = SampleGenerated(
+            time_s=0.0,
+            sample=sample,
+            num_tokens=request.length,
+            finish_reason="stop",
+            version=life.version,
+            num_kept=request.carried or None,
+            **life.name,
+        )
+        life.runs[sample] = Run(self.world.time_s - tokens, event)
+        self.where[sample] = life
+        self.world.push(float(request.length - tokens), event)
+
+    def abort(self, command: Abort) -> None:
+        assert command.samples
+        for sample in command.samples:
+            life = self.where[sample]
+            assert life is not None, "nobody has it"
+            self.moving.pop(sample, None)
+            run = life.runs[sample]
+            event = SampleAborted(
+                time_s=0.0,
+                sample=sample,
+                num_tokens=int(self.world.time_s - run.began_s),
+                num_kept=self.requests[sample].carried or None,
+                **life.name,
+            )
+            run.event = event
+            self.world.push(0.0, event)
+
+    def place(self, command: Place) -> None:
+        assert command.samples
+        for sample, number in zip(command.samples, command.engines, strict=True):
+            before = self.where[sample]
+            moved = self.moving.pop(sample, None)
+            if before is not None:
+                assert before.lost or moved is not None, f"{sample} is in an engine that works"
+                if not before.lost:
+                    del before.runs[sample]
+            self.start(sample, number, self.requests[sample].carried)
+
+    def move(self, command: Move) -> None:
+        assert command.samples
+        target = self.current(command.engine)
+        for sample in command.samples:
+            source = self.where[sample]
+            assert source is not None and source is not target and sample not in self.moving
+            event = SampleMoved(time_s=0.0, sample=sample, **target.name)
+            self.moving[sample] = event
+            self.world.push(self.rng.random() * self.faults.move_s, event)
+
+    def replace(self, command: Replace) -> None:
+        key = (command.engine, command.incarnation)
+        life = self.lives.get(key)
+        assert command.version == self.world.version
+        if life is None:
+            assert self.lives[command.engine, command.incarnation - 1].lost
+            life = self.lives[key] = Life(*key, command.version)
+        else:
+            assert not life.ready and life.version < command.version
+            life.version = command.version
+        seconds = self.rng.random() * self.faults.ready_s
+        if self.may_lose() and self.rng.random() < self.faults.stillborn_rate:
+            self.lose(life, seconds)
+        else:
+            self.world.push(seconds, EngineReady(time_s=0.0, version=life.version, **life.name))
+
+    def sync(self, version: int) -> None:
+        """Engines that are there take the new weights."""
+        for life in self.lives.values():
+            if life.ready:
+                life.version = version
+
+    def current(self, number: int) -> Life:
+        return max(
+            (life for life in self.lives.values() if life.engine == number),
+            key=lambda life: life.incarnation,
+        )
+
+    @property
+    def running(self) -> list[SampleId]:
+        """Samples in engines that the core counts on."""
+        return [s for life in self.lives.values() if not life.lost for s in life.runs]
+
+    # -- what happens ------------------------------------------------------------------
+
+    def meet(self, event: Event) -> Event | None:
+        """What the core hears, if anything."""
+        match event:
+            case SampleGenerated() | SampleAborted() | SampleFailed():
+                return self.end(event)
+            case SampleMoved():
+                return self.moved(event)
+            case EngineReady(engine=engine, incarnation=incarnation):
+                life = self.lives[engine, incarnation]
+                life.ready = event.version == self.world.version and not life.lost
+            case EngineLost(engine=engine, incarnation=incarnation):
+                life = self.lives[engine, incarnation]
+                life.ready, life.lost = False, True
+                self.num_unheard -= 1
+        return event
+
+    def end(self, event: SampleGenerated | SampleAborted | SampleFailed) -> Event | None:
+        life = self.lives[event.engine, event.incarnation]
+        run = life.runs.get(event.sample)
+        if run is None or run.event is not event or life.state == "dead":
+            return None
+        if life.state == "stopped":
+            if not life.lost:
+                self.world.push(1.0, event)
+                return None
+        else:
+            self.moving.pop(event.sample, None)
+            del self.where[event.sample]
+        del life.runs[event.sample]
+        return event
+
+    def leave(self, event: Event) -> None:
+        """What the sample has is there for its next launch, unless a zombie said so."""
+        if isinstance(event, SampleGenerated | SampleAborted):
+            life = self.lives[event.engine, event.incarnation]
+            if not life.lost:
+                self.world.left[self.requests[event.sample].noise] = event.num_tokens
+
+    def moved(self, event: SampleMoved) -> Event | None:
+        if self.moving.get(event.sample) is not event:
+            return None
+        source = self.where[event.sample]
+        assert source is not None
+        if source.state != "up":
+            return None
+        del self.moving[event.sample]
+        run = source.runs.pop(event.sample)
+        tokens = int(self.world.time_s - run.began_s)
+        self.start(event.sample, event.engine, tokens)
+        return replace(event, num_tokens=tokens)
+
+    # -- what goes wrong ---------------------------------------------------------------
+
+    def misfortune(self) -> None:
+        """Before each event."""
+        if self.world.job.phase not in self.faults.during:
+            return
+        if not self.faults.loss_rate or self.rng.random() >= self.faults.loss_rate:
+            return
+        alive = [life for life in self.lives.values() if life.ready and life.state == "up"]
+        if alive and self.may_lose():
+            self.lose(self.rng.choice(alive))
+
+    def may_lose(self) -> bool:
+        faults = self.faults
+        recent = self.num_recent < faults.most_between_commits
+        return bool(faults.loss_rate) and recent and self.num_losses < faults.most
+
+    def lose(self, life: Life, seconds: float = 0.0) -> None:
+        zombie = self.rng.random() < self.faults.zombie_rate
+        life.state = "stopped" if zombie else "dead"
+        self.num_losses += 1
+        self.num_recent += 1
+        self.num_unheard += 1
+        if self.rng.random() < 0.5:
+            seconds += self.rng.random() * self.faults.notice_s
+        lost = EngineLost(time_s=0.0, reason=f"it is {life.state}", **life.name)
+        self.world.push(seconds, lost, first=True)
+
+    def committed(self) -> None:
+        self.num_recent = self.num_unheard
