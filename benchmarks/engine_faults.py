@@ -1,11 +1,12 @@
 """Two engines in processes of their own, killed and stopped again and again while a run trains.
 
 A tiny model is trained by a run with `rollout.engines=2`. Meanwhile a saboteur sends SIGKILL or
-SIGSTOP to one of the engines' processes: when a round has just been launched, in the middle of one,
-when a sample has just ended, while new weights are on their way, and at any time. It leaves at least
-one step between any three losses, which would end the run. Measured: how long until the log says
-`EngineLost`, and until the engine is there again; whether steps were committed in between. The log
-is then read by `exactly_once.py`, which shares no code with RollPacker, and by `rollpacker replay`.
+SIGSTOP to one of the engines' processes: when a round has just been launched, in the middle of
+one, when a sample has just ended, while new weights are on their way, and at any time. It leaves at
+least one step between any three losses, which would end the run. Measured: how long until the log
+says `EngineLost`, and until the engine is there again; whether steps were committed in between. The
+log is then read by `exactly_once.py`, which shares no code with RollPacker, and by the replay. At
+last the run is resumed with one engine, which trains on what was deferred.
 
     python benchmarks/engine_faults.py [--faults 110] [--quick]
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,12 @@ class Fault:
 class Saboteur(rollpacker.Callback):
     """Sees the log as it is written, and ends the run when it is through."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, plan: Sequence[tuple[str, str]]) -> None:
+        """`plan`: kinds and moments, one after the other."""
         self.faults: list[Fault] = []
         self.engines: Any = None
-        self._count = count
-        self._random = random.Random(seed)
+        self._plan = plan
+        self._random = random.Random(0)
         self._news = threading.Condition()
         self._waits_for: type | None = None
         self._seen = False
@@ -111,15 +113,15 @@ class Saboteur(rollpacker.Callback):
             self._news.notify_all()
 
     def _work(self) -> None:
-        while len(self.faults) < self._count:
-            kind = self._random.choice(list(SIGNALS))
-            moment = self._random.choice(list(MOMENTS))
-            self._strike(kind, moment)
+        for kind, moment in self._plan:
+            while not self._strike(kind, moment):
+                pass
         with self._news:
             self._news.wait_for(lambda: all(f.ready_s is not None for f in self.faults), 60.0)
         self._run.stop("no more faults")
 
-    def _strike(self, kind: str, moment: str) -> None:
+    def _strike(self, kind: str, moment: str) -> bool:
+        """False: the moment is over, since an engine has just been lost."""
         self._wait(lambda: self._losses + self._num_unnoticed() < 2 and bool(self._targets()))
         told, within_s = MOMENTS[moment]
         if told is not None:
@@ -129,13 +131,14 @@ class Saboteur(rollpacker.Callback):
         with self._news:
             targets = self._targets()
             if self._losses + self._num_unnoticed() >= 2 or not targets:
-                return
+                return False
             target = self._random.choice(targets)
             pid = target.engine.child.pid
             self.faults.append(
                 Fault(kind, moment, target.number, target.incarnation, time.monotonic())
             )
             os.kill(pid, SIGNALS[kind])
+            return True
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         with self._news:
@@ -158,13 +161,13 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
     return (fault.engine, fault.incarnation) == (event.engine, incarnation)
 
 
-def sabotage(folder: Path, faults: int, seed: int = 0) -> Saboteur:
-    """Train in `folder`, which gets model, config and run, until so many faults are through, and
-    then to the end."""
+def sabotage(folder: Path, plan: Sequence[tuple[str, str]]) -> Saboteur:
+    """Train in `folder`, which gets model, config and run, until all faults are through, and then
+    to the end."""
     from rollpacker.cli import engines
     from rollpacker.controller.event_log import LogWriter
 
-    saboteur = Saboteur(faults, seed)
+    saboteur = Saboteur(plan)
     build, append = engines.build_engines, LogWriter.append
 
     def build_engines(*arguments: Any) -> Any:
@@ -238,10 +241,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=110)
     parser.add_argument("--quick", action="store_true", help="6 faults, nothing is written")
     args = parser.parse_args()
-    began = time.perf_counter()
+    began, rng = time.perf_counter(), random.Random(1)
+    plan = [
+        (rng.choice(list(SIGNALS)), rng.choice(list(MOMENTS)))
+        for _ in range(6 if args.quick else args.faults)
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        saboteur = sabotage(folder, 6 if args.quick else args.faults)
+        saboteur = sabotage(folder, plan)
         result = result_of(folder, saboteur.faults)
     result["all_good"] = is_good(result)
     result["seconds"] = round(time.perf_counter() - began, 1)

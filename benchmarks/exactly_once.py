@@ -98,8 +98,8 @@ class Engines:
                     problems += [f"{s} was launched again" for s in samples if s in self._ended]
                     self._at.update(zip(samples, where, strict=True))
                 case "Place":
-                    problems += [f"{s} was placed, and is over" for s in samples if s in self._ended]
-                    problems += [f"{s} was placed, and aborted" for s in set(samples) & self._aborted]
+                    over = (self._ended | self._aborted).intersection(samples)
+                    problems += [f"{s} was placed, and is over" for s in over]
                     self._at.update(zip(samples, where, strict=True))
                 case "Move":
                     self._from.update({s: self._at[s] for s in samples})
@@ -107,8 +107,8 @@ class Engines:
                 case "Abort":
                     self._aborted.update(samples)
                 case "TrainOn":
-                    over = {s for group in command["groups"] for s in group}
-                    problems += [f"{s} was trained on, and had not ended" for s in over - self._ended]
+                    live = {s for group in command["groups"] for s in group} - self._ended
+                    problems += [f"{s} was trained on, and had not ended" for s in live]
         return problems
 
     def _event(self, entry: dict[str, Any]) -> list[str]:

@@ -201,6 +201,7 @@ def load_policy(
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
     `tell` is given lines for people, `progress` shows how far what takes long is.
     """
+    from rollpacker.cli.threads import set_threads
     from rollpacker.rollout.attention import install_attention
     from rollpacker.trainer.model import load_model
 
@@ -213,7 +214,7 @@ def load_policy(
         logger.warning("%s", doubt)
     loaded = load_model(model_config)
     install_attention(loaded.model)
-    threads = _set_threads(config, loaded, threads)
+    threads = set_threads(config, loaded, threads)
     return Policy(
         loaded=loaded, inputs=inputs, threads=threads, engine_config=config.rollout.engine
     )
@@ -254,36 +255,6 @@ def marks(config: RunConfig, policy: Policy) -> tuple[str, ...]:
         "weighted_carrying": tail.carries and tail.carry == "weighted",
     }
     return tuple(mark for mark, holds in found.items() if holds)
-
-
-def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
-    """Torch's threads for this process: as told, as a run had them before, or by measurement."""
-    import torch
-
-    wanted = threads if threads is not None else config.train.threads
-    if wanted == "auto":
-        wanted = _measured_threads(config, loaded)
-    torch.set_num_threads(wanted)
-    return wanted
-
-
-def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
-    import torch
-
-    from rollpacker.rollout.threads import measure_threads
-
-    if loaded.device.type != "cpu":
-        return torch.get_num_threads()
-    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    tokens = torch.zeros((min(rows, 64), 16), dtype=torch.long)
-
-    def step() -> None:
-        with torch.inference_mode():
-            loaded.model(tokens, use_cache=False)
-
-    threads = measure_threads(step)
-    logger.info("%d torch threads (measured; set train.threads to choose)", threads)
-    return threads
 
 
 def check_algorithm(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.controller.driver import Controller, Parts
+    from rollpacker.controller.engines import Engines
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
@@ -53,7 +54,6 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.cli.engines import build_engines
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -78,8 +78,7 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
-        engines = build_engines(config, policy)
-        self.stack.callback(lambda: Caller().run(engines.close()))
+        engines = self._engines(policy)
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
@@ -112,6 +111,13 @@ class Session:
             audience=self._audience,
         )
         self._open(parts, watch, time_s, build.marks(config, policy))
+
+    def _engines(self, policy: Policy) -> Engines:
+        from rollpacker.cli.engines import build_engines
+
+        engines = build_engines(self.config, policy)
+        self.stack.callback(lambda: Caller().run(engines.close()))
+        return engines
 
     def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
         """Begin the session in the log. `time_s`: where the run's clock goes on."""

@@ -4,9 +4,9 @@
     Generation <-------- outputs, errors ----- each from a thread of its own
 
 An engine is a slot; who fills it is one *incarnation*, a `Handle`. One that is lost is closed; what
-it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. A run
-with one engine is this with one slot that nobody can fill anew: whatever that engine dies of is then
-what the run dies of.
+it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. A
+run with one engine is this with one slot that nobody can fill anew: whatever that engine dies of is
+then what the run dies of.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
+from rollpacker.controller.held import Ended, Handle, Held, stamped, taken_along, with_earlier
 from rollpacker.core.commands import NOWHERE
 from rollpacker.core.events import (
     EngineLost,
@@ -30,7 +30,6 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import (
-    Carried,
     Engine,
     EngineError,
     EngineOutput,
@@ -44,41 +43,6 @@ MakeEngine = Callable[[int, int], Engine]
 """Engine and incarnation -> a new one, without the run's weights. Takes seconds."""
 
 Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
-EventT = TypeVar("EventT", SampleGenerated, SampleAborted, SampleFailed)
-
-
-@dataclass(eq=False, slots=True)
-class Handle:
-    """One incarnation of an engine."""
-
-    number: int
-    incarnation: int
-    engine: Engine
-    lives: bool = True
-    num_steps: int = -1
-    """Decode steps when it was last looked at ..."""
-    progress_s: float = 0.0
-    """... and when they last were others, or it had nothing to do."""
-
-
-@dataclass(eq=False, slots=True)
-class _Held:
-    """A sample that was given to an engine and has not ended."""
-
-    request: GenerationRequest
-    """What its launch gave it."""
-    at: Handle | None
-    """Who has it. None: who had it is lost."""
-    moves_to: int | None = None
-    """It was told to stop, to go on in that engine ..."""
-    anew: bool = False
-    """... from what its launch gave it ..."""
-    is_unwanted: bool = False
-    """... and not even that: it was aborted since."""
-    num_kept: int | None = None
-    """Of what was carried into the launch, as the engine found that looked at it and is left."""
-    preemptions: int = 0
-    """In engines that it has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +63,7 @@ class Engines:
         self.handles = [Handle(number, 0, engine) for number, engine in enumerate(engines)]
         self.weights = Weights(0, None)
         self.is_closed = False
-        self._held: dict[SampleId, _Held] = {}
+        self._held: dict[SampleId, Held] = {}
         self._not_numbers: set[Handle] = set()
         """Whose logits were no numbers, with the weights at hand."""
         self._listen: Callable[[Handle], None] = lambda handle: None
@@ -144,7 +108,7 @@ class Engines:
         for number, part in parts.items():
             handle = self._living_at(number)
             for request in part:
-                self._held[request.sample] = _Held(request, handle)
+                self._held[request.sample] = Held(request, handle)
             if handle is not None:
                 self._give(handle, part)
 
@@ -229,7 +193,7 @@ class Engines:
 
         A sample that was stopped to be moved goes on elsewhere. None: nothing that matters.
         """
-        event, response = _stamped(output.event, handle), output.response
+        event, response = stamped(output.event, handle), output.response
         held = self._held.get(event.sample)
         if not handle.lives:
             counts = held is not None and not isinstance(event, SampleFailed)
@@ -246,10 +210,10 @@ class Engines:
         if held.moves_to is not None and isinstance(event, SampleAborted):
             return self._go_on(held, event, response), None
         del self._held[event.sample]
-        return _with_earlier(event, held), response
+        return with_earlier(event, held), response
 
     def _why_wrong(
-        self, handle: Handle, held: _Held | None, event: Heard, response: Response | None
+        self, handle: Handle, held: Held | None, event: Heard, response: Response | None
     ) -> str | None:
         """What an engine says that can be right cannot be this, in words."""
         if held is None or held.at is not handle:
@@ -269,12 +233,12 @@ class Engines:
         return None
 
     def _go_on(
-        self, held: _Held, event: SampleAborted, response: Response | None
+        self, held: Held, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
         """In the engine that it was to move to. None: that is lost by now; the core is told so, and
         places the sample again."""
         assert held.moves_to is not None
-        request = _taken_along(held, event, response)
+        request = taken_along(held, event, response)
         held.at, held.moves_to = self._living_at(held.moves_to), None
         if held.at is None:
             return None
@@ -291,7 +255,7 @@ class Engines:
             num_tokens=0 if kept is None or kept.verify else len(kept.tokens),
         )
 
-    def _start_anew(self, held: _Held) -> SampleAborted | None:
+    def _start_anew(self, held: Held) -> Ended | None:
         """It has been let go of, or has ended there, which nobody asks for any more."""
         assert held.moves_to is not None
         sample, to = held.request.sample, self._living_at(held.moves_to)
@@ -302,8 +266,8 @@ class Engines:
             carried = held.request.carried
             num_tokens = 0 if carried is None else len(carried.tokens)
             event = SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens)
-            return _stamped(event, to)
-        self._held[sample] = _Held(held.request, to)
+            return stamped(event, to)
+        self._held[sample] = Held(held.request, to)
         if to is not None:
             self._give(to, [held.request])
         return None
@@ -402,7 +366,7 @@ class Engines:
             handle.engine.submit(requests)
 
     @contextlib.contextmanager
-    def _losing(self, handle: Handle) -> Iterable[None]:  # type: ignore[misc]
+    def _losing(self, handle: Handle) -> Iterator[None]:
         """An engine that cannot be spoken to is lost, if another can take its place."""
         try:
             yield
@@ -420,43 +384,3 @@ def end(engine: Engine) -> None:
             asyncio.run(engine.close())
 
     threading.Thread(target=close, name="rollpacker-lost-engine", daemon=True).start()
-
-
-def _stamped(event: EventT, handle: Handle) -> EventT:
-    """With who says so. The first engine of a run is who says what nobody is named for."""
-    if not (handle.number or handle.incarnation):
-        return event
-    return replace(event, engine=handle.number, incarnation=handle.incarnation)
-
-
-def _with_earlier(event: EventT, held: _Held) -> EventT:
-    """With what happened to the sample in the engines that it has left."""
-    if isinstance(event, SampleFailed):
-        return event
-    if held.num_kept is None and not held.preemptions:
-        return event
-    num_kept = held.num_kept if event.num_kept is None else event.num_kept
-    return replace(event, num_kept=num_kept, preemptions=event.preemptions + held.preemptions)
-
-
-def _taken_along(
-    held: _Held, event: SampleAborted, response: Response | None
-) -> GenerationRequest:
-    """What another engine goes on from: the tokens, which stay as they are, as their weights do.
-
-    What was carried into the launch and not looked at is still to be looked at; and where an end of
-    the response may be refused, how often it was is known to the engine alone, so that it starts
-    again.
-    """
-    carried = held.request.carried
-    unseen = carried is not None and carried.verify and event.num_kept is None
-    unseen = unseen and held.num_kept is None
-    held.preemptions += event.preemptions
-    may_turn = carried is not None and (carried.floor or carried.ceiling is not None)
-    if response is None or unseen or may_turn or response.turns:
-        return held.request
-    held.num_kept = event.num_kept if held.num_kept is None else held.num_kept
-    return replace(
-        held.request,
-        carried=Carried(tokens=response.tokens, log_probs=response.log_probs, verify=False),
-    )

@@ -2,8 +2,8 @@
 of the engines is lost.
 
 An engine in the run's own process reports between two decode steps and waits for the answer: what
-the core says to a sample that has finished is obeyed inside that call, so that an abort takes effect
-at the same decode step in every run.
+the core says to a sample that has finished is obeyed inside that call, so that an abort takes
+effect at the same decode step in every run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
-from rollpacker.controller.engines import Engines, Handle, Heard
+from rollpacker.controller.engines import Engines, Heard
+from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.waiting import Collecting
@@ -113,7 +115,7 @@ class Generation:
                         self._collecting.add(event, response)
                 elif self._policy_is_broken:
                     return
-                elif is_its_own and _is_not_numbers(output):
+                elif is_its_own and _is_not_numbers(output.event):
                     self._blame(handle, output.event)
                 else:
                     self._take(*self.engines.heard(handle, output))
@@ -164,6 +166,5 @@ class Generation:
             self.engines.lose(handle, str(error))
 
 
-def _is_not_numbers(output: EngineOutput) -> bool:
-    event = output.event
+def _is_not_numbers(event: Heard) -> TypeGuard[SampleFailed]:
     return isinstance(event, SampleFailed) and event.reason.startswith(NOT_NUMBERS)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.controller.engines import Engines, Handle, Weights, end
+from rollpacker.controller.engines import Engines, Weights, end
+from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch

@@ -165,8 +165,8 @@ class History:
 
     def _event(self, event: Event, now: float) -> StepHistory | None:
         match event:
-            case SampleGenerated() | SampleAborted() | SampleFailed() if (
-                self.engines.is_zombie(event)
+            case SampleGenerated() | SampleAborted() | SampleFailed() if self.engines.is_zombie(
+                event
             ):
                 pass
             case SampleScored():

@@ -64,9 +64,7 @@ class TimeBook:
         """Seconds from the first entry to the last."""
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
-    def advance(
-        self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0
-    ) -> None:
+    def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
         """Book the time up to this entry, in which the run was in `phase`. `idle_share`: of the
         engines, while others worked."""
         self._idle_share = idle_share
