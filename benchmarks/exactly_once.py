@@ -23,11 +23,15 @@ def check(path: Path) -> dict[str, Any]:
     launched_version: dict[str, int] = {}
     verdicts: dict[str, float | None] = {}
     problems: list[str] = []
+    engines = Engines()
     version = steps = 0
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         entry = json.loads(line)
+        if "session" in entry:
+            engines = Engines(engines.lost)
         if "session" in entry or "note" in entry:
             continue
+        problems += [f"line {number}: {problem}" for problem in engines.read(entry)]
         match entry["event"]:
             case "PromptsFetched":
                 fetched.update(entry["prompts"])
@@ -65,8 +69,70 @@ def check(path: Path) -> dict[str, Any]:
         "trained": trained.total(),
         "dropped": dropped.total(),
         "steps": steps,
+        "engines": {"lost": engines.lost},
         "problems": problems,
     }
+
+
+class Engines:
+    """Where each sample is, and whether who ends it has it. A log that names no engine has one."""
+
+    def __init__(self, lost: int = 0) -> None:
+        self.lost = lost
+        self._incarnation: Counter[int] = Counter()
+        self._at: dict[str, int] = {}
+        """Of samples that have not ended."""
+        self._from: dict[str, int] = {}
+        """Of those that are to move: where they were."""
+        self._ended: set[str] = set()
+        self._aborted: set[str] = set()
+
+    def read(self, entry: dict[str, Any]) -> list[str]:
+        """What cannot be, in words."""
+        problems = self._event(entry)
+        for command in entry.get("commands", ()):
+            samples = command.get("samples", ())
+            where = command.get("engines") or [0] * len(samples)
+            match command["command"]:
+                case "Launch":
+                    problems += [f"{s} was launched again" for s in samples if s in self._ended]
+                    self._at.update(zip(samples, where, strict=True))
+                case "Place":
+                    over = (self._ended | self._aborted).intersection(samples)
+                    problems += [f"{s} was placed, and is over" for s in over]
+                    self._at.update(zip(samples, where, strict=True))
+                case "Move":
+                    self._from.update({s: self._at[s] for s in samples})
+                    self._at.update(dict.fromkeys(samples, command["engine"]))
+                case "Abort":
+                    self._aborted.update(samples)
+                case "TrainOn":
+                    live = {s for group in command["groups"] for s in group} - self._ended
+                    problems += [f"{s} was trained on, and had not ended" for s in live]
+        return problems
+
+    def _event(self, entry: dict[str, Any]) -> list[str]:
+        engine, incarnation = entry.get("engine", 0), entry.get("incarnation", 0)
+        match entry["event"]:
+            case "EngineLost" if incarnation == self._incarnation[engine]:
+                self.lost += 1
+                self._incarnation[engine] += 1
+            case "EngineReady" if incarnation != self._incarnation[engine]:
+                return [f"incarnation {incarnation} of engine {engine} was not asked for"]
+            case "SampleMoved":
+                self._from.pop(entry["sample"], None)
+            case "SampleGenerated" | "SampleAborted" | "SampleFailed":
+                return self._end(entry["sample"], engine, incarnation, entry.get("commands", ()))
+        return []
+
+    def _end(self, sample: str, engine: int, incarnation: int, answer: Any) -> list[str]:
+        if incarnation != self._incarnation[engine]:
+            return [f"an engine that was lost is answered: {answer}"] if answer else []
+        if engine not in (self._at.get(sample), self._from.get(sample)):
+            return [f"engine {engine} ended {sample}, which it does not have"]
+        twice = [f"{sample} ended twice"] if sample in self._ended else []
+        self._ended.add(sample)
+        return twice
 
 
 def _group_problems(

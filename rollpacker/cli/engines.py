@@ -1,15 +1,62 @@
-"""Engines in processes of their own: what such a process is told, and what it makes of that."""
+"""The engines of a run: one in its own process, or several, each in one of its own; and what such a
+process makes of what it is told."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollpacker.cli.parts import Policy
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.engines import Engines
     from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.rollout.messages import EngineSetup
     from rollpacker.trainer.trainer import ModelConfig
+
+
+def build_engines(config: RunConfig, policy: Policy) -> Engines:
+    """Those that the config asks for. Processes begin to load at once. Raises `ValueError` if there
+    are fewer devices."""
+    from rollpacker.controller.engines import Engines
+    from rollpacker.rollout.process_engine import ProcessEngine
+
+    count = config.rollout.engines
+    if count == 1:
+        return Engines([policy.engine])
+    environments = _environments(count, policy.loaded.device.type)
+    threads = max(policy.threads // count, 1)
+    setup = engine_setup(config.model, config.rollout.engine, threads=threads)
+
+    def make(number: int, incarnation: int) -> Engine:
+        return ProcessEngine(
+            setup,
+            name=f"engine {number}" + (f", replaced {incarnation} times" if incarnation else ""),
+            heartbeat_s=config.deadlines.heartbeat_s,
+            environment=environments[number],
+        )
+
+    return Engines([make(number, 0) for number in range(count)], make)
+
+
+def _environments(count: int, device: str) -> list[dict[str, str]]:
+    """What each process must find in its environment to be on a device of its own."""
+    if device != "cuda":
+        return [{} for _ in range(count)]
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if count > num_devices:
+        raise ValueError(
+            f"rollout.engines={count}, but torch sees {num_devices} CUDA device"
+            f"{'' if num_devices == 1 else 's'}, and each engine needs one of its own: set "
+            f"rollout.engines={num_devices}, or model.device=cpu"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(n) for n in range(num_devices)] if visible is None else visible.split(",")
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:count]]
 
 
 def engine_setup(model: ModelConfig, config: EngineConfig, *, threads: int | None) -> EngineSetup:

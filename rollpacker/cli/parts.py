@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollpacker.rewards.reward import RewardInput
     from rollpacker.rewards.shared import Progress
     from rollpacker.rewards.weighted import WeightedReward
-    from rollpacker.rollout.engine import Engine
+    from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.model import LoadedModel
     from rollpacker.trainer.trainer import Trainer
@@ -36,14 +36,27 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """A model that generates and can be trained, and what it is asked and judged by."""
 
     loaded: LoadedModel
-    engine: Engine
     inputs: Inputs
     threads: int
+    engine_config: EngineConfig
+
+    @cached_property
+    def engine(self) -> Engine:
+        """In this process, on the model's own tensors; made when it is first asked for."""
+        from rollpacker.imports import load_function
+        from rollpacker.rollout.table import ENGINES
+
+        config = self.engine_config
+        make = load_function(ENGINES[config.name])
+        engine: Engine = make(
+            model=self.loaded.model, tokenizer=self.loaded.tokenizer, config=config
+        )
+        return engine
 
     @property
     def train_prompts(self) -> PromptSet:
@@ -183,14 +196,13 @@ def load_policy(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> Policy:
-    """Prompts and rewards first, since they fail fast; then the model and its engine.
+    """Prompts and rewards first, since they fail fast; then the model.
 
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
     `tell` is given lines for people, `progress` shows how far what takes long is.
     """
-    from rollpacker.imports import load_function
+    from rollpacker.cli.threads import set_threads
     from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.table import ENGINES
     from rollpacker.trainer.model import load_model
 
     model_config = config.model
@@ -202,15 +214,9 @@ def load_policy(
         logger.warning("%s", doubt)
     loaded = load_model(model_config)
     install_attention(loaded.model)
-    threads = _set_threads(config, loaded, threads)
-    make_engine = load_function(ENGINES[config.rollout.engine.name])
+    threads = set_threads(config, loaded, threads)
     return Policy(
-        loaded=loaded,
-        engine=make_engine(
-            model=loaded.model, tokenizer=loaded.tokenizer, config=config.rollout.engine
-        ),
-        inputs=inputs,
-        threads=threads,
+        loaded=loaded, inputs=inputs, threads=threads, engine_config=config.rollout.engine
     )
 
 
@@ -251,36 +257,6 @@ def marks(config: RunConfig, policy: Policy) -> tuple[str, ...]:
     return tuple(mark for mark, holds in found.items() if holds)
 
 
-def _set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> int:
-    """Torch's threads for this process: as told, as a run had them before, or by measurement."""
-    import torch
-
-    wanted = threads if threads is not None else config.train.threads
-    if wanted == "auto":
-        wanted = _measured_threads(config, loaded)
-    torch.set_num_threads(wanted)
-    return wanted
-
-
-def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
-    import torch
-
-    from rollpacker.rollout.threads import measure_threads
-
-    if loaded.device.type != "cpu":
-        return torch.get_num_threads()
-    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    tokens = torch.zeros((min(rows, 64), 16), dtype=torch.long)
-
-    def step() -> None:
-        with torch.inference_mode():
-            loaded.model(tokens, use_cache=False)
-
-    threads = measure_threads(step)
-    logger.info("%d torch threads (measured; set train.threads to choose)", threads)
-    return threads
-
-
 def check_algorithm(config: RunConfig) -> None:
     """Try the advantage and the loss that the config names from outside of the package, and look
     for the package that fewer bits need. Raises `ValueError`, one message, for what is wrong."""
@@ -317,7 +293,7 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
-    has a copy, and in processes of its own."""
+    has a copy, in processes of its own, and where the engines are in processes of theirs."""
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
@@ -344,6 +320,9 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
+    if ranks is None and config.rollout.engines > 1:
+        learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
+        return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
     if config.model.lora is not None:
         add_adapter(loaded.model, config.model.lora)
     if ranks is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.controller.driver import Controller, Parts
+    from rollpacker.controller.engines import Engines
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
@@ -77,11 +78,12 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
+        engines = self._engines(policy)
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks)
         self.stack.callback(trainer.close)
         _load(trainer, checkpoint)
-        Caller().run(hand_over_weights(trainer, policy.engine, trainer.version))
+        Caller().run(hand_over_weights(trainer, engines, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         live, self._audience = self._report_and_audience(checkpoint, policy)
         watching = [live, *self.observers]
@@ -92,7 +94,7 @@ class Session:
         samples = SampleWriter(folder.samples, folder.evaluations)
         parts = Parts(
             job=job,
-            engine=policy.engine,
+            engines=engines,
             trainer=trainer,
             reward=policy.reward,
             prompts=policy.train_prompts,
@@ -109,6 +111,13 @@ class Session:
             audience=self._audience,
         )
         self._open(parts, watch, time_s, build.marks(config, policy))
+
+    def _engines(self, policy: Policy) -> Engines:
+        from rollpacker.cli.engines import build_engines
+
+        engines = build_engines(self.config, policy)
+        self.stack.callback(lambda: Caller().run(engines.close()))
+        return engines
 
     def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
         """Begin the session in the log. `time_s`: where the run's clock goes on."""
@@ -243,7 +252,7 @@ class Session:
             self.folder.path,
             total_steps=steps,
             resume=checkpoint is not None,
-            slots=config.rollout.engine.max_slots,
+            slots=config.rollout.max_slots,
             max_response_tokens=config.rollout.max_response_tokens,
             console=console() if self.display else None,
             show=self.display,

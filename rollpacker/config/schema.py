@@ -13,6 +13,7 @@ from typing import Literal
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.fleet import FleetConfig, Routing
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import StreamConfig
@@ -52,9 +53,18 @@ class RolloutConfig:
     """Strings that end a response, besides the model's end tokens."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    engines: int = 1
+    """How many. 1: in the run's own process. More: each in a process of its own, on a device of its
+    own or, on a CPU, with its share of `train.threads`; one that is lost is replaced while the
+    others go on."""
+    routing: Routing = "spread"
+    """With several engines: spread gives each sample to the engine with the least work. group keeps
+    the samples of a prompt together, so that its prefill is made once, as long as their engine has
+    not much more work than others."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "max_response_tokens"):
+        counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -65,6 +75,20 @@ class RolloutConfig:
             raise ValueError("top_p must lie in (0, 1]")
         if self.top_k < 0:
             raise ValueError("top_k must not be negative (0 is off)")
+
+    @property
+    def max_slots(self) -> int | None:
+        """Of all engines."""
+        slots = self.engine.max_slots
+        return None if slots is None else slots * self.engines
+
+    @property
+    def fleet(self) -> FleetConfig | None:
+        """What the core needs to know of several engines; None: there is one, for good."""
+        if self.engines == 1:
+            return None
+        moves = self.engine.takes_up_carried
+        return FleetConfig(num_engines=self.engines, routing=self.routing, moves=moves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +181,9 @@ class DeadlineConfig:
     train_s: float = 1800.0
     sync_s: float = 300.0
     checkpoint_s: float = 600.0
+    heartbeat_s: float = 5.0
+    """An engine in a process of its own that does not answer for so long is lost, and replaced; so
+    is one that makes no progress for twelve times as long while others make some."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -207,6 +234,7 @@ class RunConfig:
         self._check_quantization()
         self._check_stream_trainer()
         self._check_carrying()
+        self._check_engines()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -324,6 +352,14 @@ class RunConfig:
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
+    def _check_engines(self) -> None:
+        if self.rollout.engines > 1 and self.model.quantization is not None:
+            raise ValueError(
+                f"rollout.engines={self.rollout.engines} does not go with model.quantization="
+                f"{self.model.quantization}: what a process of its own would generate with is "
+                "untested. Set rollout.engines=1"
+            )
+
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
         """`trackers` with the names alone written out."""
@@ -394,6 +430,7 @@ class RunConfig:
             stream=self.stream_trainer,
             trainer_apart=self.train.processes is not None,
             min_verdicts=2 if self.algorithm.needs_groups else 1,
+            fleet=self.rollout.fleet,
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,
                 evaluates=self.data.eval is not None or self.data.eval_fraction > 0,

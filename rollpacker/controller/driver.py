@@ -38,6 +38,7 @@ from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import BuildSamples, Decode
 from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
@@ -59,7 +60,6 @@ from rollpacker.core.phases import Phase
 from rollpacker.core.records import Observer, Session
 from rollpacker.data.dataset import Cursor, PromptSet
 from rollpacker.rewards.reward import Reward
-from rollpacker.rollout.engine import Engine
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
@@ -72,7 +72,7 @@ class Parts:
     controller."""
 
     job: Job
-    engine: Engine
+    engines: Engines
     trainer: Trainer
     reward: Reward
     prompts: PromptSet
@@ -106,7 +106,7 @@ class Controller:
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
-        self._watch = watch = Watch(bus, config.deadlines, parts.engine, parts.reward)
+        self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         num_steps = config.num_steps(len(parts.prompts.rows))
@@ -119,7 +119,7 @@ class Controller:
         )
         self._generation = Generation(
             *(bus, main, desk, self._scoring, watch),
-            engine=parts.engine,
+            engines=parts.engines,
             carried=self._carried,
             rows=parts.prompts.rows,
             sampling=config.sampling,
@@ -150,7 +150,7 @@ class Controller:
             time_s=began_s,
             step=job.step,
             job=job.config.to_plain(),
-            slots=self.config.rollout.engine.max_slots,
+            slots=self.config.rollout.max_slots,
             marks=marks,
             data_ended=None if job.phase is Phase.NEW else self.parts.cursor.ended,
         )
@@ -183,8 +183,8 @@ class Controller:
         self.bus.take(StopRequested(time_s=0.0, reason=reason))
 
     async def close(self) -> None:
-        """Let go of engine, rewards and trainer. What the log holds is made durable."""
-        await self.parts.engine.close()
+        """Let go of engines, rewards and trainer. What the log holds is made durable."""
+        await self.parts.engines.close()
         await self.parts.reward.close()
         self.parts.trainer.close()
         self._observing.feed()
@@ -201,7 +201,7 @@ class Controller:
             *(bus, main, desk, watch),
             config=self.config,
             trainer=parts.trainer,
-            engine=parts.engine,
+            engines=parts.engines,
             reward=parts.reward,
             carried=self._carried,
             build_samples=parts.build_samples,
@@ -224,7 +224,7 @@ class Controller:
             self._scoring,
             Fetching(bus, main, parts.cursor),
             training,
-            HandingOver(bus, main, watch, trainer=parts.trainer, engine=parts.engine),
+            HandingOver(bus, main, watch, trainer=parts.trainer, engines=parts.engines),
             commits,
             main,
             self._carried,

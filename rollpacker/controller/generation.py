@@ -1,8 +1,9 @@
-"""The engine's port: `Launch` and `Abort` in, finished, aborted and failed samples out.
+"""The engines' port: `Launch`, `Place`, `Move` and `Abort` in, what became of samples out, and who
+of the engines is lost.
 
-The engine reports between two decode steps and waits for the answer: what the core says to a
-sample that has finished is obeyed inside that call, so that an abort takes effect at the same
-decode step in every run.
+An engine in the run's own process reports between two decode steps and waits for the answer: what
+the core says to a sample that has finished is obeyed inside that call, so that an abort takes
+effect at the same decode step in every run.
 """
 
 from __future__ import annotations
@@ -11,20 +12,29 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.engines import Engines, Heard
+from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Abort, Command, Launch, Move, Place, Release, Replace
-from rollpacker.core.events import SampleFailed, SampleGenerated
+from rollpacker.core.commands import Abort, Launch, Move, Place, Release
+from rollpacker.core.events import (
+    EngineLost,
+    EngineReady,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+)
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
-    Engine,
+    EngineError,
     EngineOutput,
     GenerationRequest,
     Response,
@@ -35,7 +45,7 @@ from rollpacker.trainer.trainer import NonFiniteError
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """Obeys in whatever thread the command comes; hears the engine in the engine's own."""
+    """Obeys in whatever thread the command comes; hears each engine in the engine's own."""
 
     bus: Bus
     main: MainTask
@@ -43,7 +53,7 @@ class Generation:
     scoring: Scoring
     watch: Watch
     _: KW_ONLY
-    engine: Engine
+    engines: Engines
     carried: CarriedTokens
     rows: Sequence[PromptRow]
     sampling: SamplingParams
@@ -56,25 +66,29 @@ class Generation:
     def routes(self) -> Routes:
         return {
             Launch: self._launch,
-            Abort: lambda command: self.engine.abort(command.samples),
-            **dict.fromkeys((Place, Move, Replace, Release), self._one_engine),
+            Place: lambda command: self.engines.place(command.samples, command.engines),
+            Move: lambda command: self.engines.move(command.samples, command.engine),
+            Abort: lambda command: self.engines.abort(command.samples),
+            Release: self._release,
         }
 
     def start(self) -> None:
-        """Listen to the engine from now on."""
-        self.engine.start(self._on_outputs, self._on_error)
+        """Listen to the engines from now on."""
+        self.engines.start(self._on_outputs, self._on_error, self._tell)
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
-        """The engine's responses to requests of which the core does not know. Samples that fail
+        """The engines' responses to requests of which the core does not know. Samples that fail
         are left out.
 
-        Raises what the engine died of, or `DeadlineExceeded`.
+        Raises what the one engine died of, or `DeadlineExceeded`.
         """
         collecting = Collecting(len(requests), asyncio.get_running_loop())
-        self._collecting = collecting
         self.main.awaited = collecting.done
         try:
-            self.engine.submit(requests)
+            with self.bus.lock:
+                self._collecting = collecting
+                self.engines.forget()
+                self.engines.submit_anywhere(requests)
             what = "the responses of an evaluation"
             return await self.watch.by(
                 "generation_s", collecting.done, what, self.watch.engine_works
@@ -84,34 +98,54 @@ class Generation:
 
     def _launch(self, command: Launch) -> None:
         self.desk.round_kind = self.desk.round_kind or command.kind
-        self.engine.submit(self.carried.requests(command, self.rows, self.sampling))
+        requests = self.carried.requests(command, self.rows, self.sampling)
+        self.engines.submit(requests, command.engines)
 
-    def _one_engine(self, command: Command) -> None:
-        raise AssertionError(f"{command}: a run has one engine, on one device")
+    def _release(self, command: Release) -> None:
+        raise AssertionError(f"{command}: the devices of a run cannot be released")
 
-    def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        """Called in the engine's thread, between two decode steps."""
+    def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
+        """Called in a thread of the engine's; by one in this process between two decode steps."""
         with self.bus.lock:
-            if self._collecting is not None:
-                self._collecting.add(outputs)
-                return
-            if self._policy_is_broken:
-                return
             for output in outputs:
-                event = output.event
-                if isinstance(event, SampleFailed) and event.reason.startswith(NOT_NUMBERS):
-                    self._policy_is_broken = True
-                    self.main.post(self.main.fail, self._broken_policy(event))
+                is_its_own = self.engines.has(handle, output.event.sample)
+                if self._collecting is not None:
+                    event, response = self.engines.heard(handle, output)
+                    if is_its_own and event is not None:
+                        self._collecting.add(event, response)
+                elif self._policy_is_broken:
                     return
-                if not isinstance(event, SampleFailed):
-                    self.carried.ended(event, output.response)
-                if isinstance(event, SampleGenerated):
-                    assert output.response is not None, f"{event.sample} has no response"
-                    self.desk.lay_down(output.response)
-                self.bus.take(event)
-            waits = self.scoring.waits
+                elif is_its_own and _is_not_numbers(output.event):
+                    self._blame(handle, output.event)
+                else:
+                    self._take(*self.engines.heard(handle, output))
+            waits = self._collecting is None and self.scoring.waits
         if waits:  # outside of the lock, which the event loop would at once wait for
             self.main.post(self.scoring.start)
+
+    def _take(self, event: Heard | None, response: Response | None) -> None:
+        """To the core; the tokens stay here."""
+        if event is None:
+            return
+        if isinstance(event, SampleGenerated | SampleAborted) and response is not None:
+            self.carried.ended(event, response)
+            if isinstance(event, SampleGenerated):
+                self.desk.lay_down(response)
+        self.bus.take(event)
+
+    def _blame(self, handle: Handle, event: SampleFailed) -> None:
+        """Logits that are no numbers: the engine is lost, or the policy is broken."""
+        if self.engines.blame(handle):
+            self._policy_is_broken = True
+            self.main.post(self.main.fail, self._broken_policy(event))
+        else:
+            self.engines.lose(handle, event.reason)
+
+    def _tell(self, event: EngineLost | EngineReady) -> None:
+        """Engines come and go. What the core does not route finds its place without it."""
+        self.bus.take(event)
+        if self._collecting is not None:
+            self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
         """An update that was finite may still have spoilt the weights."""
@@ -123,5 +157,14 @@ class Generation:
             f"last checkpoint{spoilt}. Lower train.learning_rate, or clip gradients more"
         )
 
-    def _on_error(self, error: BaseException) -> None:
-        self.main.post(self.main.fail, error)
+    def _on_error(self, handle: Handle, error: BaseException) -> None:
+        """Called in any thread. What is not the engine's own fault is a bug of ours."""
+        if self.engines.make is None or not isinstance(error, EngineError):
+            self.main.post(self.main.fail, error)
+            return
+        with self.bus.lock:
+            self.engines.lose(handle, str(error))
+
+
+def _is_not_numbers(event: Heard) -> TypeGuard[SampleFailed]:
+    return isinstance(event, SampleFailed) and event.reason.startswith(NOT_NUMBERS)

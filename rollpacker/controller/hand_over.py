@@ -1,57 +1,142 @@
-"""The way of new weights to the engine: `SyncWeights` in, `WeightsSynced` out."""
+"""The way of new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and of new engines
+to the weights: `Replace` in, `EngineReady` out.
+
+    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own
+    Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
+                   came meanwhile -> fills its place
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.engines import Engines, Weights, end
+from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import SyncWeights
+from rollpacker.core.commands import Replace, SyncWeights
 from rollpacker.core.events import WeightsSynced
-from rollpacker.rollout.engine import Engine
+from rollpacker.rollout.engine import Engine, EngineError
 from rollpacker.trainer.trainer import Trainer, TrainerError
+
+WRITTEN_S = 0.02
+"""How often an engine that waits for weights looks whether the trainer has written them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """Brings the engine to the trainer's weights, on the main task."""
+    """Brings the engines to the trainer's weights, on the main task, and engines that come between
+    in threads of their own."""
 
     bus: Bus
     main: MainTask
     watch: Watch
     trainer: Trainer
-    engine: Engine
+    engines: Engines
 
     def routes(self) -> Routes:
-        return {SyncWeights: lambda command: self.main.later(partial(self._sync, command))}
+        return {
+            SyncWeights: lambda command: self.main.later(partial(self._sync, command)),
+            Replace: self._replace,
+        }
 
     async def _sync(self, command: SyncWeights) -> None:
-        hand_over = hand_over_weights(self.trainer, self.engine, command.version)
-        await self.watch.by("sync_s", hand_over)
+        await self.watch.by("sync_s", self._hand_over(command.version))
         self.bus.take(WeightsSynced(time_s=0.0, version=command.version))
 
+    async def _hand_over(self, version: int) -> None:
+        with self.bus.lock:
+            self.engines.expect(Weights(version, None))
+        weights = Weights(version, await self.trainer.hand_over())
+        with self.bus.lock:
+            living = self.engines.expect(weights)
+        for handle, error in (await _bring_all(living, weights)).items():
+            if self.engines.make is None:
+                raise error
+            with self.bus.lock:
+                self.engines.lose(handle, str(error))
 
-async def hand_over_weights(trainer: Trainer, engine: Engine, version: int) -> None:
-    """Bring the engine to the trainer's weights, and see that they have arrived.
+    def _replace(self, command: Replace) -> None:
+        threading.Thread(
+            target=self._fill, args=(command,), name="rollpacker-new-engine", daemon=True
+        ).start()
 
-    The engine copies in a thread of its own, so that a copy that hangs can be given up: on the
-    event loop it would keep the deadline itself from being noticed.
+    def _fill(self, command: Replace) -> None:
+        """Whatever keeps a new engine from taking its place is the loss of that one too."""
+        engines, engine = self.engines, None
+        assert engines.make is not None, f"{command}: nobody can make an engine"
+        try:
+            engine = engines.make(command.engine, command.incarnation)
+            handle = Handle(command.engine, command.incarnation, engine)
+            while not self._joins(handle):
+                time.sleep(WRITTEN_S)
+        except Exception as error:
+            if engine is not None:
+                end(engine)
+            with self.bus.lock:
+                engines.failed_to_join(command.engine, command.incarnation, error)
 
-    Raises `TrainerError` if a fixed sample of them differs afterwards.
+    def _joins(self, handle: Handle) -> bool:
+        """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""
+        engines = self.engines
+        weights = engines.weights
+        if weights.hand_over is None and not engines.is_closed:
+            return False
+        try:
+            bring_up_to_date(handle.engine, weights)
+        except (EngineError, TrainerError):
+            if engines.weights is weights:
+                raise
+            return False
+        with self.bus.lock:
+            if engines.is_closed:
+                raise EngineError("the run is over")
+            # An update that is applied and not handed over yet is awaited.
+            if engines.weights is not weights or self.bus.job.version != weights.version:
+                return False
+            engines.join(handle)
+        return True
+
+
+async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
+    """Bring all engines to the trainer's weights before a run begins. See `bring_up_to_date`."""
+    weights = Weights(version, await trainer.hand_over())
+    for error in (await _bring_all(engines.expect(weights), weights)).values():
+        raise error
+
+
+async def _bring_all(handles: Sequence[Handle], weights: Weights) -> dict[Handle, Exception]:
+    """Bring all of them up to date at once. Returns those that failed."""
+    updates = [in_daemon_thread(bring_up_to_date, handle.engine, weights) for handle in handles]
+    results = await asyncio.gather(*updates, return_exceptions=True)
+    return {h: e for h, e in zip(handles, results, strict=True) if isinstance(e, Exception)}
+
+
+def bring_up_to_date(engine: Engine, weights: Weights) -> None:
+    """Bring an engine to the trainer's weights, and see that they have arrived.
+
+    Called in a thread of its own, so that a copy that hangs can be given up: on the event loop it
+    would keep the deadline itself from being noticed.
+
+    Raises `EngineError`, and `TrainerError` if a fixed sample of the weights differs afterwards.
     """
-    hand_over = await trainer.hand_over()
-    await in_daemon_thread(asyncio.run, engine.update_weights(version, hand_over.weights))
+    hand_over = weights.hand_over
+    assert hand_over is not None
+    asyncio.run(engine.update_weights(weights.version, hand_over.weights))
     if hand_over.probe is None:  # the engine's tensors are the trainer's
         return
-    found = await in_daemon_thread(engine.weight_probe)
+    found = engine.weight_probe()
     if found != hand_over.probe:
         raise TrainerError(
-            f"the engine's weights are not the trainer's at version {version} (probes {found[:12]} "
-            f"and {hand_over.probe[:12]}): the transfer went wrong, or something else wrote to one "
-            "of them. Nothing was generated with them; --resume loads both anew from the last "
-            "checkpoint"
+            f"the engine's weights are not the trainer's at version {weights.version} (probes "
+            f"{found[:12]} and {hand_over.probe[:12]}): the transfer went wrong, or something else "
+            "wrote to one of them. Nothing was generated with them; --resume loads both anew from "
+            "the last checkpoint"
         )

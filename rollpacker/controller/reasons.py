@@ -32,6 +32,9 @@ class Reasons:
         """Why the run ended. Raises `RunError` if it cannot do what it is for."""
         if not finish.failed:
             return finish.reason
+        fleet = self._bus.job.fleet
+        if fleet is not None and fleet.given_up:
+            raise RunError(f"{finish.reason}. Mend that, then go on with --resume")
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
         raise RunError(

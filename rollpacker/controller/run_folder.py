@@ -59,7 +59,10 @@ RESUME_MAY_GROW = ("rollout.max_response_tokens",)
 """Exceptions to that, upwards: what is longer than a smaller cap cannot be taken back, but what was
 cut off at it can go on."""
 
-RESUME_MAY_DIFFER = ("rollout.engine", "data.train.chat", "data.eval.chat")
+RESUME_MAY_DIFFER = (
+    *("rollout.engine", "rollout.engines", "rollout.routing"),
+    *("data.train.chat", "data.eval.chat"),
+)
 """Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
 compared by identity."""
 

@@ -14,6 +14,7 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.sample_rows import SampleRows
@@ -24,7 +25,6 @@ from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.core.updates import updates_of
 from rollpacker.rewards.reward import Reward
-from rollpacker.rollout.engine import Engine
 from rollpacker.trainer.trainer import (
     NonFiniteError,
     ScoreRequest,
@@ -49,7 +49,7 @@ class Training:
     _: KW_ONLY
     config: RunConfig
     trainer: Trainer
-    engine: Engine
+    engines: Engines
     """This, `reward` and `carried` are only asked how they are."""
     reward: Reward
     carried: CarriedTokens
@@ -79,8 +79,8 @@ class Training:
             groups, self._to_stream = self._to_stream, []
         if not groups:  # an earlier call took them along, or the whole step is due
             return
-        engine = self.engine.status()
-        busy = engine.num_running + engine.num_waiting
+        status = self.engines.status()
+        busy = status.num_running + status.num_waiting
         apart = self.config.train.processes is not None
         assert apart or not busy, f"gradients on the engine's device, where {busy} samples run"
         began = self.bus.clock.now()

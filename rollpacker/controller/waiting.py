@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from rollpacker.core.events import SampleFailed
-from rollpacker.rollout.engine import EngineOutput, Response
+from rollpacker.core.events import Event, SampleFailed
+from rollpacker.rollout.engine import Response
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ class Collecting:
         self._missing = count
         self._responses: list[Response] = []
 
-    def add(self, outputs: Sequence[EngineOutput]) -> None:
-        """Called in the engine's thread. A sample that failed is left out, and said."""
-        self._missing -= len(outputs)
-        for output in outputs:
-            if isinstance(output.event, SampleFailed):
-                logger.warning("evaluation: %s: %s", output.event.sample, output.event.reason)
-        self._responses += [o.response for o in outputs if o.response is not None]
+    def add(self, event: Event, response: Response | None) -> None:
+        """Called in an engine's thread. A sample that failed is left out, and said."""
+        self._missing -= 1
+        if isinstance(event, SampleFailed):
+            logger.warning("evaluation: %s: %s", event.sample, event.reason)
+        if response is not None:
+            self._responses.append(response)
         if not self._missing:
             self._loop.call_soon_threadsafe(self._settle)
 

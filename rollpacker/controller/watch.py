@@ -9,12 +9,16 @@ from typing import TypeVar
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
+from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import DeadlineExceeded, RunError
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
-from rollpacker.rollout.engine import Engine
 
 T = TypeVar("T")
+
+STANDSTILL_HEARTBEATS = 12
+"""So many times `deadlines.heartbeat_s` an engine may take over one turn, such as the prompts of a
+whole round, while others go on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +27,7 @@ class Watch:
 
     bus: Bus
     deadlines: DeadlineConfig
-    engine: Engine
+    engines: Engines
     reward: Reward
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
@@ -43,6 +47,7 @@ class Watch:
         Raises `DeadlineExceeded`, and `RunError` once the rewards have given up.
         """
         self.check_rewards()
+        self._check_engines()
         if self.engine_works() or self.rewards_wait():
             return
         with self.bus.lock:
@@ -52,6 +57,12 @@ class Watch:
         limit = self._limit(key)
         if self.bus.clock.now() - self._last_sign > limit:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def _check_engines(self) -> None:
+        """One that stands still while others work is lost, long before all are waited for."""
+        with self.bus.lock:
+            limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
+            self.engines.check_progress(self.bus.clock.now(), limit_s)
 
     def check_rewards(self) -> None:
         """Raise `RunError` if there will be no verdict any more."""
@@ -69,8 +80,8 @@ class Watch:
         return True
 
     def engine_works(self) -> bool:
-        """Whether the engine made progress since the last look."""
-        steps = self.engine.status().decode_steps
+        """Whether the engines made progress since the last look."""
+        steps = self.engines.status().decode_steps
         if steps == self._last_decode_steps:
             return False
         self._last_decode_steps = steps

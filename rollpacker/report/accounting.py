@@ -46,7 +46,7 @@ class Accounting:
     def feed(self, entry: Entry) -> StepSummary | None:
         history = self.history
         step = history.step
-        self.time.advance(entry, history.phase, len(history.live))
+        self.time.advance(entry, history.phase, len(history.live), history.engines.idle_share)
         done = history.feed(entry)
         if done is not None:
             seconds = self.time.close_step(done.peak_live)

@@ -35,6 +35,7 @@ _MIN_BAR = 16
 _COLOURS = {
     "decode": "green",
     "tail_idle": "red",
+    "imbalance": "bright_red",
     "reward_wait": "yellow",
     "training": "blue",
     "sync": "cyan",

@@ -20,6 +20,8 @@ from rollpacker.core.commands import (
     Drop,
     Finish,
     Launch,
+    Move,
+    Place,
     Score,
     StartGradients,
     SyncWeights,
@@ -27,6 +29,8 @@ from rollpacker.core.commands import (
 )
 from rollpacker.core.events import (
     Committed,
+    EngineLost,
+    EngineReady,
     Event,
     PromptsFetched,
     SampleAborted,
@@ -39,6 +43,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.carrying import CarryBook
+from rollpacker.report.engine_book import EngineBook
 from rollpacker.report.step_history import (
     End,
     Outcome,
@@ -72,6 +77,7 @@ class History:
         self.num_sessions = 0
         self.marks: set[str] = set()
         """Of all sessions so far."""
+        self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
         """By the step that they came after."""
         self.finished: str | None = None
@@ -120,6 +126,7 @@ class History:
     def _begin_session(self, session: Session) -> None:
         self.num_sessions += 1
         self._carrying.begin_session(session.job)
+        self.engines.begin_session(session.job)
         self.marks.update(session.marks)
         self._checks.clear()
         if self._is_committing:
@@ -158,17 +165,25 @@ class History:
 
     def _event(self, event: Event, now: float) -> StepHistory | None:
         match event:
+            case SampleGenerated() | SampleAborted() | SampleFailed() if self.engines.is_zombie(
+                event
+            ):
+                pass
             case SampleScored():
                 self._scored(event, now)
             case SampleGenerated():
                 end = End.AT_LIMIT if event.finish_reason == "length" else End.FINISHED
-                self._let_go(self._end_sample(event.sample, end, now), event)
+                self._let_go(self._end_sample(event, end, now), event)
             case SampleAborted():
-                sample = self._end_sample(event.sample, End.STOPPED, now)
+                sample = self._end_sample(event, End.STOPPED, now)
                 self._let_go(sample, event)
                 sample.outcome = Outcome.SURPLUS
             case SampleFailed():
-                self._end_sample(event.sample, End.FAILED, now).outcome = Outcome.FAILED
+                self._end_sample(event, End.FAILED, now).outcome = Outcome.FAILED
+            case EngineLost():
+                self._lose(event, now)
+            case EngineReady():
+                self.engines.ready(event, now)
             case PromptsFetched():
                 # Fetched and never launched in a step of its own means: joined the long queue at an
                 # epoch's end.
@@ -194,8 +209,11 @@ class History:
         if self.step.rounds:
             self._carrying.end(sample, self.step.rounds[-1].version)
 
-    def _end_sample(self, sample: SampleId, end: End, now: float) -> SampleHistory:
-        step = self.step
+    def _end_sample(
+        self, event: SampleGenerated | SampleAborted | SampleFailed, end: End, now: float
+    ) -> SampleHistory:
+        step, sample = self.step, event.sample
+        self.engines.end(event, now)
         found = step.samples.get(sample)
         if found is None:  # lines are missing
             found = step.samples[sample] = SampleHistory(sample, now)
@@ -220,6 +238,21 @@ class History:
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
+    def _lose(self, event: EngineLost, now: float) -> None:
+        """No engine has its samples, until they are placed again."""
+        gone = self.engines.lose(event, now)
+        self.live.difference_update(gone)
+        if gone:
+            self.step.rounds[-1].is_irregular = True
+            if not self.live:
+                self._emptied_s = now
+
+    def _place(self, command: Place, now: float) -> None:
+        self.engines.place(command.samples, command.engines, now)
+        self.live.update(command.samples)
+        self._emptied_s = self.step.rounds[-1].end_s = None
+        self._turn("rollout", now)
+
     def _scored(self, event: SampleScored, now: float) -> None:
         asked_s, queue_s = self._checks.pop(event.sample, (None, 0.0))
         verdict = Verdict(event, now, asked_s, queue_s)
@@ -242,6 +275,7 @@ class History:
         done.prompts.long_queue = len(self.queue)
         self.last_step = event.step
         self.live.clear()
+        self.engines.clear()
         self._num_streaming = 0
         self._carrying.commit(self.queue)
         _settle(done)
@@ -256,6 +290,10 @@ class History:
                 self._ask(command, now)
             case Launch():
                 self._launch(command, now)
+            case Place():
+                self._place(command, now)
+            case Move():
+                self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
             case Abort():
                 if step.rounds:
                     step.rounds[-1].told_to_stop_s = now
@@ -320,6 +358,8 @@ class History:
         self._carrying.launch(command, known)
         self.queue.difference_update({sample.prompt for sample in samples})
         self.live.update(samples)
+        self.engines.place(samples, command.engines, now)
+        self.live.difference_update(self.engines.nowhere(samples))
         self._emptied_s = None
         round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)

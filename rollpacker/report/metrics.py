@@ -19,6 +19,7 @@ from rollpacker.imports import missing
 from rollpacker.report.carrying import carry_metrics
 from rollpacker.report.checks import check_metrics
 from rollpacker.report.step_summary import LengthStats, StepSummary
+from rollpacker.report.time_book import RARE_CAUSES
 from rollpacker.report.writing import replacing
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 TIMING_NAMES = {
     "decode": "decode",
     "tail_idle": "tail_idle",
+    "imbalance": "imbalance",
     "reward_wait": "reward",
     "training": "update_actor",
     "sync": "update_weights",
@@ -108,7 +110,7 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
         **{
             f"timing_s/{TIMING_NAMES[cause]}": value
             for cause, value in step.seconds.items()
-            if value or cause != "callbacks"  # most runs have none
+            if value or cause not in RARE_CAUSES
         },
         "perf/throughput": _ratio(step.tokens.trained, step.step_s),
         "perf/gen_throughput": _ratio(step.tokens.generated, step.rollout_s),

@@ -13,7 +13,7 @@ from rollpacker.core.events import SampleScored
 from rollpacker.report.carrying import CarryCounts, step_carrying
 from rollpacker.report.checks import KindChecks, step_checks
 from rollpacker.report.step_history import End, SampleHistory, StepHistory
-from rollpacker.report.time_book import STEP_CAUSES
+from rollpacker.report.time_book import ROLLOUT_CAUSES, STEP_CAUSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class StepSummary:
 
     @property
     def rollout_s(self) -> float:
-        return self.seconds["decode"] + self.seconds["tail_idle"]
+        return sum(self.seconds[cause] for cause in ROLLOUT_CAUSES)
 
 
 def summarize_step(

@@ -16,6 +16,7 @@ from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
+from rollpacker.report.time_book import RARE_CAUSES, ROLLOUT_CAUSES
 from rollpacker.report.writing import replacing
 
 SUMMARY_FILE = "summary.json"
@@ -81,7 +82,7 @@ class RunSummary:
             "seconds": {
                 cause: seconds
                 for cause, seconds in accounting.seconds().items()
-                if seconds or cause != "callbacks"  # most runs have none
+                if seconds or cause not in RARE_CAUSES
             },
             "evaluations": [
                 {"step": step, **metrics} for step, metrics in sorted(history.evaluations.items())
@@ -111,7 +112,29 @@ class RunSummary:
             "checks": {
                 name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
             },
+            **self._engines(),
             **dict.fromkeys(sorted(history.marks), True),
+        }
+
+    def _engines(self) -> dict[str, Any]:
+        """A row for each, where there are several."""
+        counts = self.accounting.history.engines.counts
+        if not counts:
+            return {}
+        seconds = self.accounting.seconds()
+        rollout_s = sum(seconds[cause] for cause in ROLLOUT_CAUSES)
+        return {
+            "engines": [
+                {
+                    "engine": number,
+                    "samples": one.samples,
+                    "tokens": one.tokens,
+                    "busy_share": one.busy_s / rollout_s if rollout_s else None,
+                    "losses": one.losses,
+                    "mean_away_s": one.away_s / one.losses if one.losses else None,
+                }
+                for number, one in sorted(counts.items())
+            ]
         }
 
 

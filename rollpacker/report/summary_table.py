@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.report.summary import LAST_STEPS
@@ -37,6 +37,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     )
     parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
     parts += [_seconds_table(summary), _counts_table(summary)]
+    if "engines" in summary:
+        parts.append(_engines_table(summary["engines"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):
         parts.append(_checks_table(summary["checks"]))
     if summary.get("unsandboxed"):
@@ -166,6 +168,21 @@ def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
         table.add_row("effective sample size of importance ratios", size)
         outside = f"{100 * carrying['importance_outside']:.2f} %"
         table.add_row("tokens whose importance ratio was clipped", outside)
+
+
+def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("engines", "samples", "tokens", "busy", "lost", "away s")
+    for one in engines:
+        busy = one["busy_share"]
+        table.add_row(
+            f"engine {one['engine']}",
+            f"{one['samples']:,}",
+            f"{one['tokens']:,}",
+            "-" if busy is None else f"{100 * busy:.0f} %",
+            f"{one['losses']:,}",
+            _number(one["mean_away_s"], 1),
+        )
+    return table
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from rollpacker.core.records import Entry, Note, Record, Session
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
     "tail_idle": "slots empty while the rest of the round finished",
+    "imbalance": "engines with nothing to do while others generated",
     "reward_wait": "nothing left to generate, verdicts still out",
     "training": "gradients and the optimizer step, also in waits",
     "sync": "new weights on their way to the engine",
@@ -21,6 +22,11 @@ CAUSES: dict[str, str] = {
 
 AROUND_STEPS = ("evaluation", "callbacks", "startup")
 
+RARE_CAUSES = ("imbalance", "callbacks")
+"""Told only where there are seconds of them."""
+
+ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
+
 STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
 
 CALLBACK_SECONDS = "timing_s/callbacks"
@@ -32,8 +38,9 @@ class TimeBook:
 
     With live(t) the samples in the engine and peak the most there were at once in the step, decode
     is the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
-    "slots empty while the rest of the round finished". `slots` caps both where an engine has fewer
-    slots than samples. What the controller spent on a record (`cost_s`) is taken out of the
+    "slots empty while the rest of the round finished". Of that, imbalance is the share of engines
+    that had no sample at all. `slots` caps live and peak where engines have fewer slots than
+    samples. What the controller spent on a record (`cost_s`) is taken out of the
     interval that follows it and booked under controller, and so is whatever has no other name. A
     note's span goes to evaluation, callbacks or startup."""
 
@@ -49,14 +56,18 @@ class TimeBook:
         self._open = dict.fromkeys(CAUSES, 0.0)
         self._rollout_s = 0.0
         self._live_s = 0.0
+        self._idle_s = 0.0
+        self._idle_share = 0.0
 
     @property
     def wall_s(self) -> float:
         """Seconds from the first entry to the last."""
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
-    def advance(self, entry: Entry, phase: str, num_live: int) -> None:
-        """Book the time up to this entry, in which the run was in `phase`."""
+    def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
+        """Book the time up to this entry, in which the run was in `phase`. `idle_share`: of the
+        engines, while others worked."""
+        self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
             if entry.cost_s > 0.0:
@@ -91,13 +102,13 @@ class TimeBook:
         for cause, value in seconds.items():
             self.totals[cause] += value
         self._open = dict.fromkeys(CAUSES, 0.0)
-        self._rollout_s = self._live_s = 0.0
+        self._rollout_s = self._live_s = self._idle_s = 0.0
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
         """The step will be begun anew; the next one has its seconds as well."""
         self._open = self._seconds_so_far(peak_live)
-        self._rollout_s = self._live_s = 0.0
+        self._rollout_s = self._live_s = self._idle_s = 0.0
 
     def seconds(self, peak_live: int) -> dict[str, float]:
         """Seconds by cause up to the last entry; they add up to `wall_s`."""
@@ -125,6 +136,7 @@ class TimeBook:
             rest -= own
         if phase == "rollout":
             self._rollout_s += rest
+            self._idle_s += rest * self._idle_share
             self._live_s += rest * (num_live if self.slots is None else min(num_live, self.slots))
         else:
             self._open[phase] += rest
@@ -135,5 +147,7 @@ class TimeBook:
         # The integral can top the interval by a rounding error.
         decode = min(self._live_s / peak, self._rollout_s) if peak else self._rollout_s
         seconds["decode"] += decode
-        seconds["tail_idle"] += self._rollout_s - decode
+        imbalance = min(self._idle_s, self._rollout_s - decode)
+        seconds["imbalance"] += imbalance
+        seconds["tail_idle"] += self._rollout_s - decode - imbalance
         return seconds

@@ -18,6 +18,7 @@ from rollpacker.config.schema import (
     RunConfig,
 )
 from rollpacker.controller.driver import Controller, Parts
+from rollpacker.controller.engines import Engines
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.cadence import Cadence
@@ -97,6 +98,7 @@ class FakeEngine:
                         self._wake.wait(0.05)
                         continue
                     outputs = self._step()
+                time.sleep(self.step_s)  # without the lock: others may want to say something
                 if outputs:
                     self._listener(outputs)
         except BaseException as error:
@@ -111,7 +113,6 @@ class FakeEngine:
         if outputs:
             return outputs
         self.steps += 1
-        time.sleep(self.step_s)
         for sample, live in list(self._live.items()):
             self._go_on(live)
             if len(live.tokens) == live.length:
@@ -361,6 +362,7 @@ def make(
     config: RunConfig,
     *,
     engine: FakeEngine | None = None,
+    engines: Engines | None = None,
     trainer: FakeTrainer | None = None,
     reward: FakeReward | None = None,
     rewards: RewardScheduleConfig | None = None,
@@ -371,7 +373,7 @@ def make(
     job_class: type[Job] = Job,
 ) -> tuple[Controller, Recorder]:
     """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
-    evaluate on."""
+    evaluate on. `engines`: instead of the one."""
     recorder = Recorder()
     job = job or job_class(
         JobConfig(
@@ -383,6 +385,7 @@ def make(
             dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
+            fleet=config.rollout.fleet,
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,
@@ -392,7 +395,7 @@ def make(
     )
     parts = Parts(
         job=job,
-        engine=engine or FakeEngine(),
+        engines=engines or Engines([engine or FakeEngine()]),
         trainer=trainer or FakeTrainer(),
         reward=reward or FakeReward(),
         prompts=PROMPTS,

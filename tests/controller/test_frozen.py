@@ -209,7 +209,8 @@ def _session(case: Case, folder: Path, ticks: Ticks, before: Any) -> tuple[list[
     if before is not None:
         checkpoint = newest_checkpoint(folder / "checkpoints")
         trainer.load(checkpoint.folder)
-        asyncio.run(controller.parts.engine.update_weights(trainer.version))
+        (handle,) = controller.parts.engines.handles
+        asyncio.run(handle.engine.update_weights(trainer.version))
     if case.stop_at is not None:
         feed = recorder.feed
 

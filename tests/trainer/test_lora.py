@@ -27,6 +27,7 @@ from transformers import (
 from benchmarks.resume import write_model
 from rollpacker.cli.parts import build_trainer, start_trainer_processes
 from rollpacker.config.schema import RolloutConfig, RunConfig
+from rollpacker.controller.engines import Engines
 from rollpacker.controller.hand_over import hand_over_weights
 from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.rewards.reward import RewardConfig
@@ -270,7 +271,7 @@ def test_the_engine_computes_what_the_trainer_does(tmp_path, processes):
     async def step() -> None:
         await trainer.accumulate(samples(0))
         await trainer.apply()
-        await hand_over_weights(trainer, engine, 1)
+        await hand_over_weights(trainer, Engines([engine]), 1)
 
     try:
         asyncio.run(step())

@@ -25,7 +25,7 @@ function comparedTable(runs, rows) {
 function comparedResults(runs) {
   const of = (name, value) => [name, ...runs.map((run) => value(run))];
   const passes = (run) => run.summary.evaluations.map((row) => row["eval/pass@1"]).filter((value) => value !== undefined && value !== null);
-  const rollout = (run) => run.summary.seconds.decode + run.summary.seconds.tail_idle;
+  const rollout = (run) => run.summary.seconds.decode + run.summary.seconds.tail_idle + (run.summary.seconds.imbalance || 0);
   return comparedTable(runs, [
     of("state", (run) => stateOf(run)[1]), of("steps", (run) => count(run.summary.steps.total)), of("wall time", (run) => seconds(run.summary.wall_s)),
     of("held-out pass@1, first", (run) => number(passes(run)[0], 3)), of("held-out pass@1, last", (run) => number(passes(run).pop(), 3)),

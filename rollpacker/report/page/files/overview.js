@@ -54,7 +54,7 @@ function tiles(run) {
   found.push(tile("A step takes", seconds(summary.steps.mean_step_s).split(" ")[0], `rollout ${seconds(summary.steps.mean_rollout_s)}`, seconds(summary.steps.mean_step_s).split(" ")[1]));
   const steps = summary.steps.mean_step_s * summary.steps.total, speed = steps ? summary.tokens.trained / steps : null;
   found.push(tile("Trained tokens", number(speed, speed >= 100 ? 0 : 1), `${count(summary.tokens.trained)} in all`, "per s"));
-  const rollout = summary.seconds.decode + summary.seconds.tail_idle;
+  const rollout = summary.seconds.decode + summary.seconds.tail_idle + (summary.seconds.imbalance || 0);
   if (rollout) found.push(tile("Slots idle in rollouts", share(summary.seconds.tail_idle / rollout), "while the longest finish"));
   found.push(tile("Waiting for rewards", share(summary.wall_s ? summary.seconds.reward_wait / summary.wall_s : null), "of the wall time"));
   if (summary.lengths.trained_mean !== null) found.push(tile("Mean length trained on, last 50 steps", number(summary.lengths.trained_mean, 1), summary.lengths.shift === null ? "tokens" : `policy's own ${number(summary.lengths.policy_mean, 1)} (${summary.lengths.shift >= 0 ? "+" : ""}${percent(summary.lengths.shift, 1)})`, "tokens"));

@@ -1,0 +1,386 @@
+"""The engines of a run: which of them live, who has which sample, and what an output means.
+
+    Generation --submit, place, abort, move--> engine 0 | engine 1 | ...     under the bus's lock
+    Generation <-------- outputs, errors ----- each from a thread of its own
+
+An engine is a slot; who fills it is one *incarnation*, a `Handle`. One that is lost is closed; what
+it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. A
+run with one engine is this with one slot that nobody can fill anew: whatever that engine dies of is
+then what the run dies of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rollpacker.controller.held import Ended, Handle, Held, stamped, taken_along, with_earlier
+from rollpacker.core.commands import NOWHERE
+from rollpacker.core.events import (
+    EngineLost,
+    EngineReady,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.rollout.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    EngineStatus,
+    GenerationRequest,
+    Response,
+)
+from rollpacker.trainer.trainer import HandOver
+
+MakeEngine = Callable[[int, int], Engine]
+"""Engine and incarnation -> a new one, without the run's weights. Takes seconds."""
+
+Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What engines sample from, or will in a moment."""
+
+    version: int
+    hand_over: HandOver | None
+    """None: the trainer has not written them yet."""
+
+
+class Engines:
+    """Belongs to whoever holds the bus's lock, but for `close`."""
+
+    def __init__(self, engines: Sequence[Engine], make: MakeEngine | None = None) -> None:
+        """`make` fills the place of one that is lost. None: it stays empty, and the run ends."""
+        self.make = make
+        self.handles = [Handle(number, 0, engine) for number, engine in enumerate(engines)]
+        self.weights = Weights(0, None)
+        self.is_closed = False
+        self._held: dict[SampleId, Held] = {}
+        self._not_numbers: set[Handle] = set()
+        """Whose logits were no numbers, with the weights at hand."""
+        self._listen: Callable[[Handle], None] = lambda handle: None
+        self._tell: Callable[[EngineLost | EngineReady], None] = lambda event: None
+
+    def start(
+        self,
+        on_outputs: Callable[[Handle, Sequence[EngineOutput]], None],
+        on_error: Callable[[Handle, BaseException], None],
+        tell: Callable[[EngineLost | EngineReady], None],
+    ) -> None:
+        """Listen to engines from now on, also to those that come later. `tell` hears of engines
+        that come and go."""
+
+        def listen(handle: Handle) -> None:
+            handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
+
+        self._listen, self._tell = listen, tell
+        for handle in self.handles:
+            with self._losing(handle):
+                listen(handle)
+
+    @property
+    def living(self) -> list[Handle]:
+        return [handle for handle in self.handles if handle.lives]
+
+    def _living_at(self, number: int) -> Handle | None:
+        """None: nobody fills that place."""
+        if number == NOWHERE:
+            return None
+        handle = self.handles[number]
+        return handle if handle.lives else None
+
+    # -- what the core wants -----------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
+        """Give each request to an engine. `where`: aligned with them; empty: to engine 0. One that
+        is lost meanwhile says so, and the core places its samples again."""
+        parts: dict[int, list[GenerationRequest]] = {}
+        for request, number in zip(requests, where or (0,) * len(requests), strict=True):
+            parts.setdefault(number, []).append(request)
+        for number, part in parts.items():
+            handle = self._living_at(number)
+            for request in part:
+                self._held[request.sample] = Held(request, handle)
+            if handle is not None:
+                self._give(handle, part)
+
+    def place(self, samples: Sequence[SampleId], where: Sequence[int]) -> None:
+        """Start these again, from what their launch gave them. One that was to move and whose
+        engine lives is still there, told to stop: it starts when it has been let go of."""
+        gone, targets = [], []
+        for sample, number in zip(samples, where, strict=True):
+            held = self._held[sample]
+            if held.at is None:
+                gone.append(held.request)
+                targets.append(number)
+            else:
+                held.moves_to, held.anew = number, True
+        self.submit(gone, targets)
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """Stop these. The core answers itself for those that no engine has."""
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None:
+                if held.at is None:
+                    del self._held[sample]
+                elif held.anew:
+                    held.is_unwanted = True
+                else:
+                    held.moves_to = None
+        self._stop(samples)
+
+    def move(self, samples: Sequence[SampleId], number: int) -> None:
+        """Stop these, to go on in that engine (see `heard`)."""
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None and held.at is not None:
+                held.moves_to = number
+        self._stop(samples)
+
+    def _stop(self, samples: Sequence[SampleId]) -> None:
+        """Abort those that an engine has; one that has just ended is ignored there."""
+        parts: dict[Handle, list[SampleId]] = {}
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None and held.at is not None:
+                parts.setdefault(held.at, []).append(sample)
+        for handle, part in parts.items():
+            with self._losing(handle):
+                handle.engine.abort(part)
+
+    def forget(self) -> None:
+        """Nothing is under way. What is still here was aborted, and its engine lost before it could
+        answer."""
+        self._held.clear()
+
+    # -- for what the core does not route ----------------------------------------------------------
+
+    def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
+        """The samples of one prompt to the same engine, prompts in turn. With no engine alive they
+        wait for `place_anywhere`."""
+        living = self.living or self.handles[:1]
+        turns: dict[tuple[int, ...], int] = {}
+        for request in requests:
+            turns.setdefault(request.prompt_tokens, len(turns))
+        self.submit(
+            requests, [living[turns[one.prompt_tokens] % len(living)].number for one in requests]
+        )
+
+    def place_anywhere(self) -> None:
+        """Start all again that no engine has, if one lives."""
+        if self.living:
+            nowhere = [held.request for held in self._held.values() if held.at is None]
+            self.submit_anywhere(nowhere)
+
+    # -- what engines say --------------------------------------------------------------------------
+
+    def has(self, handle: Handle, sample: SampleId) -> bool:
+        """Whether the sample is that engine's now."""
+        held = self._held.get(sample)
+        return held is not None and held.at is handle
+
+    def heard(self, handle: Handle, output: EngineOutput) -> tuple[Heard | None, Response | None]:
+        """What the core is to be told of an output, and the response that comes with it.
+
+        A sample that was stopped to be moved goes on elsewhere. None: nothing that matters.
+        """
+        event, response = stamped(output.event, handle), output.response
+        held = self._held.get(event.sample)
+        if not handle.lives:
+            counts = held is not None and not isinstance(event, SampleFailed)
+            return (event if counts else None), None
+        if self.make is not None:
+            wrong = self._why_wrong(handle, held, event, response)
+            if wrong is not None:
+                self.lose(handle, wrong)
+                return None, None
+        if held is None:  # of the one engine; the core says what is wrong with that
+            return event, response
+        if held.anew:
+            return self._start_anew(held), None
+        if held.moves_to is not None and isinstance(event, SampleAborted):
+            return self._go_on(held, event, response), None
+        del self._held[event.sample]
+        return with_earlier(event, held), response
+
+    def _why_wrong(
+        self, handle: Handle, held: Held | None, event: Heard, response: Response | None
+    ) -> str | None:
+        """What an engine says that can be right cannot be this, in words."""
+        if held is None or held.at is not handle:
+            return f"it spoke of {event.sample}, which it does not have"
+        if isinstance(event, SampleGenerated):
+            if self.weights.hand_over is not None and event.version != self.weights.version:
+                return (
+                    f"it made {event.sample} with version {event.version} of the weights instead "
+                    f"of {self.weights.version}"
+                )
+            if response is None or not event.num_tokens:
+                return f"its response for {event.sample} has no tokens"
+        if response is not None and not isinstance(event, SampleMoved | SampleFailed):
+            sizes = {len(response.tokens), len(response.log_probs), event.num_tokens}
+            if response.sample != event.sample or len(sizes) > 1:
+                return f"its response for {event.sample} is another's, or not whole"
+        return None
+
+    def _go_on(
+        self, held: Held, event: SampleAborted, response: Response | None
+    ) -> SampleMoved | None:
+        """In the engine that it was to move to. None: that is lost by now; the core is told so, and
+        places the sample again."""
+        assert held.moves_to is not None
+        request = taken_along(held, event, response)
+        held.at, held.moves_to = self._living_at(held.moves_to), None
+        if held.at is None:
+            return None
+        to = held.at
+        self._give(to, [request])
+        if not to.lives:
+            return None
+        kept = request.carried
+        return SampleMoved(
+            time_s=0.0,
+            sample=event.sample,
+            engine=to.number,
+            incarnation=to.incarnation,
+            num_tokens=0 if kept is None or kept.verify else len(kept.tokens),
+        )
+
+    def _start_anew(self, held: Held) -> Ended | None:
+        """It has been let go of, or has ended there, which nobody asks for any more."""
+        assert held.moves_to is not None
+        sample, to = held.request.sample, self._living_at(held.moves_to)
+        if held.is_unwanted:
+            del self._held[sample]
+            if to is None:  # the core has answered itself
+                return None
+            carried = held.request.carried
+            num_tokens = 0 if carried is None else len(carried.tokens)
+            event = SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens)
+            return stamped(event, to)
+        self._held[sample] = Held(held.request, to)
+        if to is not None:
+            self._give(to, [held.request])
+        return None
+
+    def blame(self, handle: Handle) -> bool:
+        """Its logits were no numbers. Whether that is the policy's fault: it is, if another one
+        says so too, or there is no other."""
+        self._not_numbers.add(handle)
+        return self.make is None or len(self._not_numbers) > 1
+
+    # -- who lives ---------------------------------------------------------------------------------
+
+    def lose(self, handle: Handle, reason: str) -> None:
+        """End it, and say so, once."""
+        if not handle.lives or self.is_closed:
+            return
+        handle.lives = False
+        for held in self._held.values():
+            if held.at is handle:
+                held.at = held.moves_to = None
+        end(handle.engine)
+        self._tell(
+            EngineLost(
+                time_s=0.0, engine=handle.number, incarnation=handle.incarnation, reason=reason
+            )
+        )
+
+    def join(self, handle: Handle) -> None:
+        """It has the weights at hand, and takes its place. Raises `EngineError` if it has died."""
+        assert not self.handles[handle.number].lives, f"engine {handle.number} is there"
+        self._listen(handle)
+        self.handles[handle.number] = handle
+        self._tell(
+            EngineReady(
+                time_s=0.0,
+                engine=handle.number,
+                incarnation=handle.incarnation,
+                version=self.weights.version,
+            )
+        )
+
+    def failed_to_join(self, number: int, incarnation: int, error: BaseException) -> None:
+        """The place stays empty, and the core is told."""
+        reason = f"it could not take its place: {error}"
+        if not self.is_closed:
+            self._tell(
+                EngineLost(time_s=0.0, engine=number, incarnation=incarnation, reason=reason)
+            )
+
+    def expect(self, weights: Weights) -> list[Handle]:
+        """These are the weights at hand from now on. Returns those to bring them to."""
+        if weights.version != self.weights.version:
+            self._not_numbers.clear()
+            self.forget()
+        self.weights = weights
+        return self.living
+
+    def check_progress(self, now_s: float, limit_s: float) -> None:
+        """Lose those that have samples and make no progress for so long while others do."""
+        living = self.living if self.make is not None else []
+        for handle in living:
+            with self._losing(handle):
+                status = handle.engine.status()
+                is_idle = not (status.num_running or status.num_waiting)
+                if is_idle or status.decode_steps != handle.num_steps:
+                    handle.num_steps, handle.progress_s = status.decode_steps, now_s
+        newest_s = max((handle.progress_s for handle in living), default=now_s)
+        for handle in living:
+            if newest_s - handle.progress_s > limit_s:
+                self.lose(handle, f"no progress for {limit_s:g} s while others made some")
+
+    def status(self) -> EngineStatus:
+        """Of all that live. Raises `EngineError` if the one engine is dead."""
+        found = []
+        for handle in self.living:
+            with contextlib.suppress(*((EngineError,) if self.make is not None else ())):
+                found.append(handle.engine.status())
+        return EngineStatus(
+            num_running=sum(one.num_running for one in found),
+            num_waiting=sum(one.num_waiting for one in found),
+            version=self.weights.version,
+            generated_tokens=sum(one.generated_tokens for one in found),
+            decode_steps=sum(one.decode_steps for one in found),
+            drafted_tokens=sum(one.drafted_tokens for one in found),
+            accepted_tokens=sum(one.accepted_tokens for one in found),
+        )
+
+    async def close(self) -> None:
+        """End all of them, and those that come later. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await asyncio.gather(*(handle.engine.close() for handle in self.living))
+
+    def _give(self, handle: Handle, requests: Sequence[GenerationRequest]) -> None:
+        with self._losing(handle):
+            handle.engine.submit(requests)
+
+    @contextlib.contextmanager
+    def _losing(self, handle: Handle) -> Iterator[None]:
+        """An engine that cannot be spoken to is lost, if another can take its place."""
+        try:
+            yield
+        except EngineError as error:
+            if self.make is None:
+                raise
+            self.lose(handle, str(error))
+
+
+def end(engine: Engine) -> None:
+    """Close it without waiting for that."""
+
+    def close() -> None:
+        with contextlib.suppress(Exception):  # it is lost, whatever it says
+            asyncio.run(engine.close())
+
+    threading.Thread(target=close, name="rollpacker-lost-engine", daemon=True).start()

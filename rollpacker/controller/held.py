@@ -1,0 +1,82 @@
+"""Who has a sample that was launched, and what it takes along from engine to engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
+
+Ended = SampleGenerated | SampleAborted | SampleFailed
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """One incarnation of an engine."""
+
+    number: int
+    incarnation: int
+    engine: Engine
+    lives: bool = True
+    num_steps: int = -1
+    """Decode steps when it was last looked at ..."""
+    progress_s: float = 0.0
+    """... and when they last were others, or it had nothing to do."""
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A sample that was given to an engine and has not ended."""
+
+    request: GenerationRequest
+    """What its launch gave it."""
+    at: Handle | None
+    """Who has it. None: who had it is lost."""
+    moves_to: int | None = None
+    """It was told to stop, to go on in that engine ..."""
+    anew: bool = False
+    """... from what its launch gave it ..."""
+    is_unwanted: bool = False
+    """... and not even that: it was aborted since."""
+    num_kept: int | None = None
+    """Of what was carried into the launch, as the engine found that looked at it and is left."""
+    preemptions: int = 0
+    """In engines that it has left."""
+
+
+def stamped(event: Ended, handle: Handle) -> Ended:
+    """With who says so. The first engine of a run is who says what nobody is named for."""
+    if not (handle.number or handle.incarnation):
+        return event
+    return replace(event, engine=handle.number, incarnation=handle.incarnation)
+
+
+def with_earlier(event: Ended, held: Held) -> Ended:
+    """With what happened to the sample in the engines that it has left."""
+    if isinstance(event, SampleFailed):
+        return event
+    if held.num_kept is None and not held.preemptions:
+        return event
+    num_kept = held.num_kept if event.num_kept is None else event.num_kept
+    return replace(event, num_kept=num_kept, preemptions=event.preemptions + held.preemptions)
+
+
+def taken_along(held: Held, event: SampleAborted, response: Response | None) -> GenerationRequest:
+    """What another engine goes on from: the tokens, which stay as they are, as their weights do.
+
+    What was carried into the launch and not looked at is still to be looked at; and where an end of
+    the response may be refused, how often it was is known to the engine alone, so that it starts
+    again.
+    """
+    carried = held.request.carried
+    unseen = carried is not None and carried.verify and event.num_kept is None
+    unseen = unseen and held.num_kept is None
+    held.preemptions += event.preemptions
+    may_turn = carried is not None and (carried.floor or carried.ceiling is not None)
+    if response is None or unseen or may_turn or response.turns:
+        return held.request
+    held.num_kept = event.num_kept if held.num_kept is None else held.num_kept
+    return replace(
+        held.request,
+        carried=Carried(tokens=response.tokens, log_probs=response.log_probs, verify=False),
+    )
