@@ -117,7 +117,10 @@ def _groups(groups: Sequence[SeedGroup], width: int | None) -> Iterator[Renderab
         ("last evaluation, after step", [group.told_steps for group in groups]),
         ("its pass@1, mean over seeds", [_number(group.means, 3) for group in groups]),
         ("standard deviation over seeds", [_number(group.deviations, 3) for group in groups]),
-        ("minus the first group's (± s.e. over seeds)", [group.told_difference for group in groups]),
+        (
+            "minus the first group's (± s.e. over seeds)",
+            [group.told_difference for group in groups],
+        ),
     ]
     yield from _tables("the same settings, other seeds", names, rows, width)
 

@@ -68,7 +68,7 @@ function report(first) {
     run.charts = keptCharts;
     const lead = run.summary.lengths.tail_trained_share, detailed = run.time_line.num_detailed, steps = run.summary.steps.total;
     overview.replaceChildren(...[heading(run), tiles(run), h("div", { class: "two" }, whereSecondsWent(run), h("div", { style: { display: "grid", gap: "14px" } }, health(run), rounds(run)))].flat());
-    same(learning, [chartsOf(run, LEARNING.slice(0, 3)), rewardsByName(run), chartsOf(run, LEARNING.slice(3))]);
+    same(learning, [chartsOf(run, LEARNING.slice(0, 3)), rewardsByName(run), chartsOf(run, LEARNING.slice(3)), clipsByUpdate(run)]);
     same(lengths, chartsOf(run, LENGTHS));
     lengthsLead.textContent = `What was trained on, and what the policy writes by itself.${lead === null ? "" : ` Its longest 5 % were trained on ${percent(lead, 0)} as often as the others.`}`;
     same(causes, [secondsByStep(run)]);
