@@ -65,12 +65,14 @@ def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
     that it judges. Returns lines for people. Raises `RewardError` for one that could judge
     nothing."""
     from rollpacker.cli.parts import as_input
+    from rollpacker.imports import is_given
     from rollpacker.rewards.build import BUILT_IN, build_reward
 
     own = [
         one
         for one in config.rewards
         if one.function not in BUILT_IN
+        and not is_given(one.function)
         and any(one.tasks is None or row.task in one.tasks for row in rows)
     ]
     untried = [str(one.name or one.function) for one in config.rewards if one not in own]
