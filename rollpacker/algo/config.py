@@ -158,15 +158,23 @@ class AlgorithmConfig:
 
     @property
     def told(self) -> str:
-        """What the algorithm comes to, for people: its name, and every switch that is not as in
-        its row."""
+        """What the algorithm comes to, for people: its name, every switch that is not as in its
+        row, and functions in the place of its own."""
         line = f"algorithm {self.name if self.function is None else self.function}"
-        changed = [
+        functions = ("advantage_function", "loss_function")
+        changed = [f"{name}={getattr(self, name)}" for name in functions if getattr(self, name)]
+        changed += [
             f"{name}={_as_written(getattr(self, name))} "
             f"(its row: {_as_written(getattr(self._row, name))})"
             for name in self.not_its_row
         ]
         return f"{line} with {', '.join(changed)}" if changed else line
+
+    @property
+    def is_as_named(self) -> bool:
+        """Its name says all of it."""
+        own = (self.function, self.advantage_function, self.loss_function)
+        return not self.not_its_row and own == (None, None, None)
 
     @property
     def not_its_row(self) -> tuple[str, ...]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+NO_END = 100_000
+"""Characters of a line; more than any that is written."""
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -24,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import os
     from pathlib import Path
 
     from rich.console import Console
@@ -34,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
+    from rollpacker.report.page.own_code import code_that_differs
     from rollpacker.report.page.paired import paired_differences
     from rollpacker.report.page.run_book import read_run
+    from rollpacker.report.page.seeds import seed_groups
     from rollpacker.report.writing import printable
 
     if not 2 <= len(args.runs) <= MAX_RUNS:
@@ -49,12 +55,22 @@ def run(args: argparse.Namespace) -> int:
         with stages(log) as tell:
             tell(f"reading {printable(log.path.parent.resolve().name)}")
             books.append(read_run(run, log))
-    paired = paired_differences([book.folder for book in books])
-    runs = [{**book.plain(), "paired": one} for book, one in zip(books, paired, strict=True)]
+    folders = [book.folder for book in books]
+    plain = [book.plain() for book in books]
+    parts = zip(plain, paired_differences(folders), code_that_differs(folders, plain), strict=True)
+    runs = [
+        {**run, "paired": paired, "settings": [*run["settings"], *code]}
+        for run, paired, code in parts
+    ]
+    groups = seed_groups(runs)
     console = Console()
-    console.print(render_comparison(runs))
+    is_narrow = console.is_terminal or "COLUMNS" in os.environ
+    if not is_narrow:  # a file, a pager: lines as long as they are
+        console = Console(width=NO_END)
+    width = console.width if is_narrow else None
+    console.print(render_comparison(runs, groups, width=width))
     with naming(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_page(out, runs, [])
-    console.print(Text(f"\nWrote {printable(str(out))}."), soft_wrap=True)
+        write_page(out, runs, [], groups=[group.plain() for group in groups])
+    console.print(Text(f"Wrote {printable(str(out))}."), soft_wrap=True)
     return 0

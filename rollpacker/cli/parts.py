@@ -127,7 +127,7 @@ def load_inputs(
         max_response_tokens=max(
             config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
         ),
-        **_of_tokenizer(config, model_path or config.model.path),
+        **of_tokenizer(config, model_path or config.model.path),
     )
     inputs = Inputs(train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward)
     for prompts in inputs.prompt_sets.values():
@@ -136,7 +136,7 @@ def load_inputs(
                 tell(line)
         reward.check([(row.task, row.columns) for row in prompts.rows])
     doubts = reward.try_out(
-        [_as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
+        [as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
     )
     largest = reward.largest()
     if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
@@ -147,7 +147,7 @@ def load_inputs(
     return dataclasses.replace(inputs, doubts=tuple(doubts))
 
 
-def _of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
+def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
     """How prompts become tokens for this model."""
     from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
 
@@ -159,7 +159,7 @@ def _of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
     }
 
 
-def _as_input(row: PromptRow, num_steps: int) -> RewardInput:
+def as_input(row: PromptRow, num_steps: int) -> RewardInput:
     """The row for rewards that are tried out, without a completion."""
     from rollpacker.rewards.reward import Progress, RewardInput
 
@@ -173,19 +173,6 @@ def _as_input(row: PromptRow, num_steps: int) -> RewardInput:
         messages=row.messages,
         progress=Progress(0, num_steps),
     )
-
-
-def first_prompts(config: RunConfig) -> list[str]:
-    """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
-    it from being shown is said in its place."""
-    from rollpacker.cli.hub import look_for_hub
-    from rollpacker.data.prompts import load_few
-
-    try:
-        look_for_hub(config)
-        return list(load_few(config.data, "train", **_of_tokenizer(config, config.model.path)).told)
-    except (ValueError, OSError) as error:
-        return [f"first prompt  cannot be shown: {error}"]
 
 
 def load_policy(

@@ -136,7 +136,7 @@ class Session:
         from rollpacker.cli.parts import check_algorithm
 
         check_algorithm(self.config)
-        if self.config.algorithm.not_its_row:
+        if not self.config.algorithm.is_as_named:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:

@@ -41,8 +41,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the batch arithmetic, a memory estimate and the first prompt; no model is "
-        "loaded",
+        help="print the batch arithmetic, a memory estimate and the first prompt, and try your own "
+        "functions; no model is loaded",
     )
 
 
@@ -66,7 +66,10 @@ def _run(args: argparse.Namespace) -> int:
             worker.main()  # reads no config: what is wrong with that, the first process says
         return 0
     if args.dry_run:
-        _print_dry_run(load_config(args.config, args.overrides, RunConfig))
+        from rollpacker.cli.dry_run import print_dry_run
+
+        config = load_config(args.config, args.overrides, RunConfig)
+        print_dry_run(config, num_rows=_num_rows(config.data.train))
         return 0
     resume: bool | Literal["auto"] = "auto" if args.resume_auto else args.resume
     if resume and args.overwrite:
@@ -125,29 +128,6 @@ def _num_rows(data: DatasetConfig) -> int | None:
     except (OSError, ValueError):  # pyarrow's errors are of these
         return None
     return num_rows if data.size is None else min(num_rows, data.size)
-
-
-def _print_dry_run(config: RunConfig) -> None:
-    """Batch arithmetic and memory of one step, and the first prompt. No model is loaded."""
-    from rollpacker.cli.parts import check_algorithm, first_prompts
-    from rollpacker.rewards.build import check_form
-    from rollpacker.trainer.estimate import estimate
-
-    check_algorithm(config)
-    check_form(config.rewards)
-    print(f"{config.name}: {config.model.path}")
-    print(f"  {config.algorithm.told}")
-    for line in estimate(config).lines():
-        print(f"  {line}")
-    if config.without_effect is not None:
-        print(f"  {config.without_effect}")
-    sys.stdout.flush()
-    data = config.data
-    if (num_rows := _num_rows(data.train)) is not None:
-        held_out = f", {data.eval_fraction:g} of them held out" if data.eval_fraction else ""
-        print(f"  rows  {num_rows:,}{held_out}")
-    for line in first_prompts(config):
-        print(f"  {line}")
 
 
 def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:

@@ -35,7 +35,7 @@ Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]
 class EvalResult:
     metrics: Mapping[str, float]
     """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
-    `eval/response_length`, `eval/no_verdict`."""
+    `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
     """Row -> (passed, verdicts)."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
@@ -185,6 +185,7 @@ async def evaluate(
     if responses:
         lengths = [len(response.tokens) for response in responses]
         metrics["eval/response_length"] = sum(lengths) / len(lengths)
+    metrics["eval/samples"] = float(len(requests))
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
     texts = [one.completion for one in inputs]
     judged = tuple(zip(responses, texts, verdicts, strict=True))

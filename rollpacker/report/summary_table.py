@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 100
 """Of the table, in a terminal that is wider."""
+MANY_LOST = 0.02
+"""Share of the responses without a verdict from which it is said once more, below the tables."""
 _NUM_REASONS = 5
 _REASON_WIDTH = 38
 _TELLING_S = 0.5
@@ -45,6 +47,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(Text("model-written code ran WITHOUT isolation in this run", "bold red"))
     if summary.get("weighted_carrying"):
         parts.append(Text("weighted carrying: not exact (tokens of older weights)", "bold red"))
+    if lost := _lost(summary["samples"]):
+        parts.append(Text(lost, "yellow"))
     if summary.get("paths"):
         parts.append(_paths_table(summary["paths"]))
     return Constrain(Group(*parts), MAX_WIDTH)
@@ -77,15 +81,32 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
             change = _change(first.get(key), last.get(key))[2] if len(evaluations) > 1 else ""
             after = _with_error(last, key) if len(evaluations) > 1 else ""
             table.add_row(name, _with_error(first, key), after, change)
-        without = [round(one.get("eval/no_verdict", 0)) for one in (first, last)]
-        if any(without):
-            told = [str(num) for num in without] if len(evaluations) > 1 else [str(without[0]), ""]
-            table.add_row("held out, without a verdict", *told, "")
+        if any(one.get("eval/no_verdict") for one in (first, last)):
+            after = _without_verdict(last) if len(evaluations) > 1 else ""
+            table.add_row("held out, without a verdict", _without_verdict(first), after, "")
     reward = summary["training_reward"]
     if reward["first"] is not None:
         name = f"training reward (first, last {LAST_STEPS} {reward['kind'] or ''} rounds)"
         table.add_row(name, *_change(reward["first"], reward["last"]))
     return table
+
+
+def _without_verdict(metrics: Mapping[str, float]) -> str:
+    """Of an evaluation. Earlier versions did not write how many responses there were."""
+    told = f"{metrics.get('eval/no_verdict', 0):.0f}"
+    return f"{told} of {metrics['eval/samples']:.0f}" if "eval/samples" in metrics else told
+
+
+def _lost(samples: Mapping[str, Any]) -> str | None:
+    """One sentence, where so many responses got no verdict that a reward may never judge some."""
+    lost = sum(samples["no_verdict"].values())
+    finished = samples["launched"] - samples["aborted"] - samples["failed"]
+    if lost <= MANY_LOST * finished:
+        return None
+    reason = max(samples["no_verdict"], key=samples["no_verdict"].__getitem__)
+    return (
+        f"{lost:,} of {finished:,} responses were left without a verdict, most: {printable(reason)}"
+    )
 
 
 def _rounds_table(summary: Mapping[str, Any]) -> Table:

@@ -51,6 +51,15 @@ def test_a_wrong_loss_is_refused_at_the_start_and_in_a_dry_run(command):
     assert "no argument log_prob" in command.err
 
 
+def test_own_functions_are_named_at_the_start_and_in_a_dry_run(command):
+    spec = loss(command)
+    told = f"algorithm grpo with loss_function={spec}"
+    assert command.train("--dry-run", algorithm__loss_function=spec) == 0
+    assert told in command.out.splitlines()[1]
+    assert command.train(algorithm__loss_function=spec, train__steps=1) == 0
+    assert told in command.out
+
+
 def test_doctor_tries_it_too(command):
     wrong = loss(command, "def f(log_probs):\n    return log_probs.mean()\n")
     assert command("doctor", command.config(algorithm__loss_function=wrong)) != 0

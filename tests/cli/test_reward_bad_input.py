@@ -51,6 +51,24 @@ def code(**arguments: Any) -> dict[str, Any]:
 # Functions.
 
 
+def test_a_dry_run_tries_functions_and_says_what_it_does_not_try(command: Command) -> None:
+    missing = command.reward("def f(completions, missing_column):\n    return [1.0, 1.0]\n")
+    assert command.train("--dry-run", rewards=[missing]) == 2
+    assert "reward f needs the column missing_column" in command.err
+    assert "first prompt" in command.out  # what there is to see is seen
+    wrong = command.reward("def f(completions):\n    return [one.nothing for one in completions]\n")
+    assert command.train("--dry-run", rewards=[wrong]) == 2
+    assert "raised AttributeError on a test completion" in command.err
+    doubtful = command.reward("def f(completions):\n    return [1 / 0 for _ in completions]\n")
+    judge = {"function": "judge", "tasks": ["other"], "arguments": {"url": "http://127.0.0.1:9/"}}
+    assert command.train("--dry-run", rewards=[doubtful, judge]) == 0
+    assert "raised ZeroDivisionError on a test completion" in command.out
+    assert "rewards  f: tried on made-up completions" in command.out
+    assert "rewards  judge: not tried (doctor and train do)" in command.out
+    assert command.train("--dry-run", rewards=[command.reward(GOOD) | {"tasks": ["other"]}]) == 0
+    assert "reward.py:f: not tried" in command.out and "f: tried" not in command.out
+
+
 def test_two_rewards_of_one_name_and_which_to_rename(command: Command) -> None:
     entry = command.reward(GOOD)
     said = command.refused(rewards=[entry, entry])

@@ -241,7 +241,7 @@ def _resumed(case: Case, folder: Path, before: Any) -> dict[str, Any]:
     return {"job": job, "cursor": cursor}
 
 
-NEW_METRICS = ("eval/rewards/", "eval/stderr/")
+NEW_METRICS = ("eval/rewards/", "eval/samples", "eval/stderr/")
 """Came later, and are made of what is there."""
 
 

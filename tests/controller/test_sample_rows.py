@@ -73,6 +73,7 @@ def test_every_response_of_an_evaluation_is_kept_and_adds_up(run: rollpacker.Run
         assert metrics["eval/reward"] == pytest.approx(sum(judged) / len(judged))
         assert metrics["eval/rewards/vowels/mean"] == metrics["eval/reward"]
         assert metrics["eval/no_verdict"] == len(rows) - len(judged)
+        assert metrics["eval/samples"] == len(rows)
         lengths = [row["num_tokens"] for row in rows]
         assert metrics["eval/response_length"] == pytest.approx(sum(lengths) / len(lengths))
         for row in rows:

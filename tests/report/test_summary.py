@@ -77,6 +77,23 @@ def test_a_change_within_two_standard_errors_is_not_good_news(last, errors, leve
     assert chance is (None not in errors and abs(last - 0.5) < 0.08)
 
 
+def test_responses_without_a_verdict_are_told_of_how_many() -> None:
+    summary = evaluated(0.5, 0.56, (None, None))
+    samples = {"launched": 120, "aborted": 6, "failed": 2, "trained": 96}
+    reasons = {"slow": 1, "vowels: no answer in a row of the class \x1b[2J": 15}
+    summary["samples"] |= samples | {"no_verdict": reasons}
+    for one in summary["evaluations"]:
+        one |= {"eval/no_verdict": 16.0, "eval/samples": 112.0}
+    shown = text(summary)
+    assert shown.count("16 of 112") == 3  # before, after, and in training
+    told = "16 of 112 responses were left without a verdict, most: vowels: no answer in a row of"
+    assert told in " ".join(shown.split()) and "\x1b" not in shown
+    summary["samples"]["no_verdict"] = {"slow": 2}  # less than 2 % of 112
+    for one in summary["evaluations"]:
+        del one["eval/samples"]  # an earlier version's
+    assert "left without" not in text(summary) and "16 of" not in text(summary)
+
+
 def test_the_table_has_the_standard_error_beside_it() -> None:
     shown = text(evaluated(0.5, 0.56, (0.031, 0.029)))
     assert "0.500 ± 0.031" in shown and "0.560 ± 0.029" in shown and "+0.060" in shown

@@ -27,16 +27,20 @@ Kind = Literal["report", "compare", "live"]
 
 
 def write_page(
-    path: Path, runs: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+    path: Path,
+    runs: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    groups: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """`runs` as `RunBook.plain` tells them, `samples` of each as `read_samples` does. More than one
-    run: their curves lie over each other."""
+    run: their curves lie over each other, and `groups` are those of the same settings."""
     kind: Kind = "report" if len(runs) == 1 else "compare"
     names = " and ".join(str(run["name"]) for run in runs)
     text = document(
         f"{names} · RollPacker",
         kind,
-        core=embedded(pack({"runs": runs})),
+        core=embedded(pack({"runs": runs, "groups": list(groups)})),
         samples=embedded(pack({"samples": samples})),
     )
     with replacing(path) as temporary:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollpacker.report.summary_table import MANY_LOST
+
 MUCH_IDLE = 0.3
 """Of the rollout's seconds."""
 MUCH_WAIT = 0.1
@@ -15,8 +17,6 @@ MANY_CLIPPED = 0.2
 """Of the responses trained on, at the length limit."""
 MANY_SILENT = 0.7
 """Of the trained groups, without signal."""
-MANY_LOST = 0.02
-"""Of the launched samples, without a verdict."""
 _RECENT = 20
 """Steps; the state of a run is what the last ones say."""
 

@@ -114,6 +114,7 @@ class RewardFunction:
     async def try_out(self, row: RewardInput) -> str | None:
         """Call the function once for a row, with made-up completions. Returns what may be wrong
         with it. Raises `RewardError` if no response could get a verdict."""
+        self.check([row.columns])
         limit = _Limit.of(self._config.timeout_s, None)
         samples, replies = made_up(row), []
         try:

@@ -47,6 +47,26 @@ def test_it_shows_the_run_and_asks_nobody(run: Path) -> None:
         assert seen.errors == []
 
 
+def test_clips_of_each_update_and_what_did_not_change(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "updates", steps=5)
+    rows = [
+        {"step": step, **{f"actor/clip_ratio_high/update_{n}": n * step / 100 for n in (1, 2, 10)}}
+        for step in range(1, 6)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = (folder / "events.jsonl").read_text()
+    later = re.sub('("eval/pass@1": ?)0.25', r"\g<1>0.2", log)  # as before the first step
+    assert later != log
+    (folder / "events.jsonl").write_text(later)
+    write_reports(folder)
+    with opened(url(folder)) as (page, seen):
+        assert "0.200\nas at the start" in page.inner_text(".tiles")
+        learning = page.inner_text("#learning")
+        assert "Clipped above, by update" in learning
+        assert learning.index("update 1") < learning.index("update 2") < learning.index("update 10")
+        assert seen.errors == []
+
+
 def test_its_policy_stops_requests(run: Path) -> None:
     heard: list[str] = []
 

@@ -30,13 +30,21 @@ function comparedResults(runs) {
     of("state", (run) => stateOf(run)[1]), of("steps", (run) => count(run.summary.steps.total)), of("wall time", (run) => seconds(run.summary.wall_s)),
     of("held-out pass@1, first", (run) => number(passes(run)[0], 3)), of("held-out pass@1, last", (run) => number(passes(run).pop(), 3)),
     of("held-out pass@1, best", (run) => (passes(run).length ? number(Math.max(...passes(run)), 3) : "–")),
-    ...(runs.some((run) => run.paired) ? [of("held-out pass@1, last, minus the first run's on the same prompts (± standard error)", (run) => (run.paired ? `${run.paired.difference < 0 ? "−" : "+"}${number(Math.abs(run.paired.difference), 3)}${run.paired.error === null ? "" : ` ± ${number(run.paired.error, 3)}`} (${count(run.paired.prompts)} prompts)` : "–"))] : []),
+    ...(runs.some((run) => run.paired) ? [of("held-out pass@1, last, minus the first run's on the same prompts (± standard error over prompts, not over seeds)", (run) => (run.paired ? `${run.paired.difference < 0 ? "−" : "+"}${number(Math.abs(run.paired.difference), 3)}${run.paired.error === null ? "" : ` ± ${number(run.paired.error, 3)}`} (${count(run.paired.prompts)} prompts)` : "–"))] : []),
     of("training reward, last steps", (run) => number(run.summary.training_reward.last, 3)),
     of("a step", (run) => seconds(run.summary.steps.mean_step_s)), of("tokens trained on", (run) => count(run.summary.tokens.trained)),
     of("trained tokens per second", (run) => number(run.summary.steps.total ? run.summary.tokens.trained / (run.summary.steps.mean_step_s * run.summary.steps.total) : null)),
     of("idle slots in rollouts", (run) => percent(rollout(run) ? run.summary.seconds.tail_idle / rollout(run) : null)),
     of("mean length trained, last 50 steps", (run) => number(run.summary.lengths.trained_mean, 1)), of("the policy's own", (run) => number(run.summary.lengths.policy_mean, 1)),
   ]);
+}
+
+/** Runs that differ in their seeds alone, and how far groups of them lie apart. */
+function comparedGroups(groups) {
+  if (!groups.length) return null;
+  const rows = groups.map((group) => [group.names.join(", "), count(group.names.length), group.steps, number(group.mean, 3), number(group.deviation, 3), group.difference]);
+  return h("div", { class: "card", style: { "margin-top": "14px" } }, h("h3", {}, "The same settings, other seeds"),
+    table([["runs"], ["seeds", true], ["last evaluation, after step", true], ["its pass@1, mean", true], ["standard deviation over seeds", true], ["minus the first group's (± standard error over seeds)", true]], rows));
 }
 
 function comparedSeconds(runs) {

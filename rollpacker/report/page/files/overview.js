@@ -21,6 +21,7 @@ function tile(name, value, note, unit) {
 function change(before, after, format = number, better = 1) {
   const by = after - before;
   if (!Number.isFinite(by)) return null;
+  if (by === 0) return "as at the start";
   return [`from ${format(before)}  `, h("span", { class: by * better > 0 ? "up" : by * better < 0 ? "down" : "" }, (by > 0 ? "+" : "") + format(by))];
 }
 function meanOf(metrics, name, last) {
@@ -123,6 +124,14 @@ function drawn(run, plan) {
   if (kept && kept.lines.length === plan.lines.length) kept.replace(plan.lines);
   else run.charts.set(plan.title, new Chart(plan));
   return run.charts.get(plan.title).element;
+}
+
+/** With several updates in a step: how far the last went from the weights that sampled. */
+function clipsByUpdate(run) {
+  const names = Object.keys(run.metrics.columns).filter((name) => name.startsWith("actor/clip_ratio_high/update_"));
+  const numbers = names.map((name) => Number(name.split("_").pop())).sort((one, other) => one - other).slice(0, 8);
+  const lines = numbers.map((number, place) => lineOf(run.metrics, `actor/clip_ratio_high/update_${number}`, { label: `update ${number}`, colour: `--s${place}` })).filter(Boolean);
+  return lines.length && !lines.every(isConstant) ? [drawn(run, { title: "Clipped above, by update", what: "share of tokens whose ratio was above the clip" + (names.length > 8 ? `; the first 8 of ${names.length} updates` : ""), lines, format: share, zero: true })] : [];
 }
 
 function rewardsByName(run) {

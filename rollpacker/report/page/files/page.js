@@ -68,7 +68,7 @@ function report(first) {
     run.charts = keptCharts;
     const lead = run.summary.lengths.tail_trained_share, detailed = run.time_line.num_detailed, steps = run.summary.steps.total;
     overview.replaceChildren(...[heading(run), tiles(run), h("div", { class: "two" }, whereSecondsWent(run), h("div", { style: { display: "grid", gap: "14px" } }, health(run), rounds(run)))].flat());
-    same(learning, [chartsOf(run, LEARNING.slice(0, 3)), rewardsByName(run), chartsOf(run, LEARNING.slice(3))]);
+    same(learning, [chartsOf(run, LEARNING.slice(0, 3)), rewardsByName(run), chartsOf(run, LEARNING.slice(3)), clipsByUpdate(run)]);
     same(lengths, chartsOf(run, LENGTHS));
     lengthsLead.textContent = `What was trained on, and what the policy writes by itself.${lead === null ? "" : ` Its longest 5 % were trained on ${percent(lead, 0)} as often as the others.`}`;
     same(causes, [secondsByStep(run)]);
@@ -98,14 +98,14 @@ function report(first) {
   return { body, sections, samplesHere, update };
 }
 
-function compared(runs) {
+function compared(runs, groups) {
   const names = new Map();
   for (const run of runs) names.set(run.name, (names.get(run.name) || 0) + 1);
   runs.forEach((run, place) => { run.label = names.get(run.name) > 1 ? `${run.name} (${place + 1})` : run.name; });
   const grid = (...children) => h("div", { class: "grid" }, children);
   const sections = [["overview", "Overview"], ["learning", "Learning"], ["lengths", "Lengths"], ["time", "Time"], ["settings", "Settings"], ["metrics", "All metrics"]];
   const body = [
-    h("section", { id: "overview", "aria-label": "Overview" }, h("h1", {}, runs.map((run) => run.label).join(" · ")), h("p", { class: "lead" }, `${runs.length} runs`), comparedResults(runs)),
+    h("section", { id: "overview", "aria-label": "Overview" }, h("h1", {}, runs.map((run) => run.label).join(" · ")), h("p", { class: "lead" }, `${runs.length} runs`), comparedResults(runs), comparedGroups(groups)),
     section("learning", "Learning", null, curveTools(runs), grid(overlaid(runs, LEARNING))), section("lengths", "Lengths", null, grid(overlaid(runs, LENGTHS))),
     section("time", "Time", null, comparedSeconds(runs), h("div", { class: "grid", style: { "margin-top": "14px" } }, overlaid(runs, [["A step", "seconds", ["timing_s/step"], { format: seconds, zero: true }], ...TIME]))),
     section("settings", "Settings", "Keys in which they differ.", comparedSettings(runs)), section("metrics", "All metrics", null, explorer(runs)),
@@ -134,8 +134,8 @@ function lazily(element, load) {
   return start;
 }
 
-function fill(runs) {
-  const main = document.getElementById("main"), made = runs.length === 1 ? report(runs[0]) : compared(runs);
+function fill(runs, groups = []) {
+  const main = document.getElementById("main"), made = runs.length === 1 ? report(runs[0]) : compared(runs, groups);
   main.replaceChildren(...made.body.filter(Boolean), footer());
   navigation(made.sections);
   return made;
@@ -146,7 +146,7 @@ async function start() {
   const main = document.getElementById("main");
   try {
     if (kindOfPage === "live") { await live(); return; }
-    const { runs } = await embedded("core"), made = fill(runs);
+    const { runs, groups } = await embedded("core"), made = fill(runs, groups);
     if (runs.length === 1) lazily(made.samplesHere, async () => (await embedded("samples")).samples[0]);
     requestAnimationFrame(() => requestAnimationFrame(() => { document.documentElement.dataset.ready = performance.now().toFixed(0); }));
   } catch (error) {

@@ -1,0 +1,87 @@
+"""`rollpacker train CONFIG --dry-run`: what a run would do, without a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.data.dataset import PromptRow
+
+_MOST_ROWS = 64
+"""Of the data, in which each reward function finds one that is its own to be tried on."""
+
+
+def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
+    """Batch arithmetic and memory of one step, and the first prompt; functions of the user's own
+    are tried. No model is loaded. `num_rows` of `data.train`; None: not known. Raises `ValueError`
+    and `RewardError` for what would refuse the run."""
+    from rollpacker.cli.parts import check_algorithm
+    from rollpacker.rewards.build import check_form
+    from rollpacker.trainer.estimate import estimate
+
+    check_algorithm(config)
+    check_form(config.rewards)
+    print(f"{config.name}: {config.model.path}")
+    print(f"  {config.algorithm.told}")
+    for line in estimate(config).lines():
+        print(f"  {line}")
+    if config.without_effect is not None:
+        print(f"  {config.without_effect}")
+    sys.stdout.flush()
+    if num_rows is not None:
+        fraction = config.data.eval_fraction
+        held_out = f", {fraction:g} of them held out" if fraction else ""
+        print(f"  rows  {num_rows:,}{held_out}")
+    told, rows = _first_rows(config)
+    for line in told:
+        print(f"  {line}")
+    sys.stdout.flush()
+    for line in _try_rewards(config, rows):
+        print(f"  {line}")
+
+
+def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
+    """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
+    it from being shown is said in its place."""
+    from rollpacker.cli.hub import look_for_hub
+    from rollpacker.cli.parts import of_tokenizer
+    from rollpacker.data.prompts import load_few
+
+    try:
+        look_for_hub(config)
+        tokenizer = of_tokenizer(config, config.model.path)
+        few = load_few(config.data, "train", rows=_MOST_ROWS, **tokenizer)
+    except (ValueError, OSError) as error:
+        return [f"first prompt  cannot be shown: {error}"], []
+    return few.told, few.rows
+
+
+def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
+    """Call the user's own functions as the start of a run does, each on the first of these rows
+    that it judges. Returns lines for people. Raises `RewardError` for one that could judge
+    nothing."""
+    from rollpacker.cli.parts import as_input
+    from rollpacker.imports import is_given
+    from rollpacker.rewards.build import BUILT_IN, build_reward
+
+    own = [
+        one
+        for one in config.rewards
+        if one.function not in BUILT_IN
+        and not is_given(one.function)
+        and any(one.tasks is None or row.task in one.tasks for row in rows)
+    ]
+    untried = [str(one.name or one.function) for one in config.rewards if one not in own]
+    lines = []
+    if own:
+        reward = build_reward(own, sandbox=config.sandbox)
+        steps = config.num_steps(len(rows))
+        lines += reward.try_out([as_input(row, steps) for row in rows])
+        lines.append(f"rewards  {', '.join(reward.names)}: tried on made-up completions")
+    if untried:
+        lines.append(f"rewards  {', '.join(untried)}: not tried (doctor and train do)")
+    return lines
