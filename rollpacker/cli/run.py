@@ -93,8 +93,8 @@ class Run:
         rows = [row for _, row in read_metrics(path)] if path.exists() else []
         chosen = [row for row in rows if is_evaluation(row) == evaluations]
         if evaluations:
-            return Table(chosen, name="evaluations")
-        return Table(chosen, name="steps", first=METRICS_TO_SEE)
+            return Table(chosen, name="evaluations", of_metrics=True)
+        return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
     def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
         """What was trained on, of all steps or of one. `untrained`: also what is kept only because

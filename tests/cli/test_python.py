@@ -267,6 +267,13 @@ def test_the_run_is_a_look_at_its_folder(folder: Path) -> None:
     assert "critic/rewards/mean" in metrics._ipython_key_completions_()
     with pytest.raises(KeyError, match='Did you mean "critic/rewards/mean"'):
         metrics["critic/reward/mean"]
+    for theirs, hint in [
+        ("reward", "reward. Here it is critic/rewards/mean"),
+        ("actor/pg_loss", "Here it is actor/loss"),
+        ("kl", "Here it is actor/kl, which no row has"),
+    ]:
+        with pytest.raises(KeyError, match=hint):
+            metrics[:1][theirs]
     texts = run.evaluation_samples(step=2)
     assert len(texts) == 5 and len(run.evaluation_samples()) == 10
     assert {"completion", "reward", "passed"} <= {*texts[0]}
