@@ -137,6 +137,12 @@ def test_an_unknown_key_gets_its_hint(tmp_path: Path, override: str, expected: s
         ("torch_dtype=bfloat16", "Here it is model.dtype"),
         ("min_p=0.1", "There is none: sampling has"),
         ("disable_dropout=true", "There is none"),
+        ("bf16=true", "Here it is model.dtype=bfloat16"),
+        ("bf16=false", "Here it is model.dtype=float32"),
+        ("fp16=false", "There is none: there is no float16: leave it out"),
+        ("use_cpu=true", "Here it is model.device=cpu."),
+        ("use_cpu=false", "Here it is model.device=auto: the default: leave it out"),
+        ("per_device_train_batch_size=8", "/ num_generations"),
         ("train.seed=3", "Here it is seed."),
     ],
 )
