@@ -26,9 +26,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from rich.console import Console
     from rich.text import Text
 
+    from rollpacker.cli import output
     from rollpacker.cli.errors import naming
     from rollpacker.cli.stages import stages
     from rollpacker.report.log import EventLog, events_path
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             books.append(read_run(run, log))
     paired = paired_differences([book.folder for book in books])
     runs = [{**book.plain(), "paired": one} for book, one in zip(books, paired, strict=True)]
-    console = Console()
+    console = output.console()
     console.print(render_comparison(runs))
     with naming(out):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,7 @@ def rollout_function(
             f"engine of rollout_function is a dict with the keys of rollout.engine, not"
             f" {type(engine).__name__}"
         )
-    batching = config_of(
-        to_plain(tail_batching), (), TailBatchingConfig, where="rollout_function"
-    )
+    batching = config_of(to_plain(tail_batching), (), TailBatchingConfig, where="rollout_function")
     return RolloutFunction(dataset, batching, config, generation_s)
 
 

@@ -279,9 +279,9 @@ def test_the_run_is_a_look_at_its_folder(folder: Path) -> None:
     assert {"completion", "reward", "passed"} <= {*texts[0]}
     samples = run.samples(step=2)
     assert {row["step"] for row in samples} == {2} and len(run.samples()) > len(samples)
-    with pytest.raises(ValueError, match="samples has no step 999: it has 1, 2$"):
+    with pytest.raises(ValueError, match=r"samples has no step 999: it has 1, 2$"):
         run.samples(step=999)
-    with pytest.raises(ValueError, match="evaluations has no step 1: it has 0, 2$"):
+    with pytest.raises(ValueError, match=r"evaluations has no step 1: it has 0, 2$"):
         run.evaluation_samples(step=1)
     shown = samples._repr_html_()
     assert "&lt;b&gt;" in shown and "<b>" not in shown
@@ -303,7 +303,7 @@ def test_samples_are_those_that_were_trained_on(tmp_path: Path) -> None:
     run = rollpacker.Run(tmp_path)
     assert run.samples(step=2)["completion"] == ["a", "b"] and len(run.samples()) == 14
     assert run.samples(step=2, untrained=True)["completion"] == ["a", "slow", "b"]
-    with pytest.raises(ValueError, match="samples has no step 0: it has 1 to 7$"):
+    with pytest.raises(ValueError, match=r"samples has no step 0: it has 1 to 7$"):
         run.samples(step=0)
     assert len(run.evaluation_samples(step=0)) == 0, "nothing was kept of evaluations"
     told = ToldRun(name="", folder=tmp_path, config={}, total_steps=None, resumed_step=None)
