@@ -35,8 +35,10 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
         "" if summary["finished"] else "  (not finished)",
     )
-    parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
-    parts += [_seconds_table(summary), _counts_table(summary)]
+    parts: list[RenderableType] = [head]
+    if (learning := _result_table(summary)).row_count:
+        parts.append(learning)
+    parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
     if any(_is_telling(kind) for kind in summary["checks"].values()):
         parts.append(_checks_table(summary["checks"]))
     if summary.get("unsandboxed"):
