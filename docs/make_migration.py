@@ -1,5 +1,5 @@
-"""The tables of `docs/migration.md`, from the table of synonyms that unknown keys get their hints
-from.
+"""The tables of `docs/migration.md`, from the tables of synonyms that unknown keys and metrics get
+their hints from.
 
 `python docs/make_migration.py` rewrites them in place.
 """
@@ -10,13 +10,18 @@ import re
 from pathlib import Path
 
 from rollpacker.config.synonyms import Synonym, synonyms
+from rollpacker.report.other_names import NAMES
 
 PAGE = Path(__file__).resolve().parent / "migration.md"
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(framework: str) -> str:
-    """Their keys and ours, a line each."""
+    """Their keys and ours, a line each; metrics for `FRAMEWORK-metrics`."""
+    if framework.endswith("-metrics"):
+        framework = framework.removesuffix("-metrics")
+        named = [f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES[framework].items()]
+        return "\n".join([f"| {framework} | here |", "| --- | --- |", *named]) + "\n"
     rows = [_row(one) for one in synonyms() if one.framework == framework]
     assert rows, f"there are no synonyms of {framework}"
     head = [f"| {framework} | here | |", "| --- | --- | --- |"]

@@ -50,9 +50,10 @@ class RunningRun(Protocol):
         under a name that the run itself does not use."""
         ...
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
         """What was trained on in the step that is being told, or generated in the evaluation:
-        rows as in `samples/*.parquet`. Empty with `save_samples: false`."""
+        rows as in `samples/*.parquet`. `untrained`: also those of the step that are kept only
+        because their check was slow. Empty with `save_samples: false`."""
         ...
 
     def stop(self, reason: str = "a callback asked for it") -> None:

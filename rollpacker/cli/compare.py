@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     import os
     from pathlib import Path
 
-    from rich.console import Console
     from rich.text import Text
 
+    from rollpacker.cli import output
     from rollpacker.cli.errors import naming
     from rollpacker.cli.stages import stages
     from rollpacker.report.log import EventLog, events_path
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
         for run, paired, code in parts
     ]
     groups = seed_groups(runs)
-    console = Console()
+    console = output.console()
     is_narrow = console.is_terminal or "COLUMNS" in os.environ
     if not is_narrow:  # a file, a pager: lines as long as they are
-        console = Console(width=NO_END)
+        console.width = NO_END
     width = console.width if is_narrow else None
     console.print(render_comparison(runs, groups, width=width))
     with naming(out):

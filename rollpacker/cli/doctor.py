@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.cli import findings, trials
+from rollpacker.cli import findings, output, trials
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
 
@@ -202,9 +202,7 @@ def _outcome(one: _NamedCheck) -> list[Finding]:
 
 def _print_all(checks: Iterator[_NamedCheck], *, as_text: bool) -> list[Finding]:
     """Look, and say it at once, line by line."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = output.console(highlight=False)
     found: list[Finding] = []
     show = as_text and console.is_terminal
     with console.status("looking around ...") if show else contextlib.nullcontext() as status:

@@ -58,12 +58,16 @@ def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 
 
-def console() -> Console:
-    """A console that outlives its reader."""
+def console(*, stderr: bool = False, highlight: bool = True) -> Console:
+    """Every command's; on standard output it outlives its reader. What is no terminal is never
+    taken for one: a kernel sets FORCE_COLOR for the processes that it starts, and a bar would draw
+    its cursor's movements into their pipes."""
     from rich.console import Console
 
+    file = sys.stderr if stderr else cast("IO[str]", _Output())
+    is_terminal = None if file.isatty() else False  # None: as the environment says
     # A kernel would make an output of its own of every line.
-    return Console(file=cast("IO[str]", _Output()), force_jupyter=False)
+    return Console(file=file, force_terminal=is_terminal, force_jupyter=False, highlight=highlight)
 
 
 def print_line(line: str) -> None:

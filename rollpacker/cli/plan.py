@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from rich.console import Console
-
+    from rollpacker.cli import output
     from rollpacker.cli.errors import naming
     from rollpacker.config.load import save_config
     from rollpacker.config.schema import RunConfig
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     found = _search(args, base, evaluate, budget)
     best = plan_ideas.changed(config, found.best.candidate.changes)
     real = None if model is None else as_measured(model)
-    console = Console()
+    console = output.console()
     if args.json:
         print(json.dumps(_to_plain(args.target, found, real), allow_nan=False))
     else:
@@ -129,13 +128,13 @@ def _search(
     """Plan, with a bar on stderr."""
     import os
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from rollpacker.cli.output import console
     from rollpacker.sim import plan as planning
 
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
         return planning.plan(

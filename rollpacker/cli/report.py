@@ -41,9 +41,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from rich.console import Console
     from rich.text import Text
 
+    from rollpacker.cli import output
     from rollpacker.cli.errors import naming
     from rollpacker.cli.stages import stages
     from rollpacker.imports import require
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.timeline import draw_comparison
     from rollpacker.report.writing import printable
 
-    console = Console()
+    console = output.console()
     events = events_path(args.run)
     folder = Path(args.out) if args.out else events.parent
     if args.steps or args.against:

@@ -18,6 +18,8 @@ METRICS_TO_SEE = (
 )
 SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "advantage", "num_tokens")
 EVALUATION_SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "num_tokens")
+MOST_NAMED = 5
+"""Steps that a message lists."""
 
 
 class Run:
@@ -91,29 +93,41 @@ class Run:
         rows = [row for _, row in read_metrics(path)] if path.exists() else []
         chosen = [row for row in rows if is_evaluation(row) == evaluations]
         if evaluations:
-            return Table(chosen, name="evaluations")
-        return Table(chosen, name="steps", first=METRICS_TO_SEE)
+            return Table(chosen, name="evaluations", of_metrics=True)
+        return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
-    def samples(self, step: int | None = None) -> Table:
-        """What was trained on, of all steps or of one. Written with each checkpoint; empty with
-        `save_samples: false`."""
-        return self._parquet("samples/steps_*.parquet", step, SAMPLES_TO_SEE)
+    def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
+        """What was trained on, of all steps or of one. `untrained`: also what is kept only because
+        its check was slow. Written with each checkpoint; empty with `save_samples: false`.
+
+        Raises `ValueError` if there are samples, but none of this step."""
+        from rollpacker.report.rows import Table
+
+        rows = self._parquet("samples/steps_*.parquet", step)
+        chosen = [row for row in rows if untrained or row.get("trained", True)]
+        return Table(chosen, name="samples", first=SAMPLES_TO_SEE)
 
     def evaluation_samples(self, step: int | None = None) -> Table:
         """What evaluations generated, of all of them or of the one after a step (0: before the
-        first); empty with `save_samples: false`."""
-        return self._parquet("evaluations/step_*.parquet", step, EVALUATION_SAMPLES_TO_SEE)
+        first); empty with `save_samples: false`.
 
-    def _parquet(self, files: str, step: int | None, first: Sequence[str]) -> Table:
-        import pyarrow.parquet
-
+        Raises `ValueError` if there are some, but none of this step."""
         from rollpacker.report.rows import Table
 
+        rows = self._parquet("evaluations/step_*.parquet", step)
+        return Table(rows, name="samples", first=EVALUATION_SAMPLES_TO_SEE)
+
+    def _parquet(self, files: str, step: int | None) -> list[dict[str, Any]]:
+        import pyarrow.parquet
+
+        paths = sorted(self.folder.glob(files))
+        chosen = None if step is None else [("step", "=", step)]
         rows: list[dict[str, Any]] = []
-        for path in sorted(self.folder.glob(files)):
-            chosen = None if step is None else [("step", "=", step)]
+        for path in paths:
             rows += pyarrow.parquet.read_table(path, filters=chosen).to_pylist()
-        return Table(rows, name="samples", first=first)
+        if paths and not rows and step is not None:
+            raise ValueError(f"{paths[0].parent} has no step {step}: it has {_steps_of(paths)}")
+        return rows
 
     def __repr__(self) -> str:
         steps = self.summary["steps"]["total"]
@@ -134,6 +148,20 @@ class Run:
             f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in told.items()
         )
         return f"<table>{cells}</table>"
+
+
+def _steps_of(paths: Sequence[Path]) -> str:
+    """In words."""
+    import pyarrow.parquet
+
+    found: set[int] = set()
+    for path in paths:
+        found.update(pyarrow.parquet.read_table(path, columns=["step"])["step"].to_pylist())
+    steps = sorted(found)
+    if len(steps) > MOST_NAMED and steps == [*range(steps[0], steps[-1] + 1)]:
+        return f"{steps[0]} to {steps[-1]}"
+    named = steps if len(steps) <= MOST_NAMED else [*steps[:MOST_NAMED], "...", steps[-1]]
+    return ", ".join(map(str, named))
 
 
 def _passed(summary: dict[str, Any]) -> str | None:

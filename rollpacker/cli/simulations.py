@@ -169,10 +169,11 @@ class _Bar:
             self._shown.update(self._shown.task_ids[0], completed=done)
 
     def _make(self) -> Any:
-        from rich.console import Console
         from rich.progress import Progress
 
-        bar = Progress(console=Console(stderr=True), transient=True)
+        from rollpacker.cli.output import console
+
+        bar = Progress(console=console(stderr=True), transient=True)
         bar.add_task("simulated steps", total=self._total)
         bar.start()
         return bar

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from rollpacker.cli.output import console
+
 if TYPE_CHECKING:
     from rollpacker.report.log import EventLog
 
@@ -18,10 +20,9 @@ _EVERY_S = 0.2
 def stages(log: EventLog) -> Iterator[Callable[[str], None]]:
     """Call what it yields with the name of each stage. During the first one `log` is read: the bar
     shows how much of it. The others have no measure but their seconds."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     if not errors.is_terminal:
         yield lambda stage: None
         return

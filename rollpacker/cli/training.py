@@ -64,11 +64,11 @@ def train(
     `OSError`; the run can then be resumed. Raises `TypeError` for an argument that there is not, by
     the name that it has here.
     """
-    from rollpacker.cli.given import as_given, refuse_unknown
-    from rollpacker.imports import giving
-
     with _without_traceback_in_notebooks():
-        refuse_unknown(unknown)
+        from rollpacker.cli.given import as_given
+        from rollpacker.imports import giving
+
+        _refuse_unknown(unknown)
         given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
         with giving(given.objects), _arguments_for_flags():
             return run_to_end(
@@ -83,14 +83,31 @@ def train(
 
 @contextmanager
 def _without_traceback_in_notebooks() -> Iterator[None]:
-    """A cell shows what a command would: one message for what is wrong with config or data, where
-    a notebook prints a hundred lines of this package. Bugs and callbacks keep theirs."""
+    """A cell shows what a command would: one message for what is wrong with config or data, and for
+    an interrupt, where a notebook prints a hundred lines of this package. Bugs and callbacks keep
+    theirs."""
     try:
         yield
-    except Exception as error:
-        if in_notebook() and not isinstance(error, CallbackError) and classify(error)[0] != 1:
-            told = [f"{type(error).__name__}: {error}"]
-            error._render_traceback_ = lambda: told  # type: ignore[attr-defined]
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, CallbackError) and classify(error)[0] != 1:
+            _tell_in_one_message(error)
+        raise
+
+
+def _tell_in_one_message(error: BaseException) -> None:
+    """Give it what a notebook's cell shows in place of its traceback."""
+    if in_notebook():
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    from rollpacker.cli.given import refuse_unknown
+
+    try:
+        refuse_unknown(arguments)
+    except TypeError as error:  # the user's, which other TypeErrors are not
+        _tell_in_one_message(error)
         raise
 
 

@@ -30,8 +30,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
-    from rich.console import Console
-
+    from rollpacker.cli import output
     from rollpacker.cli.hub import look_for_names
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, WarmupConfig)
     if config.model is not None:
         look_for_names({"model.path": config.model.path})
-    console = Console()
+    console = output.console()
     if console.is_terminal:
         result = _with_progress_bar(config, console, overwrite=args.overwrite)
     else:

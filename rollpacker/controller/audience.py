@@ -68,9 +68,9 @@ class ToldRun:
             raise ValueError(f"{name} is a metric of the run itself; log it under another name")
         self._logged[name] = float(value)
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
         """See `RunningRun`."""
-        return [dict(row) for row in self._rows]
+        return [dict(row) for row in self._rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
         """See `RunningRun`."""

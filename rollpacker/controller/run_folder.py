@@ -238,6 +238,8 @@ def check_resume(
                 else ": responses that wait go on from where they were cut off, and the law of"
                 " lengths is learned anew"
             )
+        elif _below(key, ("rewards",)) and key.endswith(".function"):
+            text += ": a function that was mended goes on under the same name"
         (refused if must_keep else harmless).append(text)
     chat = _chat_changes(before, now)
     for key, meaning in (

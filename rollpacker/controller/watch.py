@@ -68,8 +68,8 @@ class Watch:
         """Raise `RunError` if there will be no verdict any more."""
         if (why := self.reward.broken()) is not None:
             raise RunError(
-                f"{why}. Mend it, then go on with --resume (rewards[].max_failed_calls says after"
-                " how many)"
+                f"{why}. Mend it under the same name, then go on with --resume"
+                " (rewards[].max_failed_calls says after how many)"
             )
 
     def rewards_wait(self) -> bool:

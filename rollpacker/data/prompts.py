@@ -129,7 +129,8 @@ def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int
 def _made_rows(config: DatasetConfig, split: str, chat: Chat) -> list[_Made]:
     is_gym = config.kind == "reasoning_gym"
     rows: list[RawRow] = make_rows(config, split) if is_gym else read_rows(config)
-    maker = PromptMaker(config, list(rows[0].columns), chat=chat.renders)
+    known = list(dict.fromkeys(column for row in rows for column in row.columns))
+    maker = PromptMaker(config, known, chat=chat.renders)
     made, problems = [], []
     for row in rows:
         try:

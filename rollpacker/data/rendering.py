@@ -25,8 +25,9 @@ class PromptMaker:
     def __init__(
         self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
     ) -> None:
-        """`chat`: texts go through the chat template."""
+        """`columns`: those that any row has. `chat`: texts go through the chat template."""
         self._config = config
+        self._columns = columns
         self._chat = chat
         self._column = config.prompt_column
         if config.kind == "reasoning_gym" and self._column == "prompt":
@@ -38,7 +39,7 @@ class PromptMaker:
             except ImportSpecError as error:
                 raise DataError(f"prompt_function {error}") from None
         elif config.prompt_template is None:
-            require_column(self._column, columns, "prompt_column", config.path)
+            require_column(self._column, columns, "Set prompt_column to one of them", config.path)
 
     def columns(self, row: RawRow) -> dict[str, Any]:
         """What rewards get to see: the row without its prompt, the answer under its usual name
@@ -50,7 +51,7 @@ class PromptMaker:
         answer = self._config.answer_column
         if answer is not None:
             if answer not in row.columns:
-                require_column(answer, list(row.columns), "answer_column", row.where)
+                self._require(answer, row, "answer_column")
             columns[answer] = row.columns[answer]  # though it may be the prompt's own
             columns["answer"] = row.columns[answer]
         return columns
@@ -60,7 +61,7 @@ class PromptMaker:
         missing."""
         name = self._config.task_column
         if name is not None:
-            require_column(name, list(row.columns), "task_column", row.where)
+            self._require(name, row, "task_column")
             value = row.columns[name]
         else:
             value = row.columns.get("task", row.columns.get("data_source"))
@@ -99,8 +100,14 @@ class PromptMaker:
         if self._config.prompt_template is not None:
             return _filled(self._config.prompt_template, row)
         if self._column not in row.columns:
-            require_column(self._column, list(row.columns), "prompt_column", row.where)
+            self._require(self._column, row, "prompt_column")
         return row.columns[self._column]
+
+    def _require(self, name: str, row: RawRow, setting: str) -> None:
+        cure = f"Set {setting} to one of them"
+        if name in self._columns:
+            cure = "Other rows have it: add it to this one, or leave the row out"
+        require_column(name, list(row.columns), cure, row.where)
 
     def _with_system(self, messages: Messages) -> Messages:
         system = self._config.system_prompt
@@ -109,13 +116,13 @@ class PromptMaker:
         return [{"role": "system", "content": system}, *messages]
 
 
-def require_column(name: str, columns: Sequence[str], setting: str, where: str | None) -> None:
+def require_column(name: str, columns: Sequence[str], cure: str, where: str | None) -> None:
     """A `DataError` with the nearest name if `name` is not among `columns`."""
     if name in columns:
         return
     raise DataError(
         f"{where}: there is no column {name}.{did_you_mean(name, columns)}"
-        f" It has: {', '.join(map(str, columns))}. Set {setting} to one of them."
+        f" It has: {', '.join(map(str, columns))}. {cure}."
     )
 
 

@@ -66,13 +66,8 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def make_display(
-    accounting: Accounting, *, total_steps: int | None, console: Console | None = None
-) -> Display:
+def make_display(accounting: Accounting, *, total_steps: int | None, console: Console) -> Display:
     """The live panel on a terminal, lines otherwise (a pipe, a log file, `TERM=dumb`)."""
-    from rich.console import Console
-
-    console = Console() if console is None else console
     state = State(accounting, total_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(state, console)

@@ -62,6 +62,7 @@ class LiveReport:
 
             self._display = NotebookDisplay(self.accounting, total_steps=total_steps, name=notebook)
         elif show:
+            assert console is not None, "a display has a console"
             self._display = make_display(self.accounting, total_steps=total_steps, console=console)
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1], is_new=False)

@@ -20,12 +20,19 @@ class Table(Sequence[Mapping[str, Any]]):
     `to_pandas` makes a DataFrame."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], *, name: str = "rows", first: Sequence[str] = ()
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        name: str = "rows",
+        first: Sequence[str] = (),
+        of_metrics: bool = False,
     ) -> None:
-        """`first`: the columns to look at first."""
+        """`first`: the columns to look at first. `of_metrics`: columns are metrics, which other
+        frameworks have too."""
         self._rows = rows
         self._name = name
         self._first = first
+        self._of_metrics = of_metrics
         self.columns = tuple(dict.fromkeys(column for row in rows for column in row))
         """In the order in which rows bring them."""
 
@@ -38,11 +45,13 @@ class Table(Sequence[Mapping[str, Any]]):
     def __getitem__(self, place: int | slice | str) -> Mapping[str, Any] | Table | list[Any]:
         """A row, some rows, or a column. Raises `KeyError` for a column that no row has."""
         if isinstance(place, slice):
-            return Table(self._rows[place], name=self._name, first=self._first)
+            return Table(
+                self._rows[place], name=self._name, first=self._first, of_metrics=self._of_metrics
+            )
         if isinstance(place, int):
             return self._rows[place]
         if place not in self.columns:
-            raise KeyError(_unknown(place, self.columns))
+            raise KeyError(f"there is no column {place}.{self._meant(place)}")
         return [row.get(place) for row in self._rows]
 
     def __len__(self) -> int:
@@ -50,6 +59,13 @@ class Table(Sequence[Mapping[str, Any]]):
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._rows)
+
+    def _meant(self, name: str) -> str:
+        from rollpacker.did_you_mean import did_you_mean
+        from rollpacker.report.other_names import here_it_is
+
+        of_others = here_it_is(name, self.columns) if self._of_metrics else ""
+        return of_others or did_you_mean(name, self.columns)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.columns)
@@ -83,12 +99,6 @@ class Table(Sequence[Mapping[str, Any]]):
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
             f"<p>{len(rows)} {html.escape(self._name)}{note}</p>"
         )
-
-
-def _unknown(name: str, known: Sequence[str]) -> str:
-    from rollpacker.did_you_mean import did_you_mean
-
-    return f"there is no column {name}.{did_you_mean(name, known)}"
 
 
 def _cell(value: Any) -> str:

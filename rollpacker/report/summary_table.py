@@ -37,8 +37,10 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
         "" if summary["finished"] else "  (not finished)",
     )
-    parts: list[RenderableType] = [head, _result_table(summary), _rounds_table(summary)]
-    parts += [_seconds_table(summary), _counts_table(summary)]
+    parts: list[RenderableType] = [head]
+    if (learning := _result_table(summary)).row_count:
+        parts.append(learning)
+    parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
     if "engines" in summary:
         parts.append(_engines_table(summary["engines"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):

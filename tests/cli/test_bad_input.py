@@ -319,7 +319,8 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
     (command.folder / "broken").touch()
     assert command.train("--resume", rewards=[entry], train__steps=4) == 2
     assert "reward f gave no verdict in 5 calls in a row" in command.err
-    assert "the key has expired" in command.err and "--resume" in command.err
+    assert "the key has expired" in command.err
+    assert "Mend it under the same name, then go on with --resume" in command.err
     assert "no worker" not in caplog.text and "never retrieved" not in caplog.text
     command.reward(body.replace("exists()", "exists() and False"))
     assert command.train("--resume", rewards=[entry], train__steps=4) == 0

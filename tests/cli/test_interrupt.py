@@ -137,6 +137,9 @@ def test_a_mistake_is_one_message_in_a_cell(folder: Path, kernel: Kernel) -> Non
     status, printed = kernel.run(call(folder, "mistaken").replace("name=", "nam="))
     assert status == "ConfigError" and len(printed.splitlines()) < 4, printed
     assert 'Did you mean "name"' in printed
+    status, printed = kernel.run("rollpacker.train({}, reward_funcs=len)")
+    assert status == "TypeError" and len(printed.splitlines()) < 3, printed
+    assert "here it is rewards" in printed
     code = "class Raises(rollpacker.Callback):\n  def on_start(self, run): return 1 / 0\n"
     status, printed = kernel.run(code + call(folder, "raised", "callbacks=[Raises()]"))
     assert status == "CallbackError" and "return 1 / 0" in printed
@@ -200,14 +203,34 @@ def test_a_second_interrupt_ends_the_cell_and_leaves_the_kernel(
     time.sleep(0.5)
     began = time.monotonic()
     kernel.interrupt()
-    status, _ = kernel.end_of(cell)
-    assert status == "KeyboardInterrupt"
+    status, printed = kernel.end_of(cell)
+    assert status == "KeyboardInterrupt" and "Traceback" not in printed, printed
+    assert printed.splitlines()[-1] == "KeyboardInterrupt: interrupted"
     assert time.monotonic() - began < 10
     assert kernel.run("print(os.getpid())") == ("ok", f"{pid}\n")
     (folder / "hold").unlink()
     before = steps_of(folder, "twice")[-1]
     again = rollpacker.train(folder / "slow.yaml", [f"train.steps={before + 1}"], resume=True)
     assert again.reason == "every step is done"
+
+
+def test_an_interrupt_while_a_run_starts_is_one_message(folder: Path, kernel: Kernel) -> None:
+    (folder / "asleep.py").write_text(
+        "import pathlib, time\n"
+        f"pathlib.Path({str(folder / 'asleep')!r}).touch()\n"
+        "time.sleep(60)\n"
+        "def asleep(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    rewards = f"rewards=[{str(folder / 'asleep.py') + ':asleep'!r}]"
+    cell = kernel.begin(call(folder, "starting", rewards))
+    until = time.monotonic() + 60
+    while not (folder / "asleep").exists():
+        assert time.monotonic() < until, "the reward worker does not start"
+        time.sleep(0.05)
+    kernel.interrupt()
+    status, printed = kernel.end_of(cell)
+    assert status == "KeyboardInterrupt" and "Traceback" not in printed, printed
+    assert printed.splitlines()[-1].startswith("KeyboardInterrupt"), printed
 
 
 def test_a_cell_after_an_interrupted_one_is_interrupted_as_ever(kernel: Kernel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,23 @@ def test_without_a_terminal_it_is_a_line_now_and_then(monkeypatch: pytest.Monkey
 def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, terminal=True, every_s=60)
     assert "reward [red]code: reference solutions checked" in text and "1000/2000" in text
+
+
+def test_forced_colours_make_no_terminal_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for stderr in (False, True):
+        console = output.console(stderr=stderr)
+        console.print("[red]some[/] 1", markup=True)
+        assert not console.is_terminal
+    assert capsys.readouterr() == ("some 1\n", "some 1\n")
+
+
+def test_consoles_are_made_in_one_place() -> None:
+    package = Path(output.__file__).parents[1]
+    made = [path for path in package.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
+    assert made == [Path(output.__file__)]
 
 
 def test_rewards_are_given_it(config: Path) -> None:  # noqa: F811

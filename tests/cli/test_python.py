@@ -18,6 +18,8 @@ from rollpacker.cli.main import main as command
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.controller.audience import ToldRun
+from rollpacker.controller.samples import SampleWriter
 from rollpacker.rewards.reward import RewardError
 
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": n + n % 7} for n in range(20)]
@@ -265,15 +267,51 @@ def test_the_run_is_a_look_at_its_folder(folder: Path) -> None:
     assert "critic/rewards/mean" in metrics._ipython_key_completions_()
     with pytest.raises(KeyError, match='Did you mean "critic/rewards/mean"'):
         metrics["critic/reward/mean"]
+    for theirs, hint in [
+        ("reward", "reward. Here it is critic/rewards/mean"),
+        ("actor/pg_loss", "Here it is actor/loss"),
+        ("kl", "Here it is actor/kl, which no row has"),
+    ]:
+        with pytest.raises(KeyError, match=hint):
+            metrics[:1][theirs]
     texts = run.evaluation_samples(step=2)
     assert len(texts) == 5 and len(run.evaluation_samples()) == 10
     assert {"completion", "reward", "passed"} <= {*texts[0]}
     samples = run.samples(step=2)
     assert {row["step"] for row in samples} == {2} and len(run.samples()) > len(samples)
+    with pytest.raises(ValueError, match=r"samples has no step 999: it has 1, 2$"):
+        run.samples(step=999)
+    with pytest.raises(ValueError, match=r"evaluations has no step 1: it has 0, 2$"):
+        run.evaluation_samples(step=1)
     shown = samples._repr_html_()
     assert "&lt;b&gt;" in shown and "<b>" not in shown
     with pytest.raises(ValueError, match="there is no run in"):
         rollpacker.Run(folder)
+
+
+def test_samples_are_those_that_were_trained_on(tmp_path: Path) -> None:
+    """Slow checks are kept besides; a callback and the finished run leave out the same."""
+    rows = [
+        {"step": step, "completion": text, "trained": text != "slow"}
+        for step in range(1, 8)
+        for text in ("a", "slow", "b")
+    ]
+    writer = SampleWriter(tmp_path / "samples", tmp_path / "evaluations")
+    writer.add(rows)
+    writer.write()
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    run = rollpacker.Run(tmp_path)
+    assert run.samples(step=2)["completion"] == ["a", "b"] and len(run.samples()) == 14
+    assert run.samples(step=2, untrained=True)["completion"] == ["a", "slow", "b"]
+    with pytest.raises(ValueError, match=r"samples has no step 0: it has 1 to 7$"):
+        run.samples(step=0)
+    assert len(run.evaluation_samples(step=0)) == 0, "nothing was kept of evaluations"
+    told = ToldRun(name="", folder=tmp_path, config={}, total_steps=None, resumed_step=None)
+    told.tell({}, rows[:3], None)
+    assert [row["completion"] for row in told.samples()] == ["a", "b"]
+    assert told.samples(untrained=True) == rows[:3]
+    told.tell({}, [{"step": 0, "completion": "c"}], None)
+    assert len(told.samples()) == 1, "an evaluation trains on nothing, and all of it is told"
 
 
 def test_hostile_names_are_inert(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 def errors_of(*words: str, terminal: bool) -> str:
     """Standard error of a command, with a terminal there or a pipe."""
     command = [sys.executable, "-m", "rollpacker", *words]
-    environment = {**os.environ, "TERM": "xterm"}
+    environment = {**os.environ, "TERM": "xterm", "FORCE_COLOR": "1"}  # as a kernel's children have
     ours, theirs = pty.openpty() if terminal else os.pipe()
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment

@@ -15,6 +15,7 @@ from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.synonyms import TABLE, TRL_DIFFERS, all_keys, hint, synonyms
 from rollpacker.config.warmup import WarmupConfig
+from rollpacker.report.other_names import NAMES
 
 KNOWN = {*all_keys(RunConfig)}
 MINIMAL = """\
@@ -136,6 +137,12 @@ def test_an_unknown_key_gets_its_hint(tmp_path: Path, override: str, expected: s
         ("torch_dtype=bfloat16", "Here it is model.dtype"),
         ("min_p=0.1", "There is none: sampling has"),
         ("disable_dropout=true", "There is none"),
+        ("bf16=true", "Here it is model.dtype=bfloat16"),
+        ("bf16=false", "Here it is model.dtype=float32"),
+        ("fp16=false", "There is none: there is no float16: leave it out"),
+        ("use_cpu=true", "Here it is model.device=cpu."),
+        ("use_cpu=false", "Here it is model.device=auto: the default: leave it out"),
+        ("per_device_train_batch_size=8", "/ num_generations"),
         ("train.seed=3", "Here it is seed."),
     ],
 )
@@ -255,7 +262,16 @@ PAGE = (ROOT / "docs" / "migration.md").read_text()
 def test_the_page_is_the_table() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_migration.py"))["with_tables"]
     assert made(PAGE) == PAGE, "run: python docs/make_migration.py"
-    assert {one.framework for one in synonyms()} == set(re.findall(r"table: ([\w-]+)", PAGE))
+    shown = {one.framework for one in synonyms()} | {f"{one}-metrics" for one in NAMES}
+    assert shown == set(re.findall(r"table: ([\w-]+)", PAGE))
+
+
+def test_metrics_are_metrics() -> None:
+    listed = (ROOT / "docs" / "metrics.md").read_text()
+    for theirs, ours in (pair for names in NAMES.values() for pair in names.items()):
+        section, _, last = ours.rpartition("/")
+        assert f"`{ours}`" in listed or (f"`{section}/" in listed and f"`/{last}`" in listed), ours
+        assert f"`{theirs}`" not in listed
 
 
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))

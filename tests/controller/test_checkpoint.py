@@ -171,6 +171,8 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
             check_resume([change], same, same)
     with pytest.raises(RunError, match="the training data changed"):
         check_resume([], same, {**same, "train_data": "d"})
+    with pytest.raises(RunError, match=r"'<python>:g': a function that was mended .* same name"):
+        check_resume([("rewards[0].function", "<python>:f", "<python>:g")], same, same)
 
 
 def test_how_prompts_were_made_is_kept_over_a_resume() -> None:

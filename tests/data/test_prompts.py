@@ -186,7 +186,8 @@ def test_prompt_function(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"}\n{"prompt": \n', ["rows.jsonl, line 2", "not valid JSON", "column"]),
         ('{"prompt": "a"}\n[1, 2]\n', ["line 2", "must be an object", "list"]),
-        ('{"prompt": "a"}\n{"promt": "b"}\n', ["line 2", "no column prompt", '"promt"']),
+        ('{"prompt": "a"}\n{"promt": "b"}\n', ["line 2", "no column prompt", '"promt"', "leave"]),
+        ('{"promt": "b"}\n{"prompt": "a"}\n', ["line 1", "Other rows have it: add it to this one"]),
         ('{"prompts": "a"}\n', ["no column prompt", 'Did you mean "prompts"?', "prompt_column"]),
         ('{"prompt": ""}\n', ["line 1", "empty"]),
         ('{"prompt": null}\n', ["line 1", "text or a list of chat messages"]),

@@ -47,6 +47,8 @@ def test_rounds_that_overlap_are_not_compared() -> None:
     assert len(steps) == 9
     assert summary["training_reward"] == {"first": None, "last": None}
     assert "training reward" not in text(summary)
+    assert "learning" in text(summary)
+    assert "learning" not in text({**summary, "evaluations": []}), "a table without a row"
 
 
 def evaluated(first: float, last: float, errors: tuple[float | None, float | None]) -> dict:

@@ -43,7 +43,7 @@ class FakeRun:
         self.folder = folder
         folder.mkdir(exist_ok=True)
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
         return [{"prompt": "1+1=", "completion": "\x1b[31m\ud800<b>", "reward": 0.5, "parts": {}}]
 
     def log(self, name: str, value: float) -> None: ...

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from rollpacker.core.tail_batching import Tier
 from rollpacker.trainer.model import write_character_tokenizer
 from rollpacker.trl import RolloutFunction, rollout_function
 
@@ -352,6 +353,11 @@ def test_all_three_are_needed(model_folder: Path, tmp_path: Path) -> None:
     own.train_dataset = Dataset.from_list(ROWS)
     with pytest.raises(ValueError, match=r"train_dataset=rollout\.dataset"):
         own.train()
+    own = trainer(model_folder, tmp_path, rollout, Seen())
+    own.rollout_func = None  # after a training that had all three
+    with pytest.raises(ValueError, match=r"not asked .* rollout_func=rollout"):
+        own.train()
+    assert own.state.global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -365,11 +371,25 @@ def test_all_three_are_needed(model_folder: Path, tmp_path: Path) -> None:
         ({"engine": {"max_slots": "many"}}, 'max_slots is "many". Allowed: a whole number'),
         ({"engine": 3}, "engine of rollout_function is a dict"),
         ({"prompt_factor": 99}, "prompt_factor must lie between 1 and 16"),
+        ({"prompt_factor": "much"}, 'prompt_factor is "much". Allowed: a number'),
+        ({"stragglers": "Pool"}, 'rollout_function: stragglers is "Pool".* mean "pool"'),
+        ({"carry": "exakt"}, 'carry is "exakt". Allowed: .*"exact"'),
+        ({"selection": "published", "race": "score"}, 'race is "score".* mean "scored"'),
+        ({"enabled": "false"}, 'enabled is "false". Allowed: true or false'),
+        ({"tiers": "a"}, 'tiers is "a". Allowed: a list'),
     ],
 )
 def test_settings_that_trl_cannot_have(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rollout_function(Dataset.from_list(ROWS), **keys)
+
+
+def test_settings_may_be_objects_or_texts() -> None:
+    rollout = rollout_function(
+        Dataset.from_list(ROWS), prompt_factor="1.75", tiers=(Tier(prompt_factor=2),)
+    )
+    assert rollout._tail_batching.prompt_factor == 1.75
+    assert rollout._tail_batching.tiers == (Tier(prompt_factor=2, sample_factor=1.0),)
 
 
 def test_a_stream_of_rows_is_refused() -> None:
