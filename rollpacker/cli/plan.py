@@ -158,7 +158,12 @@ def _outside(
     best: Any,
 ) -> str:
     """What of the best setting lies outside of what was fitted or measured."""
-    from rollpacker.sim.fitted_range import OUTSIDE_STEPS, outside_of_run, outside_of_scenario
+    from rollpacker.sim.fitted_range import (
+        OUTSIDE_STEPS,
+        assumed,
+        outside_of_run,
+        outside_of_scenario,
+    )
     from rollpacker.sim.given_constants import given_constants
     from rollpacker.sim.scenario import Scenario
 
@@ -166,7 +171,9 @@ def _outside(
         assert isinstance(config, Scenario)
         given = given_constants(args.target, args.overrides).describe()
         now_s = found.current.step_s
-        return outside_of_scenario(config, step_s=now_s, whose="the current step", given=given)
+        told = assumed({config.system: config}, {})
+        outside = outside_of_scenario(config, step_s=now_s, whose="the current step", given=given)
+        return " ".join(filter(None, (told, outside)))
     predicted = model.simulate_config(best, steps=OUTSIDE_STEPS, seed=1)
     return outside_of_run(model, best, predicted)
 

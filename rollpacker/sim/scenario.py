@@ -24,7 +24,13 @@ from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
-from rollpacker.sim.scenario_checks import at_least_one, check_known, check_seconds, listed
+from rollpacker.sim.scenario_checks import (
+    at_least_one,
+    check_known,
+    check_seconds,
+    check_training_memory,
+    listed,
+)
 from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
@@ -366,6 +372,9 @@ class Scenario:
             )
 
     def _check_memory(self) -> None:
+        gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
+        gpu_gb = self.cluster.gpu_spec.memory_gb
+        check_training_memory(self.shape.params, gpus, gpu_gb, per_node)
         degree = self.rollout.tensor_parallel
         machine = DatasheetModel(model=self.shape, gpu=self.cluster.gpu_spec)
         try:
