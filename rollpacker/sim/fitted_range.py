@@ -68,8 +68,8 @@ def outside_of_scenario(
             assert step_s is not None
             told.append(
                 f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} come from power laws of "
-                f"the parameters, whatever the number of GPUs: {_listed(laws)}. At the three models "
-                "that of the weight sync is off by up to 20 %, the other one by 1 %."
+                f"the parameters, whatever the number of GPUs: {_listed(laws)}. At the three "
+                "models that of the weight sync is off by up to 20 %, the other one by 1 %."
             )
         return " ".join(told)
     assert step_s is not None

@@ -33,9 +33,7 @@ def check_known(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{hint}')
 
 
-def check_training_memory(
-    params: float, gpus: int, gpu_gb: float, gpus_per_node: int
-) -> None:
+def check_training_memory(params: float, gpus: int, gpu_gb: float, gpus_per_node: int) -> None:
     """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
     needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
     if needed > there:

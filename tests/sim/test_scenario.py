@@ -151,7 +151,14 @@ QUANTILES = "lengths.quantiles="
         ("model=qwen2.5-72b", ["rollout.tensor_parallel", "is 2", "72.7 GB", "raise"]),
         (
             "cluster={gpu: {memory_gb: 32, bandwidth_tb_s: 1, tflops: 9, nvlink_gb_s: 9}, gpus: 8}",
-            ["cluster.gpus", "is 8: training", "18 bytes", "265.9 GB", "8 x 32 GB are 256.0", "take 16 GPUs"],
+            [
+                "cluster.gpus",
+                "is 8: training",
+                "18 bytes",
+                "265.9 GB",
+                "8 x 32 GB are 256.0",
+                "take 16 GPUs",
+            ],
         ),
         (
             "cluster.gpu={memory_gb: 18, bandwidth_tb_s: 1, tflops: 100, nvlink_gb_s: 100}",
