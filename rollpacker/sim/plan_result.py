@@ -198,6 +198,7 @@ class Reason:
     """Length shift without it."""
 
 
+# size: one field for everything that is told of a plan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the search found."""
