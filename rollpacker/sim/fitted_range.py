@@ -45,6 +45,7 @@ OUTSIDE_STEPS = 20
 ASSUMED_MISMATCH = 1e-3
 """Per token and update: of a policy that learns fast."""
 CARRY = CarrySpec()
+OUR_PRESET = "rollpacker"
 LEAST = 0.005
 """Of a step: what moves less is not named."""
 
@@ -119,7 +120,7 @@ def _carried(scenarios: Mapping[str, Scenario]) -> list[str]:
 
 def _preset(scenarios: Mapping[str, Scenario]) -> list[str]:
     """Where the preset of our name is not what a run does that sets nothing."""
-    name, default = Scenario.__dataclass_fields__["system"].default, TailBatchingConfig()
+    name, default = OUR_PRESET, TailBatchingConfig()
     tail = None if name not in scenarios else scenarios[name].tail_batching
     if tail is None or not tail.enabled or tail.chooses:
         return []
