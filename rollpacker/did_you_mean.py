@@ -9,9 +9,10 @@ from pathlib import Path
 
 def did_you_mean(name: str, known: Iterable[object], *, cutoff: float = 0.5) -> str:
     """` Did you mean "..."?`, or nothing where no known name is close. `cutoff`: how much of the
-    two must be alike, from 0 to 1."""
-    close = difflib.get_close_matches(name, [str(one) for one in known], 1, cutoff)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    two must be alike, from 0 to 1; upper and lower case are."""
+    by_folded = {str(one).casefold(): str(one) for one in known}
+    close = difflib.get_close_matches(name.casefold(), by_folded, 1, cutoff)
+    return f' Did you mean "{by_folded[close[0]]}"?' if close else ""
 
 
 def did_you_mean_file(path: Path, there: Iterable[Path]) -> str:

@@ -48,14 +48,14 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 
 @contextlib.contextmanager
-def not_begun() -> Iterator[None]:
+def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
     """An interrupt in here says that there was nothing to save, unless it says something else."""
     try:
         yield
     except KeyboardInterrupt as error:
         if error.args:
             raise
-        raise KeyboardInterrupt(NOT_BEGUN) from None
+        raise KeyboardInterrupt(message) from None
 
 
 @contextlib.contextmanager

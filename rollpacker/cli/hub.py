@@ -60,15 +60,13 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
     if not (models or sets):
         return
     if _OFFLINE in os.environ and not _set_by_us:
-        _refuse_what_is_not_here(models)
+        _refuse_what_is_not_here(models, sets)
         return
     why = unreachable()
     _go_offline(why is not None)
     if why is None:
         return
-    missing = [(key, n, "model") for key, n in models.items() if not _model_is_here(n)]
-    missing += [(key, n, "data set") for key, n in sets.items() if not _set_is_here(n)]
-    for key, name, kind in missing:
+    for key, name, kind in _not_here(models, sets):
         raise HubError(
             f"{key} {name}: the Hugging Face hub ({_endpoint()}) cannot be reached ({why}), and"
             f" this machine has no copy of that {kind}. Without a network, set {key} to a folder"
@@ -81,19 +79,24 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
     )
 
 
-def _refuse_what_is_not_here(models: Mapping[str, str]) -> None:
+def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> None:
     """The environment forbids asking the hub: a name without a copy here can only fail, and the
-    library would speak of the network."""
+    libraries would speak of the network, for a data set after half a minute of trying."""
     value = os.environ[_OFFLINE]
     if value.upper() not in ("1", "ON", "YES", "TRUE"):
         return
-    for key, name in models.items():
-        if not _model_is_here(name):
-            raise HubError(
-                f"{key} {name}: {_OFFLINE}={value} forbids asking the Hugging Face hub, and this"
-                " machine has no copy of that model. Correct the name, set"
-                f" {key} to a folder that has it, or unset {_OFFLINE}."
-            )
+    for key, name, kind in _not_here(models, sets):
+        raise HubError(
+            f"{key} {name}: {_OFFLINE}={value} forbids asking the Hugging Face hub, and this"
+            f" machine has no copy of that {kind}. Correct the name, set"
+            f" {key} to a folder that has it, or unset {_OFFLINE}."
+        )
+
+
+def _not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Key, name and kind of what this machine has no copy of."""
+    missing = [(key, n, "model") for key, n in models.items() if not _model_is_here(n)]
+    return missing + [(key, n, "data set") for key, n in sets.items() if not _set_is_here(n)]
 
 
 def unreachable() -> str | None:

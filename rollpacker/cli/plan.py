@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
 """Trained tokens fewer by more than this share are said; a rate within the other is the same."""
+LINE_EVERY_S = 10.0
+"""Without a terminal, a line of progress at most this often."""
 NO_TAIL_SHARE = 0.3
 """With more responses than this at the cap, the cap is what ends a round."""
 _EXAMPLES = """\
@@ -71,6 +73,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    from rollpacker.cli.driving import ending_as_interrupt
+
+    with ending_as_interrupt():  # so that the processes end as well
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
     from rollpacker.sim import plan_ideas
-    from rollpacker.sim.plan_run import RunEvaluate, as_measured
+    from rollpacker.sim.plan_run import RunEvaluate, as_measured, measured_base
     from rollpacker.sim.scenario import load_scenario
     from rollpacker.sim.whatif import load_run
 
@@ -90,18 +100,19 @@ def run(args: argparse.Namespace) -> int:
     config: Scenario | RunConfig
     evaluate: plan_ideas.Evaluate
     model: RunModel | None = None
+    real: AsMeasured | None = None
     if Path(args.target).suffix in (".yaml", ".yml"):
         config = load_scenario(args.target, args.overrides)
         base, evaluate = plan_ideas.plan_base(config), plan_ideas.ScenarioEvaluate(scenario=config)
     else:
         model = load_run(args.target)
         config = model.with_overrides(args.overrides)
-        base = plan_ideas.plan_base_of_run(config, model)
+        real = as_measured(model)
+        base = measured_base(config, model, real)
         evaluate = RunEvaluate(model=model, config=config)
         budget = evaluate.budget(budget)
     found = _search(args, base, evaluate, budget)
     best = plan_ideas.changed(config, found.best.candidate.changes)
-    real = None if model is None else as_measured(model)
     console = output.console()
     if args.json:
         print(json.dumps(_to_plain(args.target, found, real), allow_nan=False))
@@ -116,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(best, RunConfig):  # a folder of the run's own name is there already
             best = dataclasses.replace(best, name=f"{best.name}-planned")
         with naming(out.parent):
-            save_config(best, out)
+            save_config(best, out, comment=_comment(args.target, found))
         if not args.json:
             console.print(f"\nWrote {out}.", soft_wrap=True, markup=False, highlight=False)
     return 0
@@ -125,8 +136,10 @@ def run(args: argparse.Namespace) -> int:
 def _search(
     args: argparse.Namespace, base: Base, evaluate: Evaluate, budget: planning.Budget
 ) -> Plan:
-    """Plan, with a bar on stderr."""
+    """Plan, with a bar on stderr, or where that is no terminal with a line now and then."""
     import os
+    import sys
+    import time
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -135,6 +148,15 @@ def _search(
 
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
     errors = console(stderr=True)
+    told_s = time.monotonic()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal told_s
+        bars.update(bar, description=stage, completed=done, total=max(total, 1))
+        if not errors.is_terminal and time.monotonic() - told_s >= LINE_EVERY_S:
+            told_s = time.monotonic()
+            print(f"rollpacker: {stage}: {done} of {total} simulations", file=sys.stderr)
+
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
         return planning.plan(
@@ -143,10 +165,18 @@ def _search(
             budget=budget,
             max_shift=args.max_shift,
             jobs=(os.cpu_count() or 1) if args.jobs is None else args.jobs,
-            progress=lambda stage, done, total: bars.update(
-                bar, description=stage, completed=done, total=max(total, 1)
-            ),
+            progress=progress,
         )
+
+
+def _comment(target: str, plan: Plan) -> str:
+    """For the head of the file."""
+    import textwrap
+
+    lines = [f"The best setting that rollpacker plan found for {target}."]
+    if plan.given_up is not None:
+        lines += textwrap.wrap(plan.given_up, 98)
+    return "\n".join(lines)
 
 
 def _outside(
@@ -157,7 +187,12 @@ def _outside(
     best: Any,
 ) -> str:
     """What of the best setting lies outside of what was fitted or measured."""
-    from rollpacker.sim.fitted_range import OUTSIDE_STEPS, outside_of_run, outside_of_scenario
+    from rollpacker.sim.fitted_range import (
+        OUTSIDE_STEPS,
+        assumed,
+        outside_of_run,
+        outside_of_scenario,
+    )
     from rollpacker.sim.given_constants import given_constants
     from rollpacker.sim.scenario import Scenario
 
@@ -165,7 +200,9 @@ def _outside(
         assert isinstance(config, Scenario)
         given = given_constants(args.target, args.overrides).describe()
         now_s = found.current.step_s
-        return outside_of_scenario(config, step_s=now_s, whose="the current step", given=given)
+        told = assumed({config.system: config}, {})
+        outside = outside_of_scenario(config, step_s=now_s, whose="the current step", given=given)
+        return " ".join(filter(None, (told, outside)))
     predicted = model.simulate_config(best, steps=OUTSIDE_STEPS, seed=1)
     return outside_of_run(model, best, predicted)
 
@@ -313,6 +350,8 @@ def _what_to_do(plan: Plan) -> list[str]:
                 "settings do not either: raise --max-shift, or correct the shift with "
                 "tail_batching.debias=moments."
             ]
+        if plan.refused is not None:
+            return [_why_refused(plan, plan.refused)]
         return [
             "Stay with the current settings: nothing within the bound is faster by more than "
             "the noise."
@@ -337,9 +376,22 @@ def _what_to_do(plan: Plan) -> list[str]:
                 f"It {why} on {fewer:.0%} fewer tokens: in trained tokens per second it is "
                 f"{rate:.2f}x the current settings."
             )
+    if plan.given_up is not None:
+        lines.append(plan.given_up)
     lines += ["", "Changes:"]
     lines += [f"  {key}={_shown(value)}" for key, value in sorted(best.candidate.changes.items())]
     return lines
+
+
+def _why_refused(plan: Plan, refused: Finding) -> str:
+    assert plan.trust is not None
+    now = plan.current
+    gain = refused.tokens_per_s / now.tokens_per_s - 1
+    return (
+        f"Stay with the current settings: with {refused.candidate.name} the step takes "
+        f"{refused.saved_s / now.step_s:.1%} less, but trained tokens per second change by "
+        f"{gain:+.1%}, which is not more than the {plan.trust:.1%} by which the simulation is off."
+    )
 
 
 def _shown(value: object) -> str:
@@ -383,6 +435,11 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
                 if plan.order_only
                 else "."
             )
+        )
+    if plan.measured_shift is not None and not corrected:
+        bound += (
+            f" The current settings are held to it by the shift that the run measured "
+            f"({plan.measured_shift:+.1%}), not by the simulated one ({plan.current.shift:+.1%})."
         )
     return [
         bound,

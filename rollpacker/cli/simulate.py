@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{own.name}: {_machine_text(own)}, {steps}\n")
         print(render(results))
         _print_meaning(explain(results))
+        if text := _assumed(own, results):
+            _print_meaning(text)
         _print_meaning(_outside(args, own, results))
     _draw(results, picture, own.name, told=not args.json)
     return 0
@@ -223,6 +225,13 @@ def _warn_of_part_window(name: str, scenario: Scenario) -> None:
 
 def _note(text: str) -> None:
     print(f"rollpacker: note: {text}", file=sys.stderr)
+
+
+def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
+    from rollpacker.sim.fitted_range import assumed
+    from rollpacker.sim.scenario import with_system
+
+    return assumed({name: with_system(own, name) for name in results}, results)
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.data.dataset import DatasetConfig
 
+DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
 """Rows of a larger file are not counted for the first line: that takes a tenth of a second."""
 
@@ -48,7 +49,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises what `train` raises."""
-    with not_begun(), ending_as_interrupt():
+    told = (DRY_RUN_INTERRUPTED,) if args.dry_run else ()
+    with not_begun(*told), ending_as_interrupt():
         return _run(args)
 
 

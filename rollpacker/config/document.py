@@ -226,8 +226,8 @@ def _kind(value: object) -> str:
     return "list" if isinstance(value, list) else "single value"
 
 
-def write_document(value: dict[str, Any], path: str | Path) -> None:
-    """Write as YAML: complete or not at all. Raises `OSError`."""
+def write_document(value: dict[str, Any], path: str | Path, *, comment: str = "") -> None:
+    """Write as YAML, below a comment: complete or not at all. Raises `OSError`."""
     path = Path(path)
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
@@ -235,6 +235,7 @@ def write_document(value: dict[str, Any], path: str | Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(f"# {line}\n" for line in comment.splitlines())
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -212,9 +212,10 @@ def to_plain(config: object) -> dict[str, Any]:
     return cast(dict[str, Any], to_plain_value(config))
 
 
-def save_config(config: object, path: str | Path) -> None:
-    """Write the resolved config as YAML, atomically; `load_config` reads back an equal one."""
-    write_document(to_plain(config), path)
+def save_config(config: object, path: str | Path, *, comment: str = "") -> None:
+    """Write the resolved config as YAML below a comment, atomically; `load_config` reads back an
+    equal one."""
+    write_document(to_plain(config), path, comment=comment)
 
 
 def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, object, object]]:

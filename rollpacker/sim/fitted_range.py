@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.presets import LENGTH_LAWS
 from rollpacker.sim.result import SystemResult
-from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.scenario import CarrySpec, Scenario
 from rollpacker.sim.simulate import machine_of, simulate
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ OUTSIDE_STEPS = 20
 """Of a plan's best setting, simulated once more for its sentence."""
 ASSUMED_MISMATCH = 1e-3
 """Per token and update: of a policy that learns fast."""
+CARRY = CarrySpec()
+OUR_PRESET = "rollpacker"
 LEAST = 0.005
 """Of a step: what moves less is not named."""
 
@@ -66,8 +69,8 @@ def outside_of_scenario(
             assert step_s is not None
             told.append(
                 f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} come from power laws of "
-                f"the parameters: {_listed(laws)}. At the three models that of the weight sync is "
-                "off by up to 20 %, the other one by 1 %."
+                f"the parameters, whatever the number of GPUs: {_listed(laws)}. At the three "
+                "models that of the weight sync is off by up to 20 %, the other one by 1 %."
             )
         return " ".join(told)
     assert step_s is not None
@@ -75,7 +78,7 @@ def outside_of_scenario(
     if laws:
         told.append(
             f"{_s(sum(laws.values()))} of the {_s(step_s)} of {whose} are extrapolated by power "
-            f"laws of the parameters: {_listed(laws)}."
+            f"laws of the parameters, whatever the number of GPUs: {_listed(laws)}."
         )
     moved = _moved(scenario)
     if moved:
@@ -85,6 +88,46 @@ def outside_of_scenario(
             f"{worse}."
         )
     return " ".join([*told, *_beyond_the_lengths(scenario)])
+
+
+def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResult]) -> str:
+    """For below the table of these systems: what of it nobody fitted, whatever the machine."""
+    told = [*_carried(scenarios), *_preset(scenarios)]
+    for name, result in results.items():
+        num = sum(step.preemptions for step in result.steps)
+        if num:
+            least = min(step.tensor_parallel for step in result.steps)
+            told.append(
+                f"{num:,} preemptions of {name} are outside of what was fitted, where there were "
+                f"none: fix the degree with rollout.tensor_parallel above {least} and "
+                "parallelism_planner.enabled=false."
+            )
+    return " ".join(told)
+
+
+def _carried(scenarios: Mapping[str, Scenario]) -> list[str]:
+    names = [
+        name for name, one in scenarios.items() if one.tail_batching.carries and one.carry == CARRY
+    ]
+    if not names:
+        return []
+    return [
+        f"Of {' and '.join(names)} it is assumed that no carried token changes under newer weights "
+        "(carry.mismatch=0), which was never fitted: set what a run of yours measured "
+        "(carry/mismatch_per_token)."
+    ]
+
+
+def _preset(scenarios: Mapping[str, Scenario]) -> list[str]:
+    """Where the preset of our name is not what a run does that sets nothing."""
+    name, default = OUR_PRESET, TailBatchingConfig()
+    tail = None if name not in scenarios else scenarios[name].tail_batching
+    if tail is None or not tail.enabled or tail.chooses:
+        return []
+    ours, theirs = (f"a {t.stragglers} at factor {t.factors.prompts:g}" for t in (tail, default))
+    if ours == theirs:
+        return []
+    return [f"{name} is {ours} here; rollpacker train takes {theirs} by default."]
 
 
 def _places(scenario: Scenario) -> list[str]:

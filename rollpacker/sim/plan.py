@@ -15,13 +15,11 @@ or too few long rounds by chance; the weights are known exactly.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
 
 from rollpacker.sim.plan_ideas import (
@@ -40,10 +38,12 @@ from rollpacker.sim.plan_result import (
     Measure,
     Plan,
     Reason,
+    choose,
     finding,
     measure,
     round_shares,
 )
+from rollpacker.sim.plan_workers import work, workers
 from rollpacker.sim.result import SystemResult
 
 Progress = Callable[[str, int, int], None]
@@ -58,7 +58,6 @@ FINAL_MARGIN = 0.002
 """A finalist's length shift keeps the bound by this much, so that fresh seeds seldom refuse it."""
 FINAL_SEED = 1000
 """Finalists are compared on seeds that the search has not seen."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,12 @@ def plan(
     """
     if max_shift is not None and not 0 <= max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {max_shift}")
-    with _workers(evaluate, jobs) as workers:
-        return _Search(base, evaluate, budget, max_shift, workers, progress).run()
+    with workers(evaluate, jobs) as pool:
+        search = _Search(base, evaluate, budget, max_shift, pool, progress)
+        try:
+            return search.run()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted; {search.so_far()}") from None
 
 
 def compare(
@@ -126,8 +129,8 @@ def compare(
 ) -> list[Finding]:
     """These candidates on the same seeds (counted from the base's own); savings are against the
     first. More steps are simulated where they are needed to see every kind of round."""
-    with _workers(evaluate, jobs) as workers:
-        search = _Search(base, evaluate, BUDGETS["quick"], None, workers, progress)
+    with workers(evaluate, jobs) as pool:
+        search = _Search(base, evaluate, BUDGETS["quick"], None, pool, progress)
         return search.compare(candidates, seeds, steps, "comparison")
 
 
@@ -151,6 +154,7 @@ class _Search:
         self._progress = progress
         self._known: dict[tuple[str, int, int], Measure] = {}
         self._num_simulated = 0
+        self._best_so_far: Finding | None = None
 
     def run(self) -> Plan:
         budget, base = self._budget, self._base
@@ -166,11 +170,10 @@ class _Search:
         now, found = self._finals(finalists, seeds)
         without = self._without_tail(finalists, seeds)
         kept = [f for f in found if self._keeps(f) and self._keeps_at_ends(f, seeds)]
-        best, reasons = now, tuple[Reason, ...]()
-        if kept and (kept[0].is_clear or not self._keeps(now)):
-            best = kept[0]
-            reasons = self._explain(best, seeds)
-        elif without is not None and not self._keeps(now):
+        keeps = self._current_keeps(now)
+        best, refused = choose(now, kept, current_keeps=keeps, trust=base.trust)
+        reasons = tuple[Reason, ...]() if best is now else self._explain(best, seeds)
+        if best is now and without is not None and not keeps:
             best = without  # nothing else keeps the lengths
         oracle = None
         if base.oracle is not None:
@@ -194,7 +197,26 @@ class _Search:
             capped_share=self._base.capped_share,
             order_only=self._base.order_only,
             mismatch=self._base.mismatch,
+            refused=refused,
+            trust=base.trust,
+            measured_shift=base.measured_shift,
         )
+
+    def so_far(self) -> str:
+        """The fastest that was found, for who does not wait for the end."""
+        best = self._best_so_far
+        if best is None or best.saved_s <= 0:
+            return "nothing faster was found so far"
+        share = best.saved_s / (best.step_s + best.saved_s)
+        changes = " ".join(f"{key}={json.dumps(v)}" for key, v in best.candidate.changes.items())
+        return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
+
+    def _current_keeps(self, now: Finding) -> bool:
+        """By what was measured of them, where it was."""
+        shift = self._base.measured_shift
+        if shift is not None:
+            now = dataclasses.replace(now, shift=shift, shift_error=0.0)
+        return self._keeps(now)
 
     def _keeps_at_ends(self, found: Finding, seeds: Sequence[int]) -> bool:
         """Whatever the mismatch is inside its band."""
@@ -263,8 +285,9 @@ class _Search:
         seen = [c for c in tried if self._sees_all(c, steps)]
         found = self.compare([Candidate(), *seen], range(1), steps, stage)
         self._set_bound(found[0].shift)
-        fit = [f for f in found[1:] if self._keeps(f, slack)]
-        return [f.candidate for f in sorted(fit, key=lambda f: f.step_s)[:count]]
+        fit = sorted((f for f in found[1:] if self._keeps(f, slack)), key=lambda f: f.step_s)
+        self._best_so_far = fit[0] if fit else self._best_so_far
+        return [f.candidate for f in fit[:count]]
 
     def _simplify(self, candidate: Candidate) -> Candidate:
         """Without the ideas that nobody misses, one after the other, the last of the list first."""
@@ -380,7 +403,7 @@ class _Search:
                 yield key, self._evaluate(candidate, key[1], key[2])
             return
         tasks = {
-            self._workers.submit(_work, candidate, key[1], key[2]): key
+            self._workers.submit(work, candidate, key[1], key[2]): key
             for key, candidate in missing.items()
         }
         try:
@@ -403,44 +426,3 @@ def _together(alone: Iterable[tuple[Idea, float]], order: Sequence[Idea]) -> Can
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list({candidate.key: candidate for candidate in candidates}.values())
-
-
-# -- processes ---------------------------------------------------------------------
-
-_evaluate: Evaluate | None = None
-"""In a worker process: what it simulates with."""
-
-
-def _receive(evaluate: Evaluate) -> None:
-    global _evaluate
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    _evaluate = evaluate
-
-
-def _work(candidate: Candidate, seed: int, steps: int) -> SystemResult:
-    assert _evaluate is not None
-    return _evaluate(candidate, seed, steps)
-
-
-@contextmanager
-def _workers(evaluate: Evaluate, jobs: int) -> Iterator[Executor | None]:
-    """Processes of one thread each; none for one job."""
-    if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {jobs}")
-    if jobs == 1:
-        yield None
-        return
-    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
-    pool = ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_receive, initargs=(evaluate,)
-    )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

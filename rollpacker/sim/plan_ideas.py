@@ -105,6 +105,11 @@ class Base:
     """Its ends, where it is not known better."""
     capped_share: float | None = None
     """Of the policy's own responses, so many run to the cap; None: not known."""
+    trust: float | None = None
+    """By this share the simulated step is off: trained tokens per second must gain more. None: not
+    known."""
+    measured_shift: float | None = None
+    """Length shift of the current settings as a run measured it; None: it is simulated."""
 
     @property
     def order_only(self) -> bool:

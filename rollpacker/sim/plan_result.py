@@ -168,6 +168,21 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
+def choose(
+    now: Finding, kept: Sequence[Finding], *, current_keeps: bool, trust: float | None
+) -> tuple[Finding, Finding | None]:
+    """The best of the finalists that keep the bound, fastest first, or `now`; and the fastest one
+    where it was refused as its trained tokens per second gain no more than `trust`."""
+    if not kept or not current_keeps:
+        return (kept[0] if kept else now), None
+    if trust is None:
+        return (kept[0] if kept[0].is_clear else now), None
+    clear = [found for found in kept if found.is_clear]
+    least = (1 + trust) * now.tokens_per_s
+    best = next((found for found in clear if found.tokens_per_s > least), now)
+    return best, clear[0] if clear and best is now else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """What one idea is worth inside the best setting."""
@@ -183,6 +198,7 @@ class Reason:
     """Length shift without it."""
 
 
+# size: one field for everything that is told of a plan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the search found."""
@@ -210,6 +226,13 @@ class Plan:
     """Of the policy's own responses, so many run to the cap."""
     order_only: bool = False
     """Nothing may be selected."""
+    refused: Finding | None = None
+    """Its step is shorter than the current one's by more than noise, its trained tokens per second
+    gain no more than `trust`."""
+    trust: float | None = None
+    """As `Base.trust`."""
+    measured_shift: float | None = None
+    """As `Base.measured_shift`."""
     mismatch: float = 0.0
     """Chance per token and update that a carried token comes out differently."""
     num_seeds: int
@@ -235,8 +258,20 @@ class Plan:
         """The current settings keep the bound themselves."""
         if self.max_shift is None:
             return True
-        shift = self.current.shift
+        measured = self.measured_shift
+        shift = self.current.shift if measured is None else measured
         return (abs(shift) if self.order_only else -shift) <= self.max_shift
+
+    @property
+    def given_up(self) -> str | None:
+        """What the defaults promise and the best setting does not, in a sentence."""
+        if self.best.candidate.changes.get("tail_batching.complement") is not False:
+            return None
+        return (
+            "tail_batching.complement=false gives up what the default promises, the lengths of the "
+            "policy: a response that was cut off may end before that place under newer weights, "
+            "so that training gets shorter responses the more the policy moves."
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker plan --json` prints it."""
@@ -244,6 +279,7 @@ class Plan:
             "current": _finding_to_plain(self.current),
             "best": _finding_to_plain(self.best),
             "stays": self.stays,
+            "gives_up": self.given_up,
             "tail_batching_pays": self.pays,
             "mismatch": self.mismatch,
             "ranked": [_finding_to_plain(finding) for finding in self.ranked],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.sim.plan import FINAL_SEED, Budget
-from rollpacker.sim.plan_ideas import Candidate, changed
+from rollpacker.sim.plan_ideas import Base, Candidate, changed, plan_base_of_run
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
@@ -76,3 +76,13 @@ def as_measured(model: RunModel) -> AsMeasured:
     steps = min(model.fitted.num_steps, MAX_FINAL_STEPS)
     simulated = own(Candidate(), FINAL_SEED, steps)
     return AsMeasured(measured=model.measured(), simulated=simulated)
+
+
+def measured_base(config: RunConfig, model: RunModel, real: AsMeasured) -> Base:
+    """What can be tried, and what the run itself says: of its own settings how far its lengths
+    shifted, of any how far a simulation may be trusted."""
+    return replace(
+        plan_base_of_run(config, model),
+        trust=abs(real.offset),
+        measured_shift=real.measured.length_shift if config == model.config else None,
+    )

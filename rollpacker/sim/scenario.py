@@ -30,6 +30,7 @@ from rollpacker.sim.scenario_checks import (
     check_engines,
     check_known,
     check_seconds,
+    check_training_memory,
     listed,
 )
 from rollpacker.sim.unkind import UnkindConfig
@@ -379,6 +380,9 @@ class Scenario:
             )
 
     def _check_memory(self) -> None:
+        gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
+        gpu_gb = self.cluster.gpu_spec.memory_gb
+        check_training_memory(self.shape.params, gpus, gpu_gb, per_node)
         degree = self.rollout.tensor_parallel
         machine = DatasheetModel(model=self.shape, gpu=self.cluster.gpu_spec)
         try:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1e9
 """Of any one thing."""
+TRAINED_PARAMETER_BYTES = 18
+"""bfloat16 weights, and in float32 gradients, master weights and Adam's two moments."""
 
 
 def at_least_one(owner: object, *names: str) -> None:
@@ -31,7 +33,23 @@ def check_seconds(name: str, value: float | None) -> None:
 def check_known(name: str, value: str, known: Iterable[str]) -> None:
     known = list(known)
     if value not in known:
-        raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{nearest(value, known)}')
+        hint = nearest(value.rpartition("/")[2], known)  # on the hub a name has an owner before it
+        raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{hint}')
+
+
+def check_training_memory(params: float, gpus: int, gpu_gb: float, gpus_per_node: int) -> None:
+    """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
+    needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
+    if needed > there:
+        least = math.ceil(needed / gpu_gb)
+        if least > gpus_per_node:  # whole nodes
+            least = math.ceil(least / gpus_per_node) * gpus_per_node
+        raise ValueError(
+            f"cluster.gpus is {gpus}: training needs {TRAINED_PARAMETER_BYTES} bytes of each of "
+            f"{params / 1e9:.1f}e9 parameters (weights, gradients, optimizer), {needed:,.1f} GB in "
+            f"all, but {gpus} x {gpu_gb:g} GB are {there:,.1f}: take "
+            f"{least} GPUs or more, larger ones, or a smaller model"
+        )
 
 
 def check_quantiles(

@@ -59,13 +59,21 @@ def _seconds_table(results: Results, reference: str, last_stage: str) -> list[li
     rows = [["seconds of a step, mean", "step", "speed", "tokens/s", *stages]]
     base = results[reference].mean["total_s"]
     digits = _digits(results)
+    flattered = _flattered(results, reference)
     for name, result in results.items():
         mean = result.mean
-        speed = f"{_number(_over(base, mean['total_s']), 2)}x"
+        speed = f"{'~' if name in flattered else ''}{_number(_over(base, mean['total_s']), 2)}x"
         seconds = (_number(mean[field], digits) for field in STAGES.values())
         tokens = _number(result.trained_tokens_per_s, 0)
         rows.append([name, _number(mean["total_s"], digits), speed, tokens, *seconds])
     return rows
+
+
+def _flattered(results: Results, reference: str) -> set[str]:
+    """Systems whose speed compares steps that have not met their longest responses."""
+    if _misses_the_longest(results[reference]):
+        return set(results) - {reference}
+    return {name for name, result in results.items() if _misses_the_longest(result)}
 
 
 def _rounds_table(results: Results) -> list[list[str]]:
@@ -146,6 +154,7 @@ def explain(results: Results) -> str:
     told = (
         _where_it_goes(name, results),
         _what_is_trained(name, results[name]),
+        *_mark_explained(results, next(iter(results))),
         *_trains_on_less(results, next(iter(results))),
         *_faster_than_the_oracle(results),
     )
@@ -173,7 +182,14 @@ def explain_what_if(results: Results) -> str:
     simulated = {"The run as it was": same, "the run with the changes": changed}
     less = _trains_on_less(simulated, "The run as it was")
     trained = _what_is_trained("With the changes the run", changed)
-    return " ".join(filter(None, (told, trained, *less)))
+    mark = _mark_explained(results, list(results)[1])
+    return " ".join(filter(None, (told, trained, *mark, *less)))
+
+
+def _mark_explained(results: Results, reference: str) -> list[str]:
+    if not _flattered(results, reference):
+        return []
+    return ["~ marks a speed over steps in which the longest responses are still to come."]
 
 
 def _trains_on_less(results: Results, reference: str) -> list[str]:
@@ -264,19 +280,27 @@ def _what_is_trained(name: str, result: SystemResult) -> str:
     )
 
 
+def _misses_the_longest(result: SystemResult) -> bool:
+    """The same prompts' lengths are kept, and the table has a shift all the same."""
+    return abs(_shift(result)) < _NOTABLE_SHIFT and result.length_shift < -_NOTABLE_SHIFT
+
+
 def _not_yet_trained(name: str, result: SystemResult) -> str:
-    """Where the same prompts' lengths are kept and the table has a shift all the same."""
-    if not result.length_shift < -_NOTABLE_SHIFT:
+    if not _misses_the_longest(result):
         return ""
     later = result.steps[len(result.steps) // 2 :]
     later_s = sum(step.total_s for step in later) / len(later)
     digits, mean_s = _digits({name: result}), result.mean["total_s"]
+    short = (
+        f" The first steps are short for that: the later half take {_number(later_s, digits)} s "
+        f"each, not {_number(mean_s, digits)} s."
+        if later_s > mean_s
+        else ""
+    )
     return (
         f" That is paired, against the same prompts; the shift of "
         f"{_percent(result.length_shift, sign=True)} is against all prompts, of which the longest "
-        f"are still to come or wait in the pool. The first steps are short for that: the later "
-        f"half take {_number(later_s, digits)} s each, not {_number(mean_s, digits)}"
-        " s. Simulate more steps."
+        f"are still to come or wait in the pool.{short} Simulate more steps."
     )
 
 

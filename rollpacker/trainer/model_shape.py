@@ -42,13 +42,6 @@ class DecoderShape:
         attention = 2 * self.query + 2 * self.key_value
         return self.hidden * (attention + 3 * self.feed_forward)
 
-    @property
-    def saved_per_layer(self) -> int:
-        """Elements per token that backward keeps of a decoder layer with fused attention and a
-        gated MLP."""
-        ends = 6 * self.hidden + 2 * self.query + 2 * self.key_value
-        return ends + 4 * self.feed_forward
-
 
 def model_folder(path: str) -> Path | None:
     """Where a model's files are on this machine: the path itself, or the hub's local copy."""

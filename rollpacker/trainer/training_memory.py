@@ -20,7 +20,9 @@ GIB = 1 << 30
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 
-
+SAVED_PER_LAYER = {"hidden": 6, "query": 2, "kv": 2, "ffn": 4}
+"""Elements per token that backward keeps of a decoder layer with fused attention and a gated MLP,
+for each of these widths."""
 BYTES_OF_8BIT = 1 + 4 / 256
 """A moment of 8 bits: its code, and a float32 scale for every 256."""
 BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -216,26 +218,37 @@ class TrainingMemory:
 
     def _activations(self, shape: DecoderShape) -> tuple[int, str]:
         """Bytes per token that stay until backward comes to them."""
-        last = 3 * shape.hidden * self.element + self._norm_bytes(shape)
+        last = 3 * self.element + self._norm_bytes
         if self.config.model.gradient_checkpointing:
-            size = shape.layers * shape.hidden * self.element
-            return size + last, f"(layers + 3) x hidden x {self.element} bytes"
-        formula = f"layers x (6 hidden + 2 query + 2 kv + 4 ffn) x {self.element} bytes"
-        return shape.layers * self._saved_bytes(shape) + last, formula
+            size = (shape.layers * self.element + last) * shape.hidden
+            return size, f"({self.element} layers + {last}) x hidden bytes"
+        layer = " + ".join(f"{count} {name}" for name, count in self._saved().items())
+        size = shape.layers * self._saved_bytes(shape) + last * shape.hidden
+        return size, f"(layers x ({layer}) + {last} hidden) bytes"
 
     def _saved_bytes(self, shape: DecoderShape) -> int:
         """Bytes per token that one layer keeps for the backward pass."""
-        size = shape.saved_per_layer * self.element + self._norm_bytes(shape)
-        if self.config.model.lora is not None:
-            size -= 2 * shape.hidden * self.element  # for the weights of norms, which are frozen
-            if self.element < 4:  # adapters save their inputs in float32, each its own
-                size += 4 * (5 * shape.hidden + shape.query + shape.feed_forward)
-                size -= 2 * (2 * shape.hidden + shape.feed_forward)
-        return size
+        saved = self._saved()
+        ends = saved["query"] * shape.query + saved["kv"] * shape.key_value
+        return saved["hidden"] * shape.hidden + ends + saved["ffn"] * shape.feed_forward
 
-    def _norm_bytes(self, shape: DecoderShape) -> int:
-        """Per token, what a layer's norms save in float32 besides."""
-        return 4 * shape.hidden if self.element < 4 else 0
+    def _saved(self) -> dict[str, int]:
+        """Of these, so many bytes for each of the model's widths."""
+        saved = {name: count * self.element for name, count in SAVED_PER_LAYER.items()}
+        saved["hidden"] += self._norm_bytes
+        if self.config.model.lora is not None:
+            saved["hidden"] -= 2 * self.element  # for the weights of norms, which are frozen
+            if self.element < 4:  # adapters save their inputs in float32, each its own
+                saved["hidden"] += 4 * 5 - 2 * 2
+                saved["query"] += 4
+                saved["ffn"] += 4 - 2
+        return saved
+
+    @property
+    def _norm_bytes(self) -> int:
+        """Per token and element of the hidden state, what a layer's norms save in float32
+        besides."""
+        return 4 if self.element < 4 else 0
 
     def _one_layer(self, shape: DecoderShape) -> int:
         """Bytes per token while backward is in a layer: its gradients, and with checkpointing what

@@ -139,7 +139,11 @@ def test_nobody_is_asked_for_a_folder_or_where_it_is_forbidden(tmp_path: Path, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(hub.HubError, match=r"someone/model: HF_HUB_OFFLINE=1 forbids asking"):
         hub.look_for_names({"model.path": "someone/model"})
+    # The library would try for half a minute.
+    with pytest.raises(hub.HubError, match=r"data.train.path someone/rows: .* that data set"):
+        hub.look_for_names({}, {"data.train.path": "someone/rows"})
     monkeypatch.setattr(hub, "_model_is_here", lambda name: True)
+    (tmp_path / "hf/datasets/someone___rows").mkdir(parents=True)
     hub.look_for_names({"model.path": "someone/model"}, {"data.train.path": "someone/rows"})
 
 

@@ -199,3 +199,14 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     command = f"{sys.executable} -m rollpacker.cli.main report {tmp_path} | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_an_interrupted_dry_run_promises_no_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollpacker.cli.train._print_dry_run", interrupted)
+    assert main(["train", "configs/quickstart.yaml", "--dry-run"]) == 130
+    assert capsys.readouterr().err == "rollpacker: interrupted; nothing was written\n"

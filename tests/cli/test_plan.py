@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rollpacker.cli import plan as verb
 from rollpacker.cli.main import main
-from rollpacker.cli.plan import explain
+from rollpacker.cli.plan import _comment, explain
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.sim import plan as planning
@@ -198,3 +204,93 @@ def test_a_step_that_is_shorter_since_it_trains_on_less_says_so() -> None:
     text = "\n".join(explain(only, corrected=False))
     assert "It is shorter only because it trains on 29% fewer tokens" in text
     assert "0.89x the current settings" in text
+
+
+CUT = plan_ideas.order_idea(2.0, complement=False)
+
+
+def measured_plan(
+    *kept: plan_result.Finding, trust: float | None, shift: float | None = None
+) -> plan_result.Plan:
+    base = made_plan(finding(100.0, 0.028), 0.01)
+    now = dataclasses.replace(finding(100.0, 0.028), saved_s=0.0)
+    base = dataclasses.replace(
+        base, current=now, order_only=True, trust=trust, measured_shift=shift, ranked=kept
+    )
+    best, refused = plan_result.choose(
+        now, kept, current_keeps=base.current_keeps, trust=base.trust
+    )
+    return dataclasses.replace(base, best=best, refused=refused)
+
+
+def test_a_gain_in_trained_tokens_within_the_trust_is_not_recommended() -> None:
+    shorter = finding(94.4, -0.03, CUT)  # the step, but not the tokens per second
+    plan = measured_plan(shorter, trust=0.021, shift=0.005)
+    text = "\n".join(explain(plan, corrected=False))
+    assert plan.stays and "the step takes 5.6% less, but trained tokens per second" in text
+    assert "change by -0.0%, which is not more than the 2.1%" in text
+    faster = finding(90.0, 0.0, plan_ideas.order_idea(1.5))
+    assert measured_plan(shorter, faster, trust=0.021, shift=0.005).best is faster
+    assert measured_plan(shorter, trust=None, shift=0.005).best is shorter
+    # Who does not keep the bound needs another setting, whatever it gains.
+    assert measured_plan(shorter, trust=0.021, shift=0.02).best is shorter
+
+
+def test_the_current_settings_are_judged_by_what_they_measured() -> None:
+    assert not measured_plan(trust=0.021).current_keeps
+    plan = measured_plan(trust=0.021, shift=0.005)
+    assert plan.current_keeps
+    text = "\n".join(explain(plan, corrected=False))
+    assert "by the shift that the run measured (+0.5%), not by the simulated one (+2.8%)" in text
+
+
+def test_what_gives_up_a_promise_says_so() -> None:
+    kept = measured_plan(finding(80.0, 0.0, plan_ideas.order_idea(2.0)), trust=0.02)
+    assert kept.given_up is None and "gives up" not in _comment("runs/x", kept)
+    plan = measured_plan(finding(80.0, 0.0, CUT), trust=0.02)
+    assert "complement=false gives up" in "\n".join(explain(plan, corrected=False))
+    assert plan.to_plain()["gives_up"] == plan.given_up
+    assert "complement=false gives up" in _comment("runs/x", plan)
+
+
+# -- while it runs -----------------------------------------------------------------
+
+
+def test_without_a_terminal_it_says_how_far_it_is(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "LINE_EVERY_S", 0.0)
+    assert main(["plan", str(scenario), "--budget", "quick", "--jobs", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert re.search(r"^rollpacker: factors: \d+ of \d+ simulations$", err, re.MULTILINE)
+
+
+def test_an_interrupt_tells_the_best_so_far(scenario: Path) -> None:
+    config = load_scenario(scenario)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "closer":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted; fastest so far, by ") as caught:
+        planning.plan(
+            plan_ideas.plan_base(config),
+            plan_ideas.ScenarioEvaluate(scenario=config),
+            budget=SMALL,
+            progress=interrupt,
+        )
+    assert "tail_batching.prompt_factor=" in str(caught.value)
+
+
+def test_a_plan_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    """Its processes went on, and Python spoke of leaked semaphores."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SCENARIO)
+    command = [sys.executable, "-m", "rollpacker.cli.main", "plan", str(path), "--jobs", "2"]
+    plan = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(8.0)
+    plan.send_signal(signal.SIGTERM)
+    _, said = plan.communicate(timeout=60)
+    assert plan.returncode == 130 and said.startswith("rollpacker: interrupted"), said
+    assert "leaked" not in said and "Traceback" not in said, said

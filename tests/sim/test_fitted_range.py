@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollpacker.sim.fitted_range import outside_of_run, outside_of_scenario
+from rollpacker.sim.fitted_range import assumed, outside_of_run, outside_of_scenario
 from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.scenario import Scenario, load_scenario
+from rollpacker.sim.simulate import simulate
 from rollpacker.sim.whatif import RunModel, load_run
 from tests.sim.test_whatif import record
 
@@ -108,6 +110,29 @@ def test_what_lies_outside_is_named(change: str, said: str) -> None:
     text = outside_of_scenario(scenario(change))
     assert text.startswith("Outside of what the constants were fitted to")
     assert said in text
+
+
+def test_what_is_assumed_of_carried_tokens_and_of_the_preset() -> None:
+    ours, verl = scenario(), scenario("system=verl")
+    text = assumed({"verl": verl, "rollpacker": ours}, {})
+    assert "Of rollpacker it is assumed that no carried token changes" in text
+    assert "rollpacker is a pool at factor 2 here; rollpacker train takes a queue at" in text
+    assert assumed({"verl": verl}, {}) == ""
+    known = scenario(
+        *("carry.mismatch=1e-5", "tail_batching.stragglers=queue"),
+        "tail_batching.prompt_factor=1.5",
+    )
+    assert assumed({"rollpacker": known}, {}) == ""
+
+
+def test_preemptions_are_said_to_be_outside() -> None:
+    crowded = scenario("system=verl")
+    result = simulate(crowded)
+    one, other = result.steps
+    results = {"verl": replace(result, steps=(replace(one, preemptions=700), other))}
+    text = assumed({"verl": crowded}, results)
+    assert text.startswith("700 preemptions of verl are outside of what was fitted")
+    assert "rollout.tensor_parallel above 2 and parallelism_planner.enabled=false" in text
 
 
 @pytest.fixture(scope="module")

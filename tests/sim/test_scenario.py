@@ -132,6 +132,9 @@ QUANTILES = "lengths.quantiles="
         ("unkind.failure_rate=1.5", ["unkind.failure_rate", "[0, 1]"]),
         ("model=null", ["model", "a text or a mapping"]),
         ("cluster.gpu=3", ["cluster.gpu", "Known:"]),
+        ("cluster.gpu=B200", ["cluster.gpu", 'Did you mean "b200"?']),
+        ("model=Qwen/Qwen2.5-7B-Instruct", ["model", 'Did you mean "qwen2.5-7b"?']),
+        ("model=meta-llama/Llama-3.1-8B-Instruct", ["model", 'Did you mean "llama-3.1-8b"?']),
         # Degrees
         ("cluster.gpus=0", ["cluster.gpus", "at least 1"]),
         ("cluster.gpus=20", ["cluster.gpus", "whole nodes", "16 or 24"]),
@@ -146,6 +149,17 @@ QUANTILES = "lengths.quantiles="
         ("train.context_parallel=0", ["train.context_parallel", "at least 1"]),
         # Memory
         ("model=qwen2.5-72b", ["rollout.tensor_parallel", "is 2", "72.7 GB", "raise"]),
+        (
+            "cluster={gpu: {memory_gb: 32, bandwidth_tb_s: 1, tflops: 9, nvlink_gb_s: 9}, gpus: 8}",
+            [
+                "cluster.gpus",
+                "is 8: training",
+                "18 bytes",
+                "265.9 GB",
+                "8 x 32 GB are 256.0",
+                "take 16 GPUs",
+            ],
+        ),
         (
             "cluster.gpu={memory_gb: 18, bandwidth_tb_s: 1, tflops: 100, nvlink_gb_s: 100}",
             ["rollout.tensor_parallel", "is 2", "16584", "rollout.max_response_tokens"],

@@ -184,6 +184,23 @@ def test_a_shift_of_few_steps_is_no_selection():
     assert "against all prompts" not in explain({"rollpacker": kept})
 
 
+def test_a_speed_that_the_first_steps_flatter_is_marked():
+    steps = [*[step("short", 40.0)] * 4, *[step("short", 60.0)] * 4]
+    pooled = system(*steps, trained_length_mean=85.0, own_length_mean=85.0)
+    results = {"verl": system(*[step()] * 8), "rollpacker": pooled}
+    assert row(render(results), "seconds of a step", "rollpacker")["speed"] == "~2.00x"
+    assert row(render(results), "seconds of a step", "verl")["speed"] == "1.00x"
+    assert "~ marks a speed" in explain(results)
+    turned = render(results, reference="rollpacker")
+    assert row(turned, "seconds of a step", "rollpacker")["speed"] == "1.00x"
+    assert row(turned, "seconds of a step", "verl")["speed"] == "~0.50x"
+    kept = {**results, "rollpacker": system(*steps, own_length_mean=100.0)}
+    assert "~" not in render(kept) + explain(kept)
+    # The later half is not slower here, which is not claimed either.
+    faster = system(*reversed(steps), trained_length_mean=85.0, own_length_mean=85.0)
+    assert "the later half" not in explain({"rollpacker": faster})
+
+
 # -- the picture -------------------------------------------------------------------
 
 

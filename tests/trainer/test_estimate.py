@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from rollpacker.trainer.estimate import CARRIED_TOKEN_BYTES, estimate
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
 from rollpacker.trainer.micro_batch import collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
+from rollpacker.trainer.model_shape import read_shape
 from rollpacker.trainer.optimizer import build_optimizer
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.trainer import CriticConfig, LoraConfig, ModelConfig, TrainConfig
@@ -340,3 +342,25 @@ def test_sources_are_balanced_where_rewards_name_tasks(folder):
         rewards=tuple(RewardConfig(function="m:f", tasks=(task,)) for task in ("math", "code")),
     )
     assert not any(said in note for note in estimate(routed, has_cuda=False).notes)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_the_formula_of_activations_is_what_is_computed(folder, dtype, checkpointed, lora):
+    result = estimate(
+        run_config(folder, dtype=dtype, gradient_checkpointing=checkpointed, lora=lora),
+        has_cuda=False,
+    )
+    found = next(part for part in result.memory if part.name == "activations")
+    shape = read_shape(folder, [])
+    widths = {
+        "hidden": shape.hidden,
+        "query": shape.query,
+        "kv": shape.key_value,
+        "ffn": shape.feed_forward,
+        "layers": shape.layers,
+    }
+    text = found.formula.replace(" tokens", "").replace(" bytes", "").replace(" x ", " * ")
+    text = re.sub(r"(\d) ([a-z])", r"\1 * \2", text)
+    assert eval(text, {}, widths) == found.size_bytes
