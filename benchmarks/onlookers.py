@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,15 @@ def looked_at(folder: Path, training: subprocess.Popen[bytes]) -> dict[str, floa
     line = dash.stdout.readline()
     address = "http://" + line.partition("http://")[2].split()[0].rstrip("/")
     version, began, cpu_s, num = "", time.perf_counter(), 0.0, 0
+    at_start_s = cpu_seconds(dash.pid)  # what it took to start is paid once
     try:
         while training.poll() is None:
-            with urllib.request.urlopen(f"{address}/api/run/looked-at?have={version}") as answer:
+            have = urllib.parse.quote(version)
+            with urllib.request.urlopen(f"{address}/api/run/looked-at?have={have}") as answer:
                 body = answer.read()
             version = state_of(answer.headers["Content-Type"], body).get("version", version)
             num += 1
-            cpu_s = cpu_seconds(dash.pid)
+            cpu_s = cpu_seconds(dash.pid) - at_start_s
             time.sleep(1.0)
     finally:
         dash.terminate()

@@ -97,7 +97,8 @@ class Replace:
 @command
 class Abort:
     """Stop these samples now; each is answered by `SampleAborted` (or by a late
-    `SampleGenerated`)."""
+    `SampleGenerated`). One that waits for an engine (`NOWHERE`, or its engine was lost) has stopped
+    already, without an answer; one that is to move stays, and its engine answers."""
 
     samples: tuple[SampleId, ...]
 

@@ -5,7 +5,7 @@ here it gets its engine, and what engines say is heeded only if it is theirs to 
 
     from the job           to the engines
     Launch                 the same with `engines`
-    Abort                  the same, without samples that nobody has
+    Abort                  the same; who waits for an engine has stopped
 
     from the engines       to the job             to the engines
     a sample ended         the same, or nothing: the engine does not have it (any more)
@@ -284,15 +284,11 @@ class Fleet:
         return commands
 
     def _assign(self, commands: list[Command]) -> list[Command]:
-        emptied = False
         for place, command in enumerate(commands):
             if type(command) is Launch:
                 commands[place] = self._launch(command)
             elif type(command) is Abort:
-                commands[place] = left = self._abort(command)
-                emptied |= not left.samples
-        if emptied:
-            commands = [c for c in commands if type(c) is not Abort or c.samples]
+                self._abort(command)
         return commands
 
     def _launch(self, command: Launch) -> Launch:
@@ -311,16 +307,12 @@ class Fleet:
             return command
         return replace(command, engines=engines)
 
-    def _abort(self, command: Abort) -> Abort:
-        left: list[SampleId] = []
+    def _abort(self, command: Abort) -> None:
         for sample in command.samples:
             seat = self._seats[sample]
             seat.aborted = True
             if seat.engine == NOWHERE:
                 self._settle(sample, seat)
-            else:
-                left.append(sample)
-        return command if len(left) == len(command.samples) else Abort(samples=tuple(left))
 
     def _settle(self, sample: SampleId, seat: Seat) -> None:
         """Nobody will answer for it: it has what its launch gave it."""

@@ -17,6 +17,7 @@ from rollpacker.config.check import Checker, field_types
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.load import load_config
 from rollpacker.core.commands import RoundKind
+from rollpacker.core.fleet import Routing
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.drafts import Drafts
@@ -24,7 +25,13 @@ from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
-from rollpacker.sim.scenario_checks import at_least_one, check_known, check_seconds, listed
+from rollpacker.sim.scenario_checks import (
+    at_least_one,
+    check_engines,
+    check_known,
+    check_seconds,
+    listed,
+)
 from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
@@ -116,6 +123,11 @@ class RolloutSpec:
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     """Drafts in every round; None: none."""
+    routing: Routing | None = None
+    """`spread`: each sample to the engine with the least work; `group`: a prompt's together. None:
+    in turn, to engines that the core does not tell apart, and that cannot be lost."""
+    moves: bool = False
+    """With `routing`: samples under way move to an engine that has taken a lost one's place."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
@@ -267,6 +279,7 @@ class Scenario:
         self._check_lengths()
         self._check_degrees()
         self._check_memory()
+        check_engines(self)
         tail = self.tail_batching
         window = self.oracle.reorder_window * self.rollout.prompts_per_step
         if window * self.rollout.samples_per_prompt > MAX_SAMPLES:

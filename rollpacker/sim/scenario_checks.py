@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rollpacker.config.document import nearest
+
+if TYPE_CHECKING:
+    from rollpacker.sim.scenario import Scenario
 
 MAX_SECONDS = 1e9
 """Of any one thing."""
@@ -59,3 +63,28 @@ def check_quantiles(
 def listed(values: Iterable[int]) -> str:
     *most, last = (str(value) for value in values)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def check_engines(scenario: Scenario) -> None:
+    """What goes with engines that the core tells apart."""
+    rollout, stream, unkind = scenario.rollout, scenario.stream_trainer, scenario.unkind
+    if rollout.routing is None:
+        for what, is_set in (
+            ("rollout.moves", rollout.moves),
+            ("unkind.engine_life_s", unkind is not None and unkind.engine_life_s > 0),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{what} is set, but without rollout.routing the core tells no engines apart: "
+                    "set rollout.routing=spread or group"
+                )
+    elif scenario.parallelism_planner.enabled:
+        raise ValueError(
+            "rollout.routing is set, but parallelism_planner changes the number of engines from "
+            "round to round: set parallelism_planner.enabled=false"
+        )
+    elif stream.enabled and stream.kinds:
+        raise ValueError(
+            "rollout.routing is set, but stream_trainer releases devices, whose samples the "
+            "simulator moves by itself: set stream_trainer.kinds=[]"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rollpacker.bus import Sink
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
@@ -104,6 +105,13 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         stream=scenario.stream_trainer,
         layouts=layouts,
         speculate=() if rollout.speculation is None else rollout.speculation.kinds,
+        fleet=None
+        if rollout.routing is None
+        else FleetConfig(
+            num_engines=scenario.cluster.gpus // rollout.tensor_parallel,
+            routing=rollout.routing,
+            moves=rollout.moves,
+        ),
     )
 
 

@@ -1,9 +1,9 @@
 """A run in virtual time: the bus of a real run, with ports that know only how long things take.
 
       ports/rollout    ports/rewards    ports/training    ports/cursor    responses
-        Launch,          Score,           StartGradients,   FetchPrompts    Defer
-        Abort,           CancelScore      TrainOn,
-        Release                           SyncWeights, Commit
+        Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer
+        Place, Move,     CancelScore      TrainOn,
+        Replace, Release                  SyncWeights, Commit
            |  finishes      |  verdicts       |  Trained, ...   |  prompts
            v                v                 v                 v
         +--------- clock: what comes next, ties in the order of saying ---------+
@@ -59,7 +59,7 @@ class Simulation:
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
         work = GradientWork()
         cap = config.max_response_tokens
-        self.rollout = Rollout(clock, machine, responses, tally, work, cap)
+        self.rollout = Rollout(clock, machine, responses, tally, work, cap, config.fleet)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
         if machine.checks is not None:
@@ -69,6 +69,8 @@ class Simulation:
         if unkind is not None:
             self._unkind = Unkind(unkind, *ports, seed=seed)
             rewards.delay_s = self._unkind.delay_s
+            self.rollout.life_s = self._unkind.life_s
+            self.rollout.start_s = unkind.engine_start_s
             ports = (self._unkind,)
         self._bus = Bus(
             self.job,
@@ -101,6 +103,7 @@ class Simulation:
         gc.disable()
         try:
             self._clock.after(0.0, RunStarted(time_s=0.0))
+            self.rollout.begin()
             self._clock.run(self._bus.take if self._unkind is None else self._take_unkindly)
         finally:
             if collecting:

@@ -42,6 +42,10 @@ class UnkindConfig:
     """Share of the checks whose machinery fails; worth asking again."""
     verdict_delay_s: float = 0.0
     """Checks take up to so many seconds longer, all lengths of time alike."""
+    engine_life_s: float = 0.0
+    """Mean time until an engine is lost, at the same rate throughout; 0: it never is."""
+    engine_start_s: float = 60.0
+    """So long it takes until a lost engine's replacement is ready."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -106,6 +110,12 @@ class Unkind:
         most = self.config.verdict_delay_s
         return most * self._share("delay", sample) if most else 0.0
 
+    def life_s(self, engine: int, incarnation: int) -> float:
+        """How long this incarnation of this engine lives, in seconds."""
+        mean = self.config.engine_life_s
+        share = self._share("life", f"{engine}.{incarnation}")
+        return -mean * math.log1p(-share) if mean else math.inf
+
     def _verdict(self, event: SampleScored, retry: int) -> SampleScored:
         sample = event.sample
         if self._share(f"machinery {retry}", sample) < self.config.infrastructure_rate:
@@ -130,9 +140,9 @@ class Unkind:
         if command.retry:
             self._retries[command.sample] = command.retry
 
-    def _share(self, what: str, sample: SampleId) -> float:
+    def _share(self, what: str, of: object) -> float:
         """A number in [0, 1), the same whenever it is asked for."""
-        key = f"{self._seed} {what} {sample}".encode()
+        key = f"{self._seed} {what} {of}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 

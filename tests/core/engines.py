@@ -165,7 +165,10 @@ class Engines:
         assert command.samples
         for sample in command.samples:
             life = self.where[sample]
-            assert life is not None, "nobody has it"
+            if life is None or life.lost:
+                assert not any(one.ready for one in self.lives.values()), "it waits for nobody"
+                del self.where[sample]
+                continue
             self.moving.pop(sample, None)
             run = life.runs[sample]
             event = SampleAborted(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Abort, Command, Launch, Move, Place, Release, Replace
-from rollpacker.core.events import Event, SampleAborted, SampleGenerated
+from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace
+from rollpacker.core.events import (
+    EngineLost,
+    EngineReady,
+    Event,
+    SampleAborted,
+    SampleGenerated,
+    SampleMoved,
+)
+from rollpacker.core.fleet import FleetConfig
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
 from rollpacker.sim.machine import Machine
@@ -25,17 +33,22 @@ RollPacker paper, section 4.4."""
 class Lane:
     """One engine of a fleet."""
 
-    __slots__ = ("engine", "finish", "last_busy_s")
+    __slots__ = ("engine", "finish", "last_busy_s", "number")
 
-    def __init__(self, engine: TokenClockEngine, finish: Callable[[Lane], Event | None]) -> None:
+    def __init__(
+        self, engine: TokenClockEngine, number: int, finish: Callable[[Lane], Event | None]
+    ) -> None:
         self.engine = engine
+        self.number = number
+        """By which the core knows it; 0 where the core knows of no engines."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
         """Take out what finishes at `engine.next_finish`."""
 
 
+# size: what it knows of a round, and of engines that are lost
 class Rollout:
-    """Obeys `Launch`, `Abort` and `Release`."""
+    """Obeys `Launch`, `Abort`, `Release` and what is said of engines."""
 
     def __init__(
         self,
@@ -45,20 +58,31 @@ class Rollout:
         tally: Tally,
         work: GradientWork,
         max_response_tokens: int | None,
+        fleet: FleetConfig | None = None,
     ) -> None:
+        """`fleet`: the engines that the core knows of. None: it knows of none, and samples go to
+        as many as there are devices for, in turn."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
         self._tally = tally
         self._work = work
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
+        self._num_engines = None if fleet is None else fleet.num_engines
+        self._incarnations = [0] * (self._num_engines or 1)
+        self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
+        """How long that incarnation of that engine lives."""
+        self.start_s = 0.0
+        """Until a replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
         """By degree and by whether the engines decode speculatively."""
         self._fleet: list[Lane] = []
         """Of the round, as are all below."""
         self._launch: Launch | None = None
         self._lane_of: dict[int, Lane] = {}
-        """By key of the sample."""
+        """By key of the sample, unless no engine has it."""
+        self._carried: dict[int, int] = {}
+        """By key: tokens that the sample's launch gave it, where engines can be lost."""
         self._num_generating = 0
         self._empty_from_s = 0.0
         """When the engines let go of the last response."""
@@ -70,11 +94,10 @@ class Rollout:
             Launch: self._obey_launch,
             Abort: self._abort,
             Release: self._release,
-            **dict.fromkeys((Place, Move, Replace), self._not_yet),
+            Place: self._place,
+            Move: self._move,
+            Replace: self._replace,
         }
-
-    def _not_yet(self, command: Command) -> None:
-        raise AssertionError(f"{command}: engines of a simulation are not told apart yet")
 
     @property
     def released(self) -> list[Lane]:
@@ -101,33 +124,51 @@ class Rollout:
         self._launch = command
         self._fleet = self._fleet_of(command.tensor_parallel, command.speculate)
         self._lane_of = {}
+        self._carried.clear()
         self._released = None
         self._work.begin_round(now)
         for lane in self._fleet:
             lane.last_busy_s = now
 
     def _deal(self, command: Launch, now: float) -> None:
-        """Samples go to the engines in turn."""
-        keys, responses = self._responses.add(command), self._responses
-        lengths, done = responses.lengths, responses.done
-        lanes, latency = self._staying(), self._machine.latency
-        token_s = latency.recompute_token_s(command.tensor_parallel) if command.carried else 0.0
+        """Samples go to their engines; where the core knows of none, to the engines in turn."""
+        keys = self._responses.add(command)
         self._num_generating += len(keys)
+        carried = command.carried
+        if command.engines:
+            self._carried.update(zip(keys, carried or (0,) * len(keys), strict=True))
+            self._give(keys, command.engines, now)
+            return
+        lanes = self._staying()
         for turn, lane in enumerate(lanes):
             own = keys[turn :: len(lanes)]
             if own:
-                self._lane_of.update(dict.fromkeys(own, lane))
-                # The prefill gives the first token; that of carried tokens the one that follows
-                # those that stand. What is complete then takes one more step here.
-                requests = [
-                    (key, lengths[key], min(done[key] + 1, lengths[key] - 1)) for key in own
-                ]
-                prefill_s = latency.prefill_s(len(own), command.tensor_parallel)
-                if token_s:
-                    first = keys.start
-                    prefill_s += token_s * sum([command.carried[key - first] for key in own])
-                lane.engine.submit(now, requests, prefill_s)
-                self._clock.expect(lane.engine, lane.finish)
+                tokens = sum([carried[key - keys.start] for key in own]) if carried else 0
+                self._submit(lane, own, tokens, now)
+
+    def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
+        """Each sample to its own engine."""
+        by_engine: dict[int, list[int]] = {}
+        for key, number in zip(keys, engines, strict=True):
+            by_engine.setdefault(number, []).append(key)
+        by_engine.pop(NOWHERE, None)
+        for number, own in by_engine.items():
+            self._submit(self._fleet[number], own, sum([self._carried[key] for key in own]), now)
+
+    def _submit(self, lane: Lane, keys: Sequence[int], carried: int, now: float) -> None:
+        """Samples begin in this engine, with so many carried tokens of all of them."""
+        assert self._launch is not None
+        lengths, done = self._responses.lengths, self._responses.done
+        latency, degree = self._machine.latency, self._launch.tensor_parallel
+        self._lane_of.update(dict.fromkeys(keys, lane))
+        # The prefill gives the first token; that of carried tokens the one that follows those that
+        # stand. What is complete then takes one more step here.
+        requests = [(key, lengths[key], min(done[key] + 1, lengths[key] - 1)) for key in keys]
+        prefill_s = latency.prefill_s(len(keys), degree)
+        if carried:
+            prefill_s += latency.recompute_token_s(degree) * carried
+        lane.engine.submit(now, requests, prefill_s)
+        self._clock.expect(lane.engine, lane.finish)
 
     def _staying(self) -> list[Lane]:
         released = self.released
@@ -154,9 +195,12 @@ class Rollout:
                     machine.prompt_tokens,
                     machine.latency.recompute_token_s(degree),
                 )
-                for _ in range(machine.gpus // degree)
+                for _ in range(self._num_engines or machine.gpus // degree)
             ]
-            found = [Lane(engine, self._finish) for engine in engines]
+            found = [
+                Lane(engine, number if self._num_engines else 0, self._finish)
+                for number, engine in enumerate(engines)
+            ]
             self._fleets[degree, speculate] = found
         return found
 
@@ -189,6 +233,8 @@ class Rollout:
             preemptions=preemptions,
             num_kept=responses.kept.get(key),
             num_redraws=responses.redraws.get(key, 0),
+            engine=lane.number,
+            incarnation=self._incarnations[lane.number],
         )
 
     def _abort(self, command: Abort) -> None:
@@ -196,7 +242,8 @@ class Rollout:
         by_lane: dict[Lane, list[int]] = {}
         for sample in command.samples:
             key = keys[sample]
-            by_lane.setdefault(self._lane_of[key], []).append(key)
+            if key in self._lane_of:
+                by_lane.setdefault(self._lane_of[key], []).append(key)
         responses, step = self._responses, self._tally.step
         stopped: dict[int, tuple[int, int]] = {}
         for lane, group in by_lane.items():
@@ -214,7 +261,11 @@ class Rollout:
             self._rollout_ends(now + stop_s)
         for sample in command.samples:
             key = keys[sample]
+            if key not in stopped:  # no engine has it: it has stopped
+                responses.reached[key] = responses.done[key]
+                continue
             tokens, preemptions = stopped[key]
+            number = self._lane_of[key].number
             self._clock.after(
                 stop_s,
                 SampleAborted(
@@ -224,6 +275,8 @@ class Rollout:
                     preemptions=preemptions,
                     num_kept=responses.kept.get(key),
                     num_redraws=responses.redraws.get(key, 0),
+                    engine=number,
+                    incarnation=self._incarnations[number],
                 ),
             )
 
@@ -240,6 +293,81 @@ class Rollout:
             settling_s = min(MIGRATION_S, now - when) * len(lanes) * launch.tensor_parallel
             idle_s -= self._work.done_s + settling_s
         self._tally.bubble["tail"] += max(idle_s, 0.0)
+
+    # -- engines that are lost -----------------------------------------------------------
+
+    def begin(self) -> None:
+        """The run begins: its engines live from now on."""
+        for number in range(self._num_engines or 0):
+            self._live(number, 0.0)
+
+    def _live(self, number: int, after_s: float) -> None:
+        """An engine is ready after so long, and lost in the end."""
+        incarnation = self._incarnations[number]
+        life_s = self.life_s(number, incarnation)
+        if life_s < math.inf:
+            self._clock.after(
+                after_s + life_s,
+                EngineLost(
+                    time_s=0.0, engine=number, incarnation=incarnation, reason="made to end"
+                ),
+            )
+
+    def _replace(self, command: Replace) -> None:
+        """The engine has gone, and what it had with it."""
+        number, start_s = command.engine, self.start_s
+        if self._incarnations[number] == command.incarnation:
+            start_s = self._machine.latency.sync_s  # it is there, and lacks the newest weights
+        else:
+            self._incarnations[number] = command.incarnation
+            if self._fleet:
+                lane = self._fleet[number]
+                if lane.engine.num_running or lane.engine.num_waiting:
+                    lane.last_busy_s = self._clock.time_s
+                for request in lane.engine.drain(self._clock.time_s):
+                    del self._lane_of[request.key]
+            self._live(number, start_s)
+        ready = EngineReady(
+            time_s=0.0,
+            engine=number,
+            incarnation=command.incarnation,
+            version=command.version,
+        )
+        self._clock.after(start_s, ready)
+
+    def _place(self, command: Place) -> None:
+        """Samples start anew; an end that was drawn in place of another stands."""
+        keys = [self._responses.keys[sample] for sample in command.samples]
+        self._give(keys, command.engines, self._clock.time_s)
+
+    def _move(self, command: Move) -> None:
+        assert self._launch is not None
+        now, target = self._clock.time_s, self._fleet[command.engine]
+        token_s = self._machine.latency.recompute_token_s(self._launch.tensor_parallel)
+        requests = []
+        for sample in command.samples:
+            key = self._responses.keys[sample]
+            lane, length = self._lane_of[key], self._responses.lengths[key]
+            (tokens,) = lane.engine.abort(now, [key])
+            lane.last_busy_s = now
+            self._clock.expect(lane.engine, lane.finish)
+            # One that finishes at this very moment takes its last token on the other engine.
+            requests.append((key, length, min(tokens, length - 1)))
+            self._lane_of[key] = target
+            self._clock.after(
+                0.0,
+                SampleMoved(
+                    time_s=0.0,
+                    sample=sample,
+                    engine=target.number,
+                    incarnation=self._incarnations[target.number],
+                    num_tokens=tokens,
+                ),
+            )
+        prompts = len(requests) * self._machine.prompt_tokens
+        tokens = prompts + sum(done for _, _, done in requests)
+        target.engine.submit(now, requests, tokens * token_s)
+        self._clock.expect(target.engine, target.finish)
 
     # -- release -----------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+"""Where samples run, simulated: in turn, spread by work, or a prompt's together; and what lost
+engines cost, with and without moves to those that take their place.
+
+Two published workloads and one of them on two GPUs, as published and order-only, at a fixed degree
+and without releases. The same prompts, lengths and losses in all arms of a seed; mean rollout of a step over that in turn.
+The simulator gives no credit for a prefill that samples of one prompt share, so that `group` is
+seen from its worse side alone.
+
+    python benchmarks/engines_sim.py [--steps 20] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+from machine import ROOT, write_result
+
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+SCENARIOS: dict[str, tuple[str, ...]] = {
+    "7b-8k": (),
+    "14b-16k": (),
+    "7b-8k on 2 GPUs": ("cluster.gpus=2", "rollout.prompts_per_step=16"),
+}
+SYSTEMS = ("rollpacker-published", "rollpacker")
+FIXED = ("parallelism_planner.enabled=false", "stream_trainer.kinds=[]")
+LIFE_H = 2.0
+"""Mean life of an engine: short, so that there is something to see."""
+LOSSES = (f"unkind.engine_life_s={LIFE_H * 3600:g}", "unkind.engine_start_s=60")
+ARMS: dict[str, tuple[str, ...]] = {
+    "in turn": (),
+    "spread": ("rollout.routing=spread",),
+    "group": ("rollout.routing=group",),
+    "spread, losses": ("rollout.routing=spread", *LOSSES),
+    "spread, losses, moves": ("rollout.routing=spread", "rollout.moves=true", *LOSSES),
+}
+
+
+def rollout_s(scenario: str, overrides: tuple[str, ...]) -> float:
+    """Mean of a step."""
+    file = ROOT / f"configs/scenarios/{scenario.split()[0]}.yaml"
+    made = load_scenario(file, [*overrides, *SCENARIOS[scenario]])
+    return statistics.mean(step.rollout_s for step in simulate(made).steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    rows = []
+    for scenario in SCENARIOS:
+        for system in SYSTEMS:
+            ratios: dict[str, list[float]] = {arm: [] for arm in ARMS}
+            seconds = []
+            for seed in range(args.seeds):
+                common = (*FIXED, f"system={system}", f"steps={args.steps}", f"seed={seed}")
+                found = {arm: rollout_s(scenario, (*common, *own)) for arm, own in ARMS.items()}
+                seconds.append(found["in turn"])
+                for arm, own_s in found.items():
+                    ratios[arm].append(own_s / found["in turn"])
+            row = {
+                "scenario": scenario,
+                "system": system,
+                "in_turn_s": round(statistics.mean(seconds), 2),
+                "over_in_turn": {arm: [round(r, 4) for r in rs] for arm, rs in ratios.items()},
+            }
+            rows.append(row)
+            means = ", ".join(f"{arm} {statistics.mean(rs):.3f}" for arm, rs in ratios.items())
+            print(f"{scenario}, {system}: {row['in_turn_s']:.1f} s in turn; {means}", flush=True)
+    write_result("engines_sim", {"life_h": LIFE_H, "steps": args.steps, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

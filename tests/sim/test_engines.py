@@ -1,0 +1,132 @@
+"""Engines of a simulation that the core tells apart: where samples go, and what a loss costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollpacker.config.document import ConfigError
+from rollpacker.controller.replay import replay
+from rollpacker.core.commands import Launch, Move, Place, Replace, TrainOn
+from rollpacker.core.events import EngineLost, EngineReady, SampleGenerated, SampleMoved
+from rollpacker.core.fleet import ZOMBIE
+from rollpacker.core.records import Record, Session
+from rollpacker.sim.latency import Calibration
+from rollpacker.sim.result import SystemResult
+from rollpacker.sim.scenario import Scenario, load_scenario
+from rollpacker.sim.simulate import job_config, machine_of, simulate
+from rollpacker.sim.simulation import Simulation
+from rollpacker.sim.workload import Workload
+from tests.core.test_fleet import Checker
+from tests.sim.test_simulation import SMALL
+
+PLAIN = ("parallelism_planner.enabled=false", "stream_trainer.kinds=[]")
+LOST = ("unkind.engine_life_s=4000", "unkind.engine_start_s=10")
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return lambda *overrides: load_scenario(path, [*PLAIN, *overrides])
+
+
+def run(made: Scenario) -> tuple[Simulation, SystemResult, list[Record]]:
+    records: list[Record] = []
+    machine = machine_of(made, Calibration())
+    simulation = Simulation(
+        job_config(made, machine),
+        machine,
+        Workload(made),
+        unkind=made.unkind,
+        seed=made.seed,
+        observe=records.append,
+    )
+    return simulation, simulation.run(made.steps), records
+
+
+@pytest.mark.parametrize("system", ["verl", "rlhfuse", "rollpacker-published"])
+def test_fresh_samples_are_spread_as_they_were_dealt(make, system):
+    settings = (f"system={system}", "stream_trainer.kinds=[]")
+    assert simulate(make(*settings, "rollout.routing=spread")) == simulate(make(*settings))
+
+
+def test_who_is_not_told_of_engines_names_none(make):
+    _, _, records = run(make())
+    assert not any(c.engines for r in records for c in r.commands if isinstance(c, Launch))
+    assert not any(getattr(r.event, "engine", 0) for r in records)
+
+
+def test_routings_differ(make):
+    _, spread, _ = run(make("rollout.routing=spread"))
+    _, group, records = run(make("rollout.routing=group"))
+    assert spread != group
+    launch = next(c for r in records for c in r.commands if isinstance(c, Launch))
+    assert set(launch.engines) == set(range(8))
+    engines = {}
+    for sample, engine in zip(launch.samples, launch.engines, strict=True):
+        engines.setdefault(sample.prompt, set()).add(engine)
+    assert Counter(map(len, engines.values())).most_common(1)[0][0] == 1
+
+
+@pytest.mark.parametrize("system", ["verl", "rollpacker-published", "rollpacker"])
+def test_lost_engines_cost_time_and_nothing_else(make, system):
+    settings = (f"system={system}", "stream_trainer.kinds=[]", "steps=60")
+    settings = (*settings, "rollout.routing=spread", "rollout.moves=true")
+    seen = Counter()
+    for seed in range(3):
+        made = make(*settings, *LOST, f"seed={seed}")
+        simulation, result, records = run(made)
+        seen.update(type(r.event) for r in records)
+        seen.update(type(c) for r in records for c in r.commands)
+        checker = Checker(8)
+        checker.read(records)
+        assert checker.num_zombies == simulation.job.num_late[ZOMBIE]
+        assert set(checker.num_ends.values()) == {1}
+        commands = [c for r in records for c in r.commands if isinstance(c, TrainOn)]
+        trained = [group[0].prompt for c in commands for group in c.groups]
+        assert len(set(trained)) == len(trained) and len(result.steps) == len(commands) == 60
+        session = Session(started_at="", time_s=0.0, step=0, job=simulation.job.config.to_plain())
+        assert replay([session, *records]).difference is None
+        assert simulate(made) == result, "the same seed brings the same losses"
+    assert seen[EngineLost] > 5 and seen[EngineReady] > 5 and seen[Place] > 2 and seen[Replace] > 5
+
+
+def test_samples_move_to_an_engine_that_has_joined(make):
+    settings = ("system=verl", "rollout.routing=spread", "steps=60", *LOST)
+    _, moved, records = run(make(*settings, "rollout.moves=true"))
+    moves = [s for r in records for c in r.commands if isinstance(c, Move) for s in c.samples]
+    answers = [r.event for r in records if isinstance(r.event, SampleMoved)]
+    assert len(answers) == len(moves) > 5 and any(event.num_tokens for event in answers)
+    ends = {r.event.sample: r.event.engine for r in records if isinstance(r.event, SampleGenerated)}
+    assert any(ends[event.sample] == event.engine for event in answers)
+    assert simulate(make(*settings)) != moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("rollout.moves=true",), "rollout.moves .* is set, but without rollout.routing"),
+        (("unkind.engine_life_s=60",), "unkind.engine_life_s .* is set, but without"),
+        (
+            ("rollout.routing=spread", "parallelism_planner.enabled=true"),
+            "set parallelism_planner.enabled=false",
+        ),
+        (
+            ("rollout.routing=group", "stream_trainer.kinds=[long]"),
+            r"set stream_trainer.kinds=\[\]",
+        ),
+        (("rollout.routing=best",), "routing"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(make, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make(*settings)
+
+
+def test_too_many_losses_say_what_to_lower(make):
+    made = make("rollout.routing=spread", "unkind.engine_life_s=50")
+    with pytest.raises(ValueError, match=r"without a committed step between .* lower the rates"):
+        simulate(made)
