@@ -24,7 +24,7 @@ EXIT_CODES = {
     3: "NaN or infinity in the loss, a log-prob or the gradient; no update was applied",
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
-    6: "a process of the trainer ended; the run can be resumed",
+    6: "a process of the trainer ended, or engines did again and again; the run can be resumed",
     75: "another run is at work in this folder; try again later",
     130: "interrupted",
 }
@@ -39,6 +39,7 @@ _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
     "rollpacker.controller.errors.DeadlineExceeded": DEADLINE_EXIT_CODE,
     "rollpacker.trainer.trainer.TrainerProcessError": 6,
+    "rollpacker.controller.errors.EnginesLost": 6,
     "rollpacker.controller.errors.FolderInUse": 75,
 }
 

@@ -160,8 +160,8 @@ class Controller:
     async def run(self) -> str:
         """Drive the run to its end. Returns the reason why it ended.
 
-        Raises `RunError`, `DeadlineExceeded`, `NonFiniteError`, `EngineError`, `OSError` and
-        whatever a part died of; the run can then be resumed from its last checkpoint.
+        Raises `RunError`, `EnginesLost`, `DeadlineExceeded`, `NonFiniteError`, `EngineError`,
+        `OSError` and whatever a part died of; the run can then be resumed from its last checkpoint.
         """
         self._main.open()
         self._generation.start()

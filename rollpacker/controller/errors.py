@@ -42,6 +42,10 @@ class FolderInUse(RunError):
     """Another process is at work in the run's folder."""
 
 
+class EnginesLost(RuntimeError):
+    """Engines were lost, and those in their places too."""
+
+
 class DeadlineExceeded(RuntimeError):
     """Something that the run waits for shows no sign of life."""
 

@@ -84,6 +84,7 @@ class Generation:
         """
         collecting = Collecting(len(requests), asyncio.get_running_loop())
         self.main.awaited = collecting.done
+        watching = asyncio.ensure_future(self.watch.check_engines_always())
         try:
             with self.bus.lock:
                 self._collecting = collecting
@@ -94,6 +95,7 @@ class Generation:
                 "generation_s", collecting.done, what, self.watch.engine_works
             )
         finally:
+            watching.cancel()
             self._collecting = self.main.awaited = None
 
     def _launch(self, command: Launch) -> None:

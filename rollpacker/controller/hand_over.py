@@ -57,7 +57,8 @@ class HandingOver:
         weights = Weights(version, await self.trainer.hand_over())
         with self.bus.lock:
             living = self.engines.expect(weights)
-        for handle, error in (await _bring_all(living, weights)).items():
+        within_s = None if self.engines.make is None else self.watch.deadlines.sync_s / 2
+        for handle, error in (await _bring_all(living, weights, within_s)).items():
             if self.engines.make is None:
                 raise error
             with self.bus.lock:
@@ -112,11 +113,23 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
         raise error
 
 
-async def _bring_all(handles: Sequence[Handle], weights: Weights) -> dict[Handle, Exception]:
-    """Bring all of them up to date at once. Returns those that failed."""
-    updates = [in_daemon_thread(bring_up_to_date, handle.engine, weights) for handle in handles]
-    results = await asyncio.gather(*updates, return_exceptions=True)
-    return {h: e for h, e in zip(handles, results, strict=True) if isinstance(e, Exception)}
+async def _bring_all(
+    handles: Sequence[Handle], weights: Weights, within_s: float | None = None
+) -> dict[Handle, BaseException]:
+    """Bring all of them up to date at once. Returns those that failed, or were not done within
+    these seconds."""
+    updates = {
+        handle: in_daemon_thread(bring_up_to_date, handle.engine, weights) for handle in handles
+    }
+    if updates:
+        await asyncio.wait(updates.values(), timeout=within_s)
+    failed: dict[Handle, BaseException] = {}
+    for handle, update in updates.items():
+        if not update.done():
+            failed[handle] = EngineError(f"it did not take new weights within {within_s:g} s")
+        elif (error := update.exception()) is not None:
+            failed[handle] = error
+    return failed
 
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:

@@ -16,6 +16,7 @@ from rollpacker.rewards.reward import Reward
 
 T = TypeVar("T")
 
+CHECK_S = 0.5
 STANDSTILL_HEARTBEATS = 12
 """So many times `deadlines.heartbeat_s` an engine may take over one turn, such as the prompts of a
 whole round, while others go on."""
@@ -47,7 +48,7 @@ class Watch:
         Raises `DeadlineExceeded`, and `RunError` once the rewards have given up.
         """
         self.check_rewards()
-        self._check_engines()
+        self.check_engines()
         if self.engine_works() or self.rewards_wait():
             return
         with self.bus.lock:
@@ -58,7 +59,13 @@ class Watch:
         if self.bus.clock.now() - self._last_sign > limit:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
-    def _check_engines(self) -> None:
+    async def check_engines_always(self) -> None:
+        """Now and then, until it is cancelled, where nobody else does."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check_engines()
+
+    def check_engines(self) -> None:
         """One that stands still while others work is lost, long before all are waited for."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s

@@ -250,7 +250,9 @@ class History:
     def _place(self, command: Place, now: float) -> None:
         self.engines.place(command.samples, command.engines, now)
         self.live.update(command.samples)
-        self._emptied_s = self.step.rounds[-1].end_s = None
+        round_ = self.step.rounds[-1]
+        self._emptied_s = round_.end_s = None
+        round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)
 
     def _scored(self, event: SampleScored, now: float) -> None:

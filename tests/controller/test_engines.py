@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -17,7 +18,7 @@ import pytest
 from benchmarks.exactly_once import check
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.engines import Engines
-from rollpacker.controller.errors import RunError
+from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Launch, Place, Replace
@@ -200,7 +201,7 @@ def test_losses_without_a_step_between_them_end_the_run(tmp_path: Path) -> None:
 
     fleet = Fleet(make=dying)
     controller, _ = make(tmp_path, several(steps=50), engines=fleet.engines, evaluates=False)
-    with pytest.raises(RunError, match=r"3 engines were lost.*out of memory"):
+    with pytest.raises(EnginesLost, match=r"3 engines were lost.*out of memory"):
         drive(controller)
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
 
@@ -273,11 +274,29 @@ def test_an_engine_that_cannot_take_new_weights_is_lost_and_not_the_run(tmp_path
     assert lost.engine == 1 and "weights are not the trainer's at version 3" in lost.reason
 
 
-def test_an_engine_that_stands_still_is_lost(tmp_path: Path) -> None:
+def test_an_engine_whose_update_hangs_is_lost_and_not_the_run(tmp_path: Path) -> None:
+    class Hanging(MortalEngine):
+        async def update_weights(self, version: int, weights: object = None) -> None:
+            if version == 2:
+                await asyncio.sleep(20)
+            await super().update_weights(version, weights)
+
+    config = several()
+    config = replace(config, deadlines=replace(config.deadlines, sync_s=1.0))
+    fleet = Fleet(make=lambda n, i: Hanging() if (n, i) == (0, 0) else MortalEngine())
+    controller, recorder = make(tmp_path, config, engines=fleet.engines)
+    drive(controller)
+    is_whole(tmp_path)
+    (lost,) = events(recorder, EngineLost)
+    assert lost.engine == 0 and "did not take new weights within 0.5 s" in lost.reason
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["in a round", "in an evaluation"])
+def test_an_engine_that_stands_still_is_lost(tmp_path: Path, evaluates: bool) -> None:
     config = several(steps=3)
     config = replace(config, deadlines=replace(config.deadlines, heartbeat_s=0.05))
     fleet = Fleet()
-    controller, recorder = make(tmp_path, config, engines=fleet.engines, evaluates=False)
+    controller, recorder = make(tmp_path, config, engines=fleet.engines, evaluates=evaluates)
     fleet.newest(1).silent = True
     assert drive(controller) == "every step is done"
     is_whole(tmp_path)
