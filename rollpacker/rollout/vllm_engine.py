@@ -44,8 +44,8 @@ from rollpacker.rollout.loop import (
 from rollpacker.rollout.own_weights import copy_weights, own_weights
 from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
-from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws, drawing_with
-from rollpacker.rollout.vllm_setup import open_vllm
+from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws
+from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
 from rollpacker.weight_probe import weight_probe
 
 if TYPE_CHECKING:
@@ -120,12 +120,13 @@ class VllmEngine(LoopEngine):
         self._endings = Endings(model, tokenizer, self._vocabulary_size)
         self._threads = torch.get_num_threads()
         self._draws = Draws()
-        self._vllm = open_vllm(model, config, drawing_with(self._draws))
+        self._vllm = open_vllm(model, config, self._draws)
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
         """Generated tokens of those that are gone."""
         self._num_steps = 0
+        self._is_closed = False
         self._load()
 
     # -- the protocol ------------------------------------------------------------------------------
@@ -163,7 +164,9 @@ class VllmEngine(LoopEngine):
     async def close(self) -> None:
         """See `Engine`. vLLM lets go of its memory."""
         await super().close()
-        self._vllm.engine_core.shutdown()
+        if not self._is_closed:
+            self._is_closed = True
+            close_vllm(self._vllm)
 
     @property
     def _scheduler(self) -> Any:

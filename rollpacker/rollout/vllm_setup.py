@@ -7,6 +7,8 @@ import os
 import random
 import re
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 from rollpacker.imports import require
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineConfig
+from rollpacker.rollout.vllm_draws import Draws, drawing_with
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -40,10 +43,13 @@ _ENVIRONMENT = {
 }
 
 
-def open_vllm(
-    model: PreTrainedModel, config: EngineConfig, logits_processor: type[Any]
-) -> LLMEngine:
-    """An engine for this architecture in this process. Its weights are still random.
+_the_only_one = threading.Lock()
+"""vLLM keeps what an engine shares with its workers in globals of the process."""
+
+
+def open_vllm(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
+    """An engine for this architecture in this process, which takes the tokens of `draws`. Its
+    weights are still random.
 
     Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
     cannot run, and `ValueError` for versions that nobody tried.
@@ -55,34 +61,50 @@ def open_vllm(
     )
     check_versions()
     _refuse_auto_map(model)
-    with _environment(_ENVIRONMENT), tempfile.TemporaryDirectory() as folder:
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+    if not _the_only_one.acquire(blocking=False):
+        raise ValueError("this process has an engine of vLLM, and can have but one: close it first")
+    try:
+        with _environment(_ENVIRONMENT):
+            return _open(model, config, draws)
+    except BaseException:
+        _the_only_one.release()
+        raise
 
-        on_cpu = _platform_is_cpu()
-        if on_cpu:
-            _check_head_size(model)
+
+def close_vllm(engine: LLMEngine) -> None:
+    """Let go of its memory. Once."""
+    engine.engine_core.shutdown()
+    _the_only_one.release()
+
+
+def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = _platform_is_cpu()
+    if on_cpu:
+        _check_head_size(model)
+    gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "enforce_eager": on_cpu,
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [drawing_with(draws)],
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+    }
+    if config.max_slots is not None:
+        arguments["max_num_seqs"] = config.max_slots
+    with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
         model.config.save_pretrained(folder)
-        gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
-        arguments: dict[str, Any] = {
-            "model": folder,
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "generation_config": "vllm",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "enforce_eager": on_cpu,
-            "block_size": BLOCK_TOKENS,
-            "enable_prefix_caching": True,
-            "async_scheduling": False,
-            "logprobs_mode": "processed_logprobs",
-            "logits_processors": [logits_processor],
-            "disable_log_stats": True,
-            "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
-        }
-        if config.max_slots is not None:
-            arguments["max_num_seqs"] = config.max_slots
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
 
 
 def check_versions() -> None:
@@ -145,7 +167,8 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     of_python, of_numpy = random.getstate(), np.random.get_state()
     os.environ.update(settings)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         os.environ.clear()
