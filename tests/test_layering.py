@@ -34,13 +34,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sim": ("bus", "core", "config", "report"),
     "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
-    "rollout": (*NOUNS, "weight_probe"),
+    "rollout": (*NOUNS, "processes", "weight_buffer", "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
     "processes": (),
     "data": NOUNS,
-    "trainer": (*NOUNS, "algo", "processes", "weight_probe"),
+    "trainer": (*NOUNS, "algo", "processes", "weight_buffer", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "did_you_mean": (),
     "imports": (),
     "warn_once": (),
+    "weight_buffer": (),
     "weight_probe": (),
 }
 """What of rollpacker each part may import besides itself, inside functions too. Imports for type
@@ -125,7 +126,10 @@ def violations(path: Path) -> list[str]:
     for line, name in checked:
         top, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)}, line {line}: {name}"
-        if top == "rollpacker" and rest.split(".")[0] in (*PARTS, *FOR_ALL, "bus", "weight_probe"):
+        if top == "rollpacker" and rest.split(".")[0] in (
+            *(*PARTS, *FOR_ALL),
+            *("bus", "weight_buffer", "weight_probe"),
+        ):
             if not within(rest, allowed):
                 found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")
         elif top == "ray" and part != "remote":

@@ -18,6 +18,8 @@ from rollpacker.rollout.table import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollpacker.weight_buffer import WeightSource
+
 Turns = tuple[tuple[int, int], ...]
 """(first token, turn): from that token on the noise is of that turn. Before the first: turn 0."""
 
@@ -111,7 +113,9 @@ class EngineOutput:
 Listener = Callable[[Sequence[EngineOutput]], None]
 """Called by the engine, from any thread, with what one decode step brought, in launch order. The
 embedded engine calls it between two decode steps and goes on when it returns: an abort given inside
-the call takes effect at that very step, in every run alike."""
+the call takes effect at that very step, in every run alike. An engine in a process goes on
+meanwhile: it may bring several steps at once, and an abort takes effect at the step after it
+arrives."""
 
 
 class Engine(Protocol):
@@ -136,11 +140,15 @@ class Engine(Protocol):
         ...
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, Tensor] | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
         """Sample from `version` from now on: from these weights, or if there are none, from the
-        engine's tensors as they are. Refused with `EngineError` while anything runs, or if the
-        weights are another model's."""
+        engine's tensors as they are. An engine in a process takes them from a source only.
+
+        Raises `EngineError` while anything runs; if the weights are another model's; and if the
+        source has another version, or is written to. After an error, nothing may be submitted
+        until an update succeeds: the weights may be half of each.
+        """
         ...
 
     def weight_probe(self) -> str:
@@ -153,7 +161,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the worker thread; later calls of anything raise `EngineError`. Idempotent."""
+        """End its thread or process; later calls of anything raise `EngineError`. Idempotent."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What callers leave for the embedded engine's worker thread, under one lock."""
+"""What callers leave for an engine's worker thread, under one lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Inbox:
         self._closed = False
         self._error: BaseException | None = None
         self._listener: Listener | None = None
-        self._on_error: Callable[[BaseException], None] | None = None
+        self._on_error: Callable[[BaseException], None] = _tell_nobody
 
     # -- the caller's side -----------------------------------------------------------------
 
@@ -47,7 +47,10 @@ class Inbox:
         with self._condition:
             self.check_open()
             if self._weights_change:
-                raise EngineError("samples were submitted while the weights change")
+                raise EngineError(
+                    "samples were submitted while the weights change, or after they could not be "
+                    "changed"
+                )
             samples = [request.sample for request in requests]
             twice = self._in_flight.intersection(samples)
             if twice or len(set(samples)) < len(samples):
@@ -114,10 +117,13 @@ class Inbox:
         """Later calls raise. Returns who is to be told."""
         with self._condition:
             self._error = error
-            assert self._on_error is not None
             return self._on_error
 
     @property
     def num_in_flight(self) -> int:
         with self._condition:
             return len(self._in_flight)
+
+
+def _tell_nobody(error: BaseException) -> None:
+    """Nobody listens yet."""

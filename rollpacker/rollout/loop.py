@@ -11,16 +11,19 @@ import asyncio
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleFailed
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Listener, Response
 from rollpacker.rollout.inbox import Inbox
+from rollpacker.rollout.own_weights import OwnWeights
 from rollpacker.rollout.rows import Pending
+from rollpacker.weight_buffer import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,12 @@ Numbered = tuple[int, EngineOutput]
 
 
 class LoopEngine(ABC):
-    """The part of `Engine` (rollout/engine.py) that is about threads. A subclass decodes."""
+    """The part of `Engine` (rollout/engine.py) that is about threads and about the weights of its
+    module. A subclass decodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._weights = OwnWeights(model)
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
         self._version = 0
@@ -58,6 +64,19 @@ class LoopEngine(ABC):
         """See `Engine`."""
         self._inbox.abort(samples)
 
+    async def update_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
+    ) -> None:
+        """See `Engine`. It is done in a thread, so that the caller's deadline can end the wait."""
+        self._inbox.begin_weights(version)
+        await asyncio.to_thread(self._renew, version, weights)
+        self._inbox.end_weights()
+        self._version = version
+
+    def weight_probe(self) -> str:
+        """See `Engine`."""
+        return self._weights.probe()
+
     async def close(self) -> None:
         """See `Engine`."""
         self._inbox.close()
@@ -66,6 +85,12 @@ class LoopEngine(ABC):
             await asyncio.to_thread(self._thread.join, CLOSE_S)
             if self._thread.is_alive():
                 logger.error("the engine's worker hangs; it is left behind")
+
+    def _renew(
+        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
+    ) -> None:
+        """Take new weights, while nothing runs. Raises `EngineError`."""
+        self._weights.take(version, weights)
 
     # -- what a subclass does, in the worker's thread ----------------------------------------------
 

@@ -9,9 +9,7 @@ tested on a CPU, except for the capture itself.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -38,9 +36,7 @@ from rollpacker.rollout.loop import (
     untouched,
     why_impossible,
 )
-from rollpacker.rollout.own_weights import copy_weights, own_weights
 from rollpacker.rollout.rows import Pending
-from rollpacker.weight_probe import weight_probe
 
 
 class TorchEngine(LoopEngine):
@@ -64,8 +60,7 @@ class TorchEngine(LoopEngine):
         static_shapes: bool | None = None,
     ) -> None:
         """`tokenizer` is needed for stop strings only. `static_shapes` None: on CUDA."""
-        super().__init__()
-        self._model = model
+        super().__init__(model)
         self._device = torch.device(device or next(model.parameters()).device)
         static = self._device.type != "cpu" if static_shapes is None else static_shapes
         was_training = model.training
@@ -88,24 +83,6 @@ class TorchEngine(LoopEngine):
         self._was_training = was_training
 
     # -- the protocol ------------------------------------------------------------------------------
-
-    async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """See `Engine`. A copy runs in a thread, so that the caller's deadline can end the wait."""
-        self._inbox.begin_weights(version)
-        if weights is not None:
-            try:
-                await asyncio.to_thread(copy_weights, own_weights(self._model), weights)
-            except Exception:  # a caller who waits no longer leaves the copy under way
-                self._inbox.end_weights()
-                raise
-        self._inbox.end_weights()
-        self._version = version
-
-    def weight_probe(self) -> str:
-        """See `Engine`."""
-        return weight_probe(own_weights(self._model).items())
 
     def status(self) -> EngineStatus:
         """See `Engine`."""
@@ -134,12 +111,15 @@ class TorchEngine(LoopEngine):
             torch.cuda.set_device(self._device)
 
     def _turn(self) -> list[Numbered]:
+        """A token for every row at most, so that an abort never comes later than that."""
         outputs = self._take_inbox()
-        if not outputs and self._waiting:
-            outputs = self._admit()
-        if not outputs and self._decoder.rows.num_rows:
-            self._num_generated += self._step()
-            outputs = self._collect_ended(0)
+        if not outputs:
+            num_new = self._decoder.num_admissible(self._waiting)
+            if num_new:
+                outputs = self._admit(num_new)
+            elif self._decoder.rows.num_rows:
+                self._num_generated += self._step()
+                outputs = self._collect_ended(0)
         return outputs
 
     def _step(self) -> int:
@@ -222,10 +202,7 @@ class TorchEngine(LoopEngine):
             )
         return reason
 
-    def _admit(self) -> list[Numbered]:
-        num_new = self._decoder.num_admissible(self._waiting)
-        if not num_new:
-            return []
+    def _admit(self, num_new: int) -> list[Numbered]:
         if not self._busy:
             self._busy, self._was_training = True, self._model.training
             self._model.train(False)

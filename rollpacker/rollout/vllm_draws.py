@@ -58,7 +58,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-    class DrawTokens(LogitsProcessor):
+    class DrawTokens(LogitsProcessor):  # type: ignore[misc]  # not seen beside vLLM
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
             self._device = device
             self._rows: dict[int, tuple[int, Draw]] = {}

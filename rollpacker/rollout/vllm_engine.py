@@ -11,8 +11,6 @@ It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its s
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -41,18 +39,15 @@ from rollpacker.rollout.loop import (
     untouched,
     why_impossible,
 )
-from rollpacker.rollout.own_weights import copy_weights, own_weights
 from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
 from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws
 from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
-from rollpacker.weight_probe import weight_probe
+from rollpacker.weight_buffer import WeightSource
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 16
 """The fixed prompt after which both sides' log-probabilities are compared."""
@@ -97,7 +92,7 @@ class VllmEngine(LoopEngine):
     older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
 
     Carried tokens become the end of the prompt and stay as they are: it cannot draw them anew in
-    one pass. One such engine a process. Set torch's thread count before `start`.
+    one pass. One such engine a process. Set torch's thread count before it is made.
 
     Raises:
         MissingPackageError: there is no vLLM.
@@ -112,8 +107,7 @@ class VllmEngine(LoopEngine):
         config: EngineConfig,
     ) -> None:
         """`tokenizer` is needed for stop strings only."""
-        super().__init__()
-        self._model = model
+        super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
         self._vocabulary_size: int = text.vocab_size
@@ -127,25 +121,13 @@ class VllmEngine(LoopEngine):
         """Generated tokens of those that are gone."""
         self._num_steps = 0
         self._is_closed = False
-        self._load()
+        try:
+            self._load()
+        except BaseException:
+            close_vllm(self._vllm)
+            raise
 
     # -- the protocol ------------------------------------------------------------------------------
-
-    async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """See `Engine`. Raises `EngineError` if vLLM says something else afterwards than the model:
-        nothing can be submitted until an update succeeds."""
-        self._inbox.begin_weights(version)
-        if weights is not None:
-            await asyncio.to_thread(copy_weights, own_weights(self._model), weights)
-        await asyncio.to_thread(self._load)
-        self._version = version
-        self._inbox.end_weights()
-
-    def weight_probe(self) -> str:
-        """See `Engine`. Of the model that vLLM's weights were compared with."""
-        return weight_probe(own_weights(self._model).items())
 
     def status(self) -> EngineStatus:
         """See `Engine`."""
@@ -171,7 +153,7 @@ class VllmEngine(LoopEngine):
     @property
     def _scheduler(self) -> Any:
         """vLLM's. It holds the record of every request that is not done with."""
-        return self._vllm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        return self._vllm.engine_core.engine_core.scheduler
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -294,7 +276,7 @@ class VllmEngine(LoopEngine):
     # -- a step, and what ends ---------------------------------------------------------------------
 
     def _step(self) -> list[Numbered]:
-        ended: list[RequestOutput] = self._vllm.step()  # type: ignore[assignment]
+        ended: list[RequestOutput] = self._vllm.step()
         self._num_steps += 1
         outputs = self._fail_broken()
         for output in ended:
@@ -369,6 +351,12 @@ class VllmEngine(LoopEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
+    def _renew(
+        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
+    ) -> None:
+        super()._renew(version, weights)
+        self._load()
+
     @torch.no_grad()
     def _load(self) -> None:
         """Bring vLLM's copy up to date with the model, and see that it computes the same."""
@@ -401,7 +389,7 @@ class VllmEngine(LoopEngine):
         self._model.train(False)
         logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         self._model.train(was_training)
-        log_probs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+        log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
         return log_probs[:, 0].cpu()
 
     def _vllm_says(self, prompt: list[int]) -> torch.Tensor:
@@ -411,7 +399,7 @@ class VllmEngine(LoopEngine):
         self._hand_over(number, draw, prompt, max_tokens=1, prompt_logprobs=0)
         outputs: list[RequestOutput] = []
         while not outputs:
-            outputs = self._vllm.step()  # type: ignore[assignment]
+            outputs = self._vllm.step()
         del self._draws.by_number[number]
         (output,) = outputs
         assert output.prompt_logprobs is not None

@@ -34,7 +34,7 @@ from rollpacker.trainer.trainer import (
     TrainerStateError,
     TrainSample,
 )
-from rollpacker.trainer.weight_buffer import BufferLayout, Place
+from rollpacker.weight_buffer import BufferLayout, Place
 
 METHODS = (
     *("setup", "score", "accumulate", "rescale", "update", "apply", "save", "load"),
@@ -59,15 +59,7 @@ def codec() -> Codec:
         Kind(Counter, dict, Counter),
         Kind(defaultdict, dict, lambda values: defaultdict(float, values)),
         Kind(type(Path()), str, Path),
-        Kind(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
 
 
 def error_bytes(error: Exception) -> bytes:

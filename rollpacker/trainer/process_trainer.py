@@ -1,8 +1,8 @@
 """The trainer in processes of its own: it works while the engine generates.
 
 Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
-`apply` brings them together. The engine has a copy of the weights, which is brought up to date
-through memory that the run's process and rank 0 share.
+`apply` brings them together. Engines have copies of the weights, which are brought up to date
+through memory that rank 0 writes and they read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
-from rollpacker.trainer.weight_buffer import WeightBuffer
+from rollpacker.weight_buffer import WeightBuffer
 
 Result = TypeVar("Result")
 
@@ -44,10 +44,7 @@ class ProcessTrainer:
             self._all("setup", setup)
             self._buffer = WeightBuffer.create(engine_weights)
             others = [None] * (ranks.num_processes - 1)
-            try:
-                self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
-            finally:
-                self._buffer.unlink()
+            self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
         except BaseException:
             self.close()
             raise
@@ -103,7 +100,7 @@ class ProcessTrainer:
 
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
-            return HandOver(weights=self._buffer.tensors, probe=probe)
+            return HandOver(weights=self._buffer.source(self.version), probe=probe)
 
         return await self._in_thread(write)
 

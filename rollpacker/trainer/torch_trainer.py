@@ -16,6 +16,7 @@ from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
+from rollpacker.weight_buffer import WeightBuffer
 from rollpacker.weight_probe import weight_probe
 
 Result = TypeVar("Result")
@@ -24,15 +25,25 @@ Result = TypeVar("Result")
 class TorchTrainer:
     """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
 
-    `in_place`: an engine reads the learner's own tensors. `threads` is torch's number of threads
-    for this trainer's work on a CPU.
+    `in_place`: an engine reads the learner's own tensors. Otherwise engines have copies: those in
+    other processes with `shared`, through memory that all can read. `threads` is torch's number of
+    threads for this trainer's work on a CPU.
+
+    Raises `ValueError` if there is no room for shared weights.
     """
 
     def __init__(
-        self, learner: Learner, *, in_place: bool = True, threads: int | None = None
+        self,
+        learner: Learner,
+        *,
+        in_place: bool = True,
+        shared: bool = False,
+        threads: int | None = None,
     ) -> None:
+        assert not (in_place and shared)
         self.learner = learner
         self._in_place = in_place
+        self._buffer = WeightBuffer.create(learner.weights()) if shared else None
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="trainer",
@@ -78,6 +89,10 @@ class TorchTrainer:
             return HandOver(weights=None, probe=None)
 
         def weights() -> HandOver:
+            if self._buffer is not None:
+                with self._buffer.writing(self.version) as tensors:
+                    probe = self.learner.write_weights(tensors)
+                return HandOver(weights=self._buffer.source(self.version), probe=probe)
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))
 

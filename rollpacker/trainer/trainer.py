@@ -13,6 +13,8 @@ from rollpacker.core.ids import SampleId
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollpacker.weight_buffer import WeightSource
+
 
 class TrainerError(RuntimeError):
     """Training cannot go on."""
@@ -298,9 +300,10 @@ class Trainer(Protocol):
 class HandOver:
     """Weights on their way to an engine."""
 
-    weights: Mapping[str, Tensor] | None
+    weights: Mapping[str, Tensor] | WeightSource | None
     """What training changes, by the names of the model's parameters. None: the engine reads the
-    trainer's own tensors. Valid until the next call to the trainer."""
+    trainer's own tensors. Tensors are valid until the next call to the trainer; a source is until
+    the next `hand_over`, so that an engine which joins meanwhile can read it too."""
     probe: str | None
     """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype. None:
     the engine's tensors are the trainer's, so there is nothing to compare."""

@@ -26,7 +26,7 @@ from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import ERROR, LINE_FD, RESULT, line_to_run
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
-from rollpacker.trainer.weight_buffer import BufferLayout, WeightBuffer
+from rollpacker.weight_buffer import BufferLayout, WeightBuffer
 
 TIMEOUT_S = 3600.0
 """How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and
@@ -85,7 +85,10 @@ class Worker:
     def write_weights(self) -> str | None:
         """Bring the shared memory up to date; every rank takes part, rank 0 writes. Returns the
         probe, on rank 0."""
-        return self._learner.write_weights(None if self._buffer is None else self._buffer.tensors)
+        if self._buffer is None:
+            return self._learner.write_weights(None)
+        with self._buffer.writing(self._learner.version) as tensors:
+            return self._learner.write_weights(tensors)
 
     def hashes(self) -> dict[str, str]:
         return self._learner.state_hashes()

@@ -37,7 +37,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.trainer.weight_buffer import BufferLayout, Place
+from rollpacker.weight_buffer import BufferLayout, Place
 
 START_S = 60.0
 """For two processes to load torch on a busy machine."""
@@ -207,8 +207,9 @@ ID = SampleId(PromptId("train", 0, 3), 1, 0)
         ),
         BufferLayout(
             path="/dev/shm/x",
+            inode=7,
             size_bytes=64,
-            places={"w": Place(start=0, shape=(2, 3), dtype=torch.bfloat16)},
+            places={"w": Place(start=0, shape=(2, 3), dtype="bfloat16")},
         ),
         Path("/somewhere"),
     ],

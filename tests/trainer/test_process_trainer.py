@@ -36,6 +36,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
+from rollpacker.weight_buffer import WeightReader, WeightSource
 from tests.trainer.tiny import largest_difference, responses
 
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, kl_in="reward", old_logprobs="rollout")
@@ -121,6 +122,9 @@ def step(trainer: Either, seed: int, *, streamed: int = 0) -> dict[str, float]:
 def weights(trainer: Either) -> tuple[dict[str, Tensor], str]:
     hand_over = asyncio.run(trainer.hand_over())
     assert hand_over.weights is not None
+    if isinstance(hand_over.weights, WeightSource):
+        with WeightReader().reading(hand_over.weights) as named:
+            return {name: value.clone() for name, value in named.items()}, hand_over.probe
     return {name: value.clone() for name, value in hand_over.weights.items()}, hand_over.probe
 
 

@@ -1,0 +1,393 @@
+"""An engine in a process of its own, which lives no longer than this one.
+
+    ProcessEngine --Exchange--> engine_worker.py: EngineHost --> any engine
+                  <--Report---
+
+One thread per engine carries what is submitted, aborted and called to the process, and what that
+reports to the listener. There is always an exchange to be answered, so that silence means that the
+process is stopped or gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.core.ids import SampleId
+from rollpacker.processes.child import Child
+from rollpacker.processes.frames import Message
+from rollpacker.processes.line import Line
+from rollpacker.rollout.engine import (
+    EngineError,
+    EngineOutput,
+    EngineStatus,
+    GenerationRequest,
+    Listener,
+)
+from rollpacker.rollout.inbox import Inbox
+from rollpacker.rollout.messages import (
+    EXCHANGE,
+    FAILED,
+    HELLO,
+    READY,
+    REFUSED,
+    REPORT,
+    SETUP,
+    UPDATE_WEIGHTS,
+    WEIGHT_PROBE,
+    Call,
+    EngineSetup,
+    Exchange,
+    PackedOutput,
+    Report,
+    codec,
+)
+from rollpacker.weight_buffer import WeightSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+START_S = 600.0
+"""How long a process may take until its engine is made."""
+HEARTBEAT_S = 5.0
+MAX_WAIT_S = 0.5
+"""Without news an engine reports so often."""
+ENDED_S = 0.4
+"""How long it may take to learn how a process ended that has hung up."""
+CLOSE_S = 5.0
+
+
+class EngineRefusedError(EngineError, ValueError):
+    """The engine cannot be made; the message says why and what to do."""
+
+
+class ProcessEngine:
+    """An `Engine` whose work is done by another process.
+
+    It is loaded meanwhile: `ready` waits for it, and what is submitted before waits there. If the
+    process ends, is stopped, or does not answer for `heartbeat_s`, `on_error` is called once with
+    an `EngineError` that says how it ended; the process is killed, and nothing more is heard of it.
+
+    An abort takes effect at the process's next decode step, whenever it gets there: two runs of
+    the same seed may differ in which samples were aborted at which length, and so in the order in
+    which samples end. The tokens of a sample do not.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        name: str = "engine",
+        heartbeat_s: float = HEARTBEAT_S,
+        start_s: float = START_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the process. `environment` is added to this process's own. Raises `OSError`."""
+        self.name = name
+        self.last_answer_s = self.last_progress_s = time.monotonic()
+        """When, on the monotonic clock, the process last answered; and when its number of tokens
+        last grew, something ended, or it had nothing to do."""
+        self._heartbeat_s = heartbeat_s
+        self._inbox = Inbox()
+        self._prompts: dict[SampleId, tuple[int, ...]] = {}
+        self._exchanges = _Exchanges(min(MAX_WAIT_S, heartbeat_s / 5))
+        self._status = EngineStatus(
+            num_running=0, num_waiting=0, version=0, generated_tokens=0, decode_steps=0
+        )
+        self._ready: Future[None] = Future()
+        self._is_heard = self._is_over = False
+        self._line, theirs = Line.pair()
+        with theirs:
+            self.child = Child.start(
+                [sys.executable, "-m", "rollpacker.rollout.engine_worker", f"{theirs.fileno()}"],
+                name,
+                guarded=True,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **(environment or {})},
+            )
+        self._loop = asyncio.SelectorEventLoop()
+        self._loop.call_soon(self._begin, setup, start_s)
+        self._thread = threading.Thread(target=self._work, name=f"rollpacker-{name}", daemon=True)
+        self._thread.start()
+
+    # -- the protocol ----------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Wait until the engine is made. Raises `EngineError` if that fails, `EngineRefusedError`
+        if it is for the user to mend."""
+        await asyncio.shield(asyncio.wrap_future(self._ready))
+
+    def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """See `Engine`. Called again while nothing runs, it replaces the listener."""
+        self._inbox.tell(listener, on_error)
+        self._is_heard = True
+        self._wake()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `Engine`."""
+        self._inbox.submit(requests)
+        self._wake()
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._inbox.abort(samples)
+        self._wake()
+
+    async def update_weights(
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
+    ) -> None:
+        """See `Engine`. Tensors do not travel: it takes a source, or nothing."""
+        if weights is not None and not isinstance(weights, WeightSource):
+            raise EngineError("an engine in a process reads its weights from a source")
+        self._inbox.begin_weights(version)
+        call = self._exchanges.call(UPDATE_WEIGHTS, version, weights)
+        self._wake()
+        await asyncio.wrap_future(call)
+        self._inbox.end_weights()
+
+    def weight_probe(self) -> str:
+        """See `Engine`."""
+        self._inbox.check_open()
+        call = self._exchanges.call(WEIGHT_PROBE)
+        self._wake()
+        probe = call.result()
+        assert probe is not None
+        return probe
+
+    def status(self) -> EngineStatus:
+        """See `Engine`. As the process last said, but for the number of samples."""
+        self._inbox.check_open()
+        num_in_flight = self._inbox.num_in_flight
+        num_running = min(self._status.num_running, num_in_flight)
+        return replace(
+            self._status, num_running=num_running, num_waiting=num_in_flight - num_running
+        )
+
+    async def close(self) -> None:
+        """See `Engine`. Ends the process, whatever it is doing."""
+        self._inbox.close()
+        self._soon(self._end, EngineError("the engine is closed"))
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        self.child.close()
+
+    def _wake(self) -> None:
+        self._soon(self._send)
+
+    def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: who waits has been told
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # -- the thread ------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._line.close()
+            self.child.close()
+            self._loop.close()
+
+    def _begin(self, setup: EngineSetup, start_s: float) -> None:
+        self._line.attach(self._loop, self._heard, self._hung_up)
+        self._line.post(SETUP, payload=codec().encode(setup))
+        self._loop.call_later(start_s, self._must_be_ready, start_s)
+        self._look(time.monotonic())
+
+    def _send(self) -> None:
+        """Give the process what is new; if nothing is, something to answer."""
+        if self._is_over or not self._ready.done():
+            return
+        entries, aborts = self._inbox.take() if self._is_heard else ([], set())
+        requests = tuple(entry.request for entry in entries)
+        self._prompts.update((request.sample, request.prompt_tokens) for request in requests)
+        exchange = self._exchanges.next(requests, tuple(sorted(aborts)))
+        if exchange is not None:
+            self._line.post(EXCHANGE, exchange.sequence, codec().encode(exchange))
+
+    def _heard(self, message: Message) -> None:
+        if self._is_over:
+            return
+        try:
+            self._obey(message.kind, codec().decode(message.payload) if message.payload else None)
+        except Exception as error:  # of whoever listens, or of ours
+            logger.exception("what %s reported could not be taken in", self.name)
+            self._lose(error)
+
+    def _obey(self, kind: int, said: Any) -> None:
+        self.last_answer_s = time.monotonic()
+        if kind == HELLO:
+            self.child.pid = said
+        elif kind == READY:
+            self._ready.set_result(None)
+            self._send()
+        elif kind == REFUSED:
+            self._lose(EngineRefusedError(said))
+        elif kind == FAILED:
+            self._lose(EngineError(f"{self.child}: {said}"))
+        else:
+            assert kind == REPORT, kind
+            self._report(said)
+
+    def _report(self, report: Report) -> None:
+        grew = report.status.generated_tokens > self._status.generated_tokens
+        self._status = report.status
+        outputs = self._outputs(report)
+        if grew or outputs or not self._prompts:
+            self.last_progress_s = time.monotonic()
+        if outputs:
+            _, listener = self._inbox.end(output.event.sample for output in outputs)
+            listener(outputs)
+        self._send()
+
+    def _outputs(self, report: Report) -> list[EngineOutput]:
+        """What is new in it, of samples that are there."""
+        found = []
+        for event, response in self._exchanges.take(report):
+            prompt = self._prompts.pop(event.sample, None)
+            if prompt is None:
+                logger.error("%s reported %s, which it does not have", self.name, event.sample)
+                continue
+            whole = None if response is None else response.unpacked(event.sample, prompt)
+            found.append(EngineOutput(event, whole))
+        return found
+
+    # -- how it ends -----------------------------------------------------------------------
+
+    def _look(self, looked_s: float) -> None:
+        """See now and then whether it answers. `looked_s`: when that was seen last."""
+        now, every_s = time.monotonic(), self._heartbeat_s / 10
+        loads = not self._ready.done() and not self.child.is_stopped()
+        was_held = now - looked_s > 2 * every_s + 1.0  # this process, or by whoever listens
+        if loads or was_held:
+            self._exchanges.asked_s = now
+        silent_s = now - max(self._exchanges.asked_s, self.last_answer_s)
+        if silent_s <= self._heartbeat_s:
+            self._loop.call_later(every_s, self._look, now)
+            return
+        why = "a signal has stopped it" if self.child.is_stopped() else "it may hang"
+        self._lose(EngineError(f"{self.child} has not answered for {silent_s:.1f} s: {why}"))
+
+    def _must_be_ready(self, start_s: float) -> None:
+        if not self._ready.done():
+            self._lose(EngineError(f"{self.child} was not ready within {start_s:g} s"))
+
+    def _hung_up(self) -> None:
+        how = self.child.how_ended(ENDED_S) or "it hung up"
+        self._lose(EngineError(f"{self.child} ended by itself ({how})"))
+
+    def _lose(self, error: Exception) -> None:
+        """The engine is dead. Nothing is heard of it after this."""
+        if not self._is_over:
+            on_error = self._inbox.die(error)
+            self._end(error)
+            on_error(error)
+
+    def _end(self, error: Exception) -> None:
+        """End the process and this thread; who waits for an answer gets `error`."""
+        self._is_over = True
+        self._line.detach()
+        self.child.kill()
+        self._exchanges.give_up(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        self._loop.stop()
+
+
+class _Exchanges:
+    """What was said to an engine's process, what it has answered, and what it owes."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.asked_s = time.monotonic()
+        """When the oldest exchange was made that has no answer."""
+        self._wait_s = wait_s
+        self._sequence = 0
+        self._answered = 0
+        self._acknowledged = 0
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Future[str | None], dict[str, Any]]] = deque()
+        """Calls to make."""
+        self._calling: Future[str | None] | None = None
+        self._num_calls = 0
+        self._error: Exception | None = None
+
+    def call(
+        self, name: str, version: int = 0, source: WeightSource | None = None
+    ) -> Future[str | None]:
+        """From any thread. The answer; it raises `EngineError`."""
+        future: Future[str | None] = Future()
+        with self._lock:
+            self._waiting.append((future, {"name": name, "version": version, "source": source}))
+        if self._error is not None:
+            self.give_up(self._error)
+        return future
+
+    def give_up(self, error: Exception) -> None:
+        """From any thread. There will be no answers any more."""
+        self._error = error
+        with self._lock:
+            owed = [future for future, _ in self._waiting]
+            self._waiting.clear()
+            if self._calling is not None:
+                owed.append(self._calling)
+            self._calling = None
+        for future in owed:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def next(
+        self, requests: tuple[GenerationRequest, ...], aborts: tuple[SampleId, ...]
+    ) -> Exchange | None:
+        """What to say now; None if nothing is new and an answer is owed."""
+        call = self._next_call()
+        if not (requests or aborts or call) and self._sequence > self._answered:
+            return None
+        if self._sequence == self._answered:
+            self.asked_s = time.monotonic()
+        self._sequence += 1
+        return Exchange(
+            sequence=self._sequence,
+            acknowledged=self._acknowledged,
+            requests=requests,
+            aborts=aborts,
+            call=call,
+            wait_s=self._wait_s,
+        )
+
+    def _next_call(self) -> Call | None:
+        with self._lock:
+            if self._calling is not None or not self._waiting:
+                return None
+            self._calling, arguments = self._waiting.popleft()
+            self._num_calls += 1
+            return Call(number=self._num_calls, **arguments)
+
+    def take(self, report: Report) -> Sequence[PackedOutput]:
+        """Settle what the report answers, and return the outputs that were not in an earlier one,
+        as they are in a report."""
+        self._answered = max(self._answered, report.sequence)
+        answer = report.answer
+        if answer is not None and answer.number == self._num_calls:
+            with self._lock:
+                future, self._calling = self._calling, None
+            if future is not None and future.set_running_or_notify_cancel():
+                if answer.error is None:
+                    future.set_result(answer.result)
+                else:
+                    future.set_exception(EngineError(answer.error))
+        num_known = self._acknowledged + 1 - report.first
+        assert num_known >= 0, f"output {self._acknowledged + 1} is missing"
+        fresh = report.outputs[num_known:]
+        self._acknowledged += len(fresh)
+        return fresh

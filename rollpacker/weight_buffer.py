@@ -1,0 +1,197 @@
+"""Memory that processes of one machine share: how weights get from a trainer to its engines.
+
+    count, version | tensors, each at a multiple of 64 bytes | count, version
+
+One process writes, any number of others read. What stands before the tensors changes before they
+do, and what stands behind them after they did. A reader compares the two before it copies and looks
+at the first once more afterwards: weights that were written in part, or changed meanwhile, are
+refused. The newest version stays there until the next one comes, for an engine that joins late.
+
+The memory has no name in any folder, and no limit but the machine's: others map it through the
+descriptor of the process that made it. It goes when the last one that maps it does, so nothing is
+left behind, whoever dies. Light: torch comes with the first buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes; also those at either end that say what lies between them."""
+
+
+class StaleWeightsError(RuntimeError):
+    """The buffer does not hold the weights that were asked for; the message says what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one tensor lies."""
+
+    start: int
+    """Bytes from the beginning."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it: float32, bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """What a process must know to map the buffer."""
+
+    path: str
+    inode: int
+    """The path alone may come to mean another buffer, once this one is gone."""
+    size_bytes: int
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSource:
+    """Weights of one version, for every process of this machine to read (`WeightReader`)."""
+
+    version: int
+    layout: BufferLayout
+
+
+class WeightBuffer:
+    """`tensors`: by name, views of the shared memory."""
+
+    def __init__(self, layout: BufferLayout) -> None:
+        """Map what `create` made. Raises `StaleWeightsError` if it is gone."""
+        import torch
+
+        try:
+            found = os.stat(layout.path)
+            if (found.st_ino, found.st_size) != (layout.inode, layout.size_bytes):
+                raise FileNotFoundError(f"{layout.path} is another file")
+            memory = torch.from_file(
+                layout.path, shared=True, size=layout.size_bytes, dtype=torch.uint8
+            )
+        except (OSError, RuntimeError) as error:
+            raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
+        self.layout = layout
+        self.tensors: dict[str, Tensor] = {}
+        for name, place in layout.places.items():
+            dtype: torch.dtype = getattr(torch, place.dtype)
+            end = place.start + torch.Size(place.shape).numel() * dtype.itemsize
+            self.tensors[name] = memory[place.start : end].view(dtype).view(place.shape)
+        self._before = memory[:16].view(torch.int64)
+        """How often weights were written here, or began to be, and the newest version."""
+        self._behind = memory[-ALIGNMENT:][:16].view(torch.int64)
+
+    @classmethod
+    def create(cls, like: Iterable[tuple[str, Tensor]]) -> WeightBuffer:
+        """A buffer for tensors of these names, shapes and dtypes. Others can map it as long as this
+        object lives. Raises `OSError`, or `ValueError` if there is no room."""
+        places, end = {}, ALIGNMENT
+        for name, value in like:
+            dtype = str(value.dtype).removeprefix("torch.")
+            places[name] = Place(start=end, shape=tuple(value.shape), dtype=dtype)
+            size = value.numel() * value.element_size()
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        size = end + ALIGNMENT
+        descriptor, path = _reserved(size)
+        inode = os.fstat(descriptor).st_ino
+        buffer = cls(BufferLayout(path=path, inode=inode, size_bytes=size, places=places))
+        weakref.finalize(buffer, _give_up, descriptor, path)
+        return buffer
+
+    def source(self, version: int) -> WeightSource:
+        """What an engine is given to read this version."""
+        return WeightSource(version=version, layout=self.layout)
+
+    @contextmanager
+    def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:
+        """The tensors, for their next version to be written. Readers are refused from now on, until
+        this ends without an error."""
+        count = int(self._before[0]) + 1
+        self._before[0], self._before[1] = count, version
+        yield self.tensors
+        self._behind[0], self._behind[1] = count, version
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[Mapping[str, Tensor]]:
+        """The tensors, to be copied. Raises `StaleWeightsError` before that if they are not whole
+        or of another version, and after it if they changed meanwhile."""
+        before, behind = self._before.tolist(), self._behind.tolist()
+        if not before[0]:
+            raise StaleWeightsError("no weights have been written yet")
+        if before != behind:
+            raise StaleWeightsError(f"the weights of version {before[1]} are written only in part")
+        if before[1] != version:
+            raise StaleWeightsError(f"the weights are of version {before[1]}, not {version}")
+        yield self.tensors
+        if self._before.tolist() != before:
+            raise StaleWeightsError(f"the weights of version {version} changed while being read")
+
+
+class WeightReader:
+    """Reads sources; maps a buffer once, however many versions come through it."""
+
+    def __init__(self) -> None:
+        self._buffer: WeightBuffer | None = None
+
+    def reading(self, source: WeightSource) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """See `WeightBuffer.reading`."""
+        if self._buffer is None or self._buffer.layout != source.layout:
+            self._buffer = WeightBuffer(source.layout)
+        return self._buffer.reading(source.version)
+
+
+def _reserved(size: int) -> tuple[int, str]:
+    """Memory of so many bytes: its descriptor, and the path by which other processes open it."""
+    available = _available_bytes()
+    no_room = ValueError(
+        f"{available / 2**30:.2f} GiB of memory are left, and weights on their way from the trainer"
+        f" to the engines need {size / 2**30:.2f} GiB: take a smaller model, fewer processes "
+        "(rollout.engines, train.processes), or a machine with more memory"
+    )
+    if size > available:
+        raise no_room
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rollpacker-weights")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    else:  # not Linux
+        descriptor, path = tempfile.mkstemp(prefix="rollpacker-weights-")
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # says now if there is too little
+        else:
+            os.ftruncate(descriptor, size)
+    except BaseException as error:
+        _give_up(descriptor, path)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise no_room from error
+        raise
+    return descriptor, path
+
+
+def _available_bytes() -> float:
+    """What the kernel says that new work can have without swapping; infinite where it says
+    nothing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return math.inf
+
+
+def _give_up(descriptor: int, path: str) -> None:
+    os.close(descriptor)
+    if not path.startswith("/proc/"):
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,357 @@
+"""An engine's process from outside: how it is told things, how it ends, and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.processes.child import children, state
+from rollpacker.rollout.engine import EngineConfig, EngineError, EngineOutput, GenerationRequest
+from rollpacker.rollout.engine_worker import EngineHost
+from rollpacker.rollout.messages import (
+    UPDATE_WEIGHTS,
+    WEIGHT_PROBE,
+    Call,
+    EngineSetup,
+    Exchange,
+    codec,
+)
+from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine
+from tests.rollout.engines import Heard
+from tests.rollout.made import counting
+from tests.rollout.tiny import request
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+KILL_SEEN_S = 0.5
+"""What is promised on a machine that is not overloaded."""
+
+
+def setup(make: str = "counting", **arguments: object) -> EngineSetup:
+    return EngineSetup(
+        make=f"tests.rollout.made:{make}", config=EngineConfig(), arguments=arguments
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., tuple[ProcessEngine, Heard]]]:
+    engines = []
+
+    def start(make: str = "counting", **options: object) -> tuple[ProcessEngine, Heard]:
+        arguments = {"step_s": options.pop("step_s")} if "step_s" in options else {}
+        engine = ProcessEngine(setup(make, **arguments), **options)
+        engines.append(engine)
+        heard = Heard()
+        engine.start(heard, heard.on_error)
+        return engine, heard
+
+    yield start
+    for engine in engines:
+        close(engine)
+
+
+def close(engine: ProcessEngine) -> None:
+    asyncio.run(engine.close())
+
+
+def ready(engine: ProcessEngine) -> None:
+    asyncio.run(engine.ready())
+
+
+def test_requests_go_and_responses_come_also_before_it_is_ready(started):
+    engine, heard = started()
+    requests = [request(row, max_response_tokens=3 + row) for row in range(5)]
+    engine.submit(requests[:3])
+    assert engine.status().num_waiting == 3
+    ready(engine)
+    engine.submit(requests[3:])
+    outputs = heard.wait_for(5)
+    assert [type(output.event) for output in outputs] == [SampleGenerated] * 5
+    by_sample = {output.event.sample: output.response for output in outputs}
+    for asked in requests:
+        response, length = by_sample[asked.sample], asked.sampling.max_response_tokens
+        assert response.prompt_tokens == asked.prompt_tokens
+        assert response.tokens == tuple(range(length))
+        assert response.log_probs == tuple(-0.1 * token for token in range(length))
+    status = engine.status()
+    assert (status.num_running, status.num_waiting) == (0, 0)
+    assert status.generated_tokens == 3 + 4 + 5 + 6 + 7
+
+
+def test_an_abort_acts_at_the_step_after_it_arrives(started):
+    """An engine of a step a second: the abort is heard of long before a second one is over."""
+    engine, heard = started(step_s=1.0)
+    ready(engine)
+    asked = request(0, max_response_tokens=400)
+    engine.submit([asked])
+    while engine.status().generated_tokens < 2:
+        time.sleep(0.01)
+    num_tokens = engine.status().generated_tokens
+    engine.abort([asked.sample, request(1).sample])
+    (output,) = heard.wait_for(1)
+    assert isinstance(output.event, SampleAborted)
+    assert output.event.num_tokens <= num_tokens + 1
+
+
+def test_calls_are_answered_one_after_the_other(started):
+    engine, _ = started()
+
+    async def run() -> None:
+        await engine.update_weights(3)
+        assert engine.status().version == 3
+        assert engine.weight_probe() == "of version 3"
+        with pytest.raises(EngineError, match="from a source"):
+            await engine.update_weights(4, {})
+        with pytest.raises(EngineError, match="no version is below 0"):
+            await engine.update_weights(-1)
+        with pytest.raises(EngineError, match="could not be changed"):
+            engine.submit([request(0)])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.update_weights(500), 0.1)
+        await engine.update_weights(5)
+        assert engine.status().version == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("when", ["loading", "idle", "decoding"])
+def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
+    engine, heard = started("slow") if when == "loading" else started(step_s=0.01)
+    if when == "loading":
+        while engine.child.pid == engine.child.process.pid:
+            time.sleep(0.01)
+    else:
+        ready(engine)
+    if when == "decoding":
+        engine.submit([request(row, max_response_tokens=400) for row in range(4)])
+        while not engine.status().generated_tokens:
+            time.sleep(0.01)
+    killed_s = time.monotonic()
+    os.kill(engine.child.pid, signal.SIGKILL)
+    error = heard.wait_for_error()
+    assert heard.error_s - killed_s < KILL_SEEN_S
+    assert f"engine (pid {engine.child.pid}) ended by itself (signal 9, SIGKILL)" == error
+    with pytest.raises(EngineError, match=r"the engine died: .*SIGKILL"):
+        engine.submit([request(9)])
+    with pytest.raises(EngineError, match="SIGKILL"):
+        asyncio.run(engine.update_weights(1))
+    time.sleep(0.2)
+    assert len(heard.errors) == 1 and not heard.outputs
+    assert state(engine.child.pid) == ""
+
+
+def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
+    engine, heard = started(heartbeat_s=1.0)
+    ready(engine)
+    engine.submit([request(0, max_response_tokens=400, prompt=[7])])
+    os.kill(engine.child.pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    error = heard.wait_for_error()
+    assert 0.5 < heard.error_s - stopped_s < 1.7
+    assert "has not answered for 1." in error and "a signal has stopped it" in error
+    close(engine)
+    assert state(engine.child.pid) == ""
+    assert len(heard.errors) == 1
+
+
+def test_a_process_that_is_stopped_while_it_loads_is_noticed_too(started):
+    engine, heard = started("slow", heartbeat_s=0.5)
+    while engine.child.pid == engine.child.process.pid:
+        time.sleep(0.01)
+    os.kill(engine.child.pid, signal.SIGSTOP)
+    assert "a signal has stopped it" in heard.wait_for_error()
+
+
+def test_a_short_stop_is_survived(started):
+    engine, heard = started(heartbeat_s=2.0)
+    ready(engine)
+    engine.submit([request(0, max_response_tokens=50)])
+    os.kill(engine.child.pid, signal.SIGSTOP)
+    time.sleep(0.7)
+    os.kill(engine.child.pid, signal.SIGCONT)
+    assert len(heard.wait_for(1)) == 1
+    assert not heard.errors
+
+
+def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
+    engine, heard = started(heartbeat_s=0.5)
+    ready(engine)
+    slow_calls = []
+
+    def listen(outputs: Sequence[EngineOutput]) -> None:
+        slow_calls.append(len(outputs))
+        time.sleep(1.5)
+        heard(outputs)
+
+    engine.start(listen, heard.on_error)
+    engine.submit([request(0, max_response_tokens=2), request(1, max_response_tokens=400)])
+    assert len(heard.wait_for(2)) == 2
+    assert not heard.errors and slow_calls == [1, 1]
+
+
+def test_an_idle_process_answers_too_and_work_without_progress_shows(started):
+    engine, heard = started(step_s=30.0, heartbeat_s=0.5)
+    ready(engine)
+    time.sleep(1.0)
+    now = time.monotonic()
+    assert now - engine.last_answer_s < 0.4 and now - engine.last_progress_s < 0.4
+    engine.submit([request(0)])
+    time.sleep(1.0)  # its second step is still to come
+    now = time.monotonic()
+    assert now - engine.last_answer_s < 0.4 and now - engine.last_progress_s > 0.5
+    assert not heard.errors
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "error"),
+    [
+        ("refused", (7,), r"^there is no such model: name another$"),
+        ("broken", (7,), r"it could not be made: ZeroDivisionError\('a bug'\)"),
+        ("nowhere", (7,), "has no nowhere"),
+        ("counting", (13,), r"RuntimeError\('13 is no good'\)"),
+        ("counting", (14,), "ended by itself \\(exit status 7\\)"),
+    ],
+)
+def test_an_engine_that_fails_says_why_once(started, make, prompt, error):
+    engine, heard = started(make)
+    if make == "counting":
+        engine.submit([request(0, prompt=prompt), request(1)])
+    assert re.search(error, heard.wait_for_error())
+    with pytest.raises(EngineError, match="the engine died"):
+        engine.status()
+    if make != "counting":
+        with pytest.raises(EngineError, match=error):
+            ready(engine)
+    assert isinstance(heard.errors[0], EngineRefusedError) == (make in ("refused", "nowhere"))
+    assert len(heard.errors) == 1
+
+
+def test_a_start_that_takes_too_long_is_ended(started):
+    _, heard = started("slow", start_s=0.5)
+    assert heard.wait_for_error().endswith("was not ready within 0.5 s")
+
+
+def test_an_error_of_whoever_listens_ends_the_engine(started):
+    engine, heard = started()
+
+    def listen(_: Sequence[EngineOutput]) -> None:
+        raise RuntimeError("the listener broke")
+
+    engine.start(listen, heard.on_error)
+    engine.submit([request(0)])
+    assert heard.wait_for_error() == "the listener broke"
+    with pytest.raises(EngineError, match="the listener broke"):
+        engine.submit([request(1)])
+
+
+def test_nothing_is_left_of_engines_that_were_closed_or_killed():
+    def left() -> tuple[set[str], list[int], int]:
+        descriptors = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
+        return descriptors, children(os.getpid()), threading.active_count()
+
+    def fds() -> list[str]:
+        return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
+
+    before, num_before = left(), len(fds())
+    for number in range(6):
+        engine, heard = ProcessEngine(setup()), Heard()
+        engine.start(heard, heard.on_error)
+        if number % 2:
+            engine.submit([request(0, max_response_tokens=400)])
+            ready(engine)
+        if number >= 4:
+            os.kill(engine.child.pid, signal.SIGKILL)
+            heard.wait_for_error()
+        close(engine)
+        close(engine)
+    assert left() == before and len(fds()) == num_before
+
+
+def test_close_refuses_everything_after(started):
+    engine, heard = started()
+    ready(engine)
+    engine.submit([request(0, max_response_tokens=400)])
+    close(engine)
+    for call in (
+        engine.status,
+        engine.weight_probe,
+        lambda: engine.submit([request(1)]),
+        lambda: engine.abort([]),
+        lambda: engine.start(heard, heard.on_error),
+        lambda: asyncio.run(engine.update_weights(1)),
+    ):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    assert not heard.errors
+
+
+# -- the verb itself ---------------------------------------------------------------------------
+
+
+def hosted(step_s: float = 0.0) -> EngineHost:
+    return EngineHost(counting(config=EngineConfig(), step_s=step_s))
+
+
+def exchanged(host: EngineHost, exchange: Exchange):
+    """As it comes out at the other side."""
+    host.obey(codec().decode(codec().encode(exchange)))
+    return codec().decode(codec().encode(host.report()))
+
+
+def ask(sequence: int, *requests: GenerationRequest, acknowledged: int = 0, **more) -> Exchange:
+    return Exchange(
+        sequence=sequence, acknowledged=acknowledged, requests=requests, wait_s=5.0, **more
+    )
+
+
+def test_an_exchange_that_comes_twice_changes_nothing_and_is_answered_again():
+    host = hosted()
+    exchange = ask(1, request(0, max_response_tokens=4))
+    first, again = exchanged(host, exchange), exchanged(host, exchange)
+    for report in (first, again):
+        assert (report.sequence, report.first, len(report.outputs)) == (1, 1, 1)
+        assert report.status.generated_tokens == 4
+        assert report.outputs[0][1].tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_outputs_are_kept_until_they_are_acknowledged():
+    host = hosted()
+    exchanged(host, ask(1, request(0, max_response_tokens=2)))
+    second = exchanged(host, ask(2, request(1, max_response_tokens=2)))
+    assert (second.first, len(second.outputs)) == (2, 1)  # the first is on its way already
+    lost = exchanged(host, ask(2))
+    assert (lost.first, [event.sample.prompt.row for event, _ in lost.outputs]) == (1, [0, 1])
+    assert exchanged(host, ask(2, acknowledged=1)).first == 2
+    third = exchanged(host, ask(3, request(2, max_response_tokens=2), acknowledged=2))
+    assert (third.first, len(third.outputs)) == (3, 1)
+
+
+def test_a_call_that_comes_twice_is_made_once_and_answered_until_the_next():
+    host = hosted()
+    update = ask(1, call=Call(number=1, name=UPDATE_WEIGHTS, version=9))
+    assert exchanged(host, update).answer.number == 1
+    probe = ask(2, call=Call(number=2, name=WEIGHT_PROBE))
+    assert exchanged(host, probe).answer.result == "of version 9"
+    assert exchanged(host, ask(3, request(0, max_response_tokens=1))).answer.number == 2
+
+
+def test_without_news_the_answer_comes_when_its_time_is_over():
+    host = hosted(step_s=0.01)
+    start_s = time.monotonic()
+    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=0.2))
+    while time.monotonic() - start_s < 0.1:  # more to say does not put the answer off
+        host.obey(Exchange(sequence=2, wait_s=0.2))
+    report = host.report()
+    assert report.sequence == 2 and not report.outputs
+    assert 0.2 <= time.monotonic() - start_s < 0.4
+    assert 1 <= report.status.generated_tokens <= 40
