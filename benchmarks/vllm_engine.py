@@ -53,7 +53,7 @@ from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
 BATCH = 64
 LENGTH = 128
 KV_CACHE_GIB = 0.5
-ROUNDS = 7
+ROUNDS = 5
 UPDATES = 20
 SHAPES: dict[str, dict[str, int]] = {
     "quickstart-vllm": {
