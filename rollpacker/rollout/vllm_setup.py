@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rollpacker.imports import require
+from rollpacker.imports import MissingPackageError, missing
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
@@ -54,11 +54,12 @@ def open_vllm(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLM
     Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
     cannot run, and `ValueError` for versions that nobody tried.
     """
-    require(
-        "vllm",
-        extra="vllm",
-        what="rollout.engine.name=vllm (without a GPU: make vllm; with one)",
-    )
+    sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
+    if sentence is not None:
+        raise MissingPackageError(
+            f"{sentence}, or without a GPU make vllm in a checkout, which makes an environment for "
+            "it (.venv-vllm)"
+        )
     check_versions()
     _refuse_auto_map(model)
     if not _the_only_one.acquire(blocking=False):
