@@ -93,6 +93,7 @@ def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngi
         "generation_config": "vllm",
         "dtype": str(model.dtype).removeprefix("torch."),
         "enforce_eager": on_cpu,
+        "max_model_len": -1,  # as much of the model's context as the cache holds
         "block_size": BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "async_scheduling": False,
