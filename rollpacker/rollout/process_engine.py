@@ -209,6 +209,13 @@ class ProcessEngine:
         """Give the process what is new; if nothing is, something to answer."""
         if self._is_over or not self._ready.done():
             return
+        try:
+            self._say()
+        except Exception as error:  # a request that is none
+            logger.exception("%s could not be told what to do", self.name)
+            self._lose(error)
+
+    def _say(self) -> None:
         entries, aborts = self._inbox.take() if self._is_heard else ([], set())
         requests = tuple(entry.request for entry in entries)
         self._prompts.update((request.sample, request.prompt_tokens) for request in requests)

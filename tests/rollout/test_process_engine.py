@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.processes.child import children, state
-from rollpacker.rollout.engine import EngineConfig, EngineError, EngineOutput, GenerationRequest
+from rollpacker.rollout.engine import (
+    Carried,
+    EngineConfig,
+    EngineError,
+    EngineOutput,
+    GenerationRequest,
+    Response,
+)
 from rollpacker.rollout.engine_worker import EngineHost
 from rollpacker.rollout.messages import (
     UPDATE_WEIGHTS,
@@ -25,16 +37,18 @@ from rollpacker.rollout.messages import (
     EngineSetup,
     Exchange,
     codec,
+    packed,
 )
 from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine
+from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
 from tests.rollout.engines import Heard
 from tests.rollout.made import counting
 from tests.rollout.tiny import request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-KILL_SEEN_S = 0.5
-"""What is promised on a machine that is not overloaded."""
+KILL_SEEN_S = 1.0
+"""`benchmarks/engine_process.py` says how long it takes on a machine that is not overloaded."""
 
 
 def setup(make: str = "counting", **arguments: object) -> EngineSetup:
@@ -150,6 +164,22 @@ def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
     assert state(engine.child.pid) == ""
 
 
+def test_who_waits_for_weights_hears_of_a_process_that_is_killed_meanwhile(started):
+    engine, heard = started()
+    ready(engine)
+
+    async def update() -> None:
+        killer = asyncio.get_running_loop().call_later(
+            0.2, os.kill, engine.child.pid, signal.SIGKILL
+        )
+        await engine.update_weights(20_000)  # that engine takes as many milliseconds
+        killer.cancel()
+
+    with pytest.raises(EngineError, match="signal 9, SIGKILL"):
+        asyncio.run(update())
+    assert "SIGKILL" in heard.wait_for_error()
+
+
 def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
     engine, heard = started(heartbeat_s=1.0)
     ready(engine)
@@ -157,8 +187,8 @@ def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
     os.kill(engine.child.pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     error = heard.wait_for_error()
-    assert 0.5 < heard.error_s - stopped_s < 1.7
-    assert "has not answered for 1." in error and "a signal has stopped it" in error
+    assert 0.5 < heard.error_s - stopped_s < 3.0
+    assert "has not answered for " in error and "a signal has stopped it" in error
     close(engine)
     assert state(engine.child.pid) == ""
     assert len(heard.errors) == 1
@@ -184,7 +214,7 @@ def test_a_short_stop_is_survived(started):
 
 
 def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
-    engine, heard = started(heartbeat_s=0.5)
+    engine, heard = started(heartbeat_s=1.0)
     ready(engine)
     slow_calls = []
 
@@ -200,15 +230,15 @@ def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
 
 
 def test_an_idle_process_answers_too_and_work_without_progress_shows(started):
-    engine, heard = started(step_s=30.0, heartbeat_s=0.5)
+    engine, heard = started(step_s=30.0, heartbeat_s=1.0)
     ready(engine)
     time.sleep(1.0)
     now = time.monotonic()
-    assert now - engine.last_answer_s < 0.4 and now - engine.last_progress_s < 0.4
+    assert now - engine.last_answer_s < 0.8 and now - engine.last_progress_s < 0.8
     engine.submit([request(0)])
-    time.sleep(1.0)  # its second step is still to come
+    time.sleep(1.5)  # its second step is still to come
     now = time.monotonic()
-    assert now - engine.last_answer_s < 0.4 and now - engine.last_progress_s > 0.5
+    assert now - engine.last_answer_s < 0.8 and now - engine.last_progress_s > 0.8
     assert not heard.errors
 
 
@@ -254,6 +284,35 @@ def test_an_error_of_whoever_listens_ends_the_engine(started):
         engine.submit([request(1)])
 
 
+def test_a_request_that_cannot_be_sent_ends_the_engine(started):
+    engine, heard = started()
+    engine.submit([request(0, temperature=object())])
+    assert "no message can hold a object" in heard.wait_for_error()
+
+
+OWNER = """
+import sys, time
+from rollpacker.rollout.process_engine import ProcessEngine
+from tests.rollout.test_process_engine import ready, setup
+engine = ProcessEngine(setup())
+ready(engine)
+print(engine.child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_does_not_outlive_the_run():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    with owner:
+        pid = int(owner.stdout.readline())
+        assert state(pid) != ""
+        owner.kill()
+    until = time.monotonic() + 10
+    while state(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert state(pid) == ""
+
+
 def test_nothing_is_left_of_engines_that_were_closed_or_killed():
     def left() -> tuple[set[str], list[int], int]:
         descriptors = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
@@ -295,7 +354,64 @@ def test_close_refuses_everything_after(started):
     assert not heard.errors
 
 
-# -- the verb itself ---------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def test_all_that_is_said_comes_back_equal():
+    sample = SampleId(PromptId("code/a#b", 2, 77), 3, 1)
+    carried = Carried(
+        tokens=(1, 2, 3),
+        log_probs=(-0.1, -1e-300, -math.inf),  # not all of them are numbers of 32 bits
+        floor=3,
+        ceiling=9,
+        turns=((4, 1), (6, 2)),
+    )
+    plain = request(5)
+    exchange = Exchange(
+        sequence=7,
+        acknowledged=3,
+        requests=(
+            plain,
+            replace(plain, sample=sample, carried=carried, noise=request(1).sample),
+            request(6, prompt=[1 << 40, -1], forced_length=2, stop=("x", "\n"), temperature=0.3),
+        ),
+        aborts=(sample,),
+        call=Call(
+            number=2,
+            name=UPDATE_WEIGHTS,
+            version=4,
+            source=WeightSource(
+                version=4,
+                layout=BufferLayout(
+                    path="/proc/1/fd/3",
+                    inode=9,
+                    size_bytes=128,
+                    places={"w": Place(start=64, shape=(2, 3), dtype="bfloat16")},
+                ),
+            ),
+        ),
+        wait_s=0.25,
+    )
+    found = codec().decode(codec().encode(exchange))
+    assert found == exchange
+    assert found.requests[0].prompt_tokens is found.requests[1].prompt_tokens
+    for log_probs in ((-0.5, math.nan), (-0.1, -0.2), (-float(np.float32(0.1)),) * 20, ()):
+        response = Response(
+            sample=sample,
+            prompt_tokens=(1, 2),
+            tokens=tuple(range(len(log_probs))),
+            log_probs=log_probs,
+            finish_reason="aborted",
+            version=3,
+            turns=((2, 1),),
+        )
+        event = SampleAborted(time_s=0.0, sample=sample, num_tokens=len(log_probs), num_kept=1)
+        said = codec().decode(codec().encode(packed(EngineOutput(event, response))))
+        assert said[0] == event
+        assert repr(said[1].unpacked(sample, (1, 2))) == repr(response)
+
+
+# -- the verb itself -------------------------------------------------------------------------------
 
 
 def hosted(step_s: float = 0.0) -> EngineHost:

@@ -36,7 +36,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.weight_buffer import WeightReader, WeightSource
+from rollpacker.weight_buffer import StaleWeightsError, WeightReader, WeightSource
 from tests.trainer.tiny import largest_difference, responses
 
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, kl_in="reward", old_logprobs="rollout")
@@ -142,10 +142,6 @@ def ended(pids: list[int], within_s: float = END_S) -> bool:
     return not any(map(is_alive, pids))
 
 
-def shared_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("rollpacker-weights-*")}
-
-
 # --- the same steps -------------------------------------------------------------------------------
 
 
@@ -167,7 +163,30 @@ def test_one_and_two_processes_take_the_steps_of_the_runs_own(folder, first, one
     assert largest_difference(plain, of_two) < 1e-6
     started, _ = weights(TorchTrainer(build_learner(setup_of(folder)), in_place=False))
     assert largest_difference(plain, started) > 1e-3
-    assert probe_2 and not shared_files()
+    assert probe_2
+
+
+def test_the_runs_own_trainer_can_write_weights_for_engines_in_other_processes(folder):
+    plain, shared = (
+        TorchTrainer(build_learner(setup_of(folder)), in_place=False, shared=shared)
+        for shared in (False, True)
+    )
+    assert_same_weights(plain, shared, 0)
+    earlier = asyncio.run(shared.hand_over()).weights
+    for trainer in (plain, shared):
+        step(trainer, 0)
+    with WeightReader().reading(earlier):  # still what an engine that joins now must have
+        pass
+    assert_same_weights(plain, shared, 1)
+    with pytest.raises(StaleWeightsError, match="of version 1, not 0"):
+        WeightReader().reading(earlier).__enter__()
+
+
+def assert_same_weights(plain: TorchTrainer, shared: TorchTrainer, version: int) -> None:
+    (expected, probe), (found, found_probe) = weights(plain), weights(shared)
+    assert probe == found_probe and expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert asyncio.run(shared.hand_over()).weights.version == version
 
 
 @pytest.mark.parametrize("kind", ["one to two", "two to one", "two to two"])
@@ -236,7 +255,6 @@ def test_a_process_that_is_killed_while_idle_ends_the_trainer(folder):
         step(trainer, 0)
     trainer.close()
     trainer.close()
-    assert not shared_files()
 
 
 def test_a_process_that_is_killed_at_work_ends_them_all(folder):
@@ -255,7 +273,7 @@ def test_a_process_that_is_killed_at_work_ends_them_all(folder):
     with pytest.raises(TrainerProcessError, match=rf"process 1 .*{pids[1]}.*SIGKILL"):
         asyncio.run(run())
     trainer.close()
-    assert ended(pids) and not shared_files()
+    assert ended(pids)
 
 
 _RUN = """
@@ -280,7 +298,7 @@ def test_no_process_outlives_its_run(folder):
     finally:
         run.kill()
         run.wait()
-    assert ended(pids) and not shared_files()
+    assert ended(pids)
 
 
 def test_a_model_that_cannot_be_loaded_is_one_message(folder, tmp_path):
