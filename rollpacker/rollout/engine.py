@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.table import ENGINES, TAKE_UP_CARRIED
+from rollpacker.rollout.table import (
+    DRAW_CARRIED_ANEW,
+    ENGINES,
+    TAKE_UP_CARRIED,
+    WITHOUT_ADAPTERS,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,14 +184,14 @@ class EngineConfig:
     """The engine (`rollout.engine.*`)."""
 
     name: str = "torch"
-    """Which one: torch is the embedded engine, over transformers' own modules. The keys below are
-    its."""
+    """Which one: torch is the embedded engine, over transformers' own modules; vllm is vLLM (docs:
+    vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
     max_slots: int | None = None
     """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
-    up to 1024."""
+    up to 1024; with vllm, as many as vLLM decides."""
     kv_cache_gib: float | None = None
     """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the
-    model."""
+    model, or with vllm what vLLM takes."""
     width_buckets: bool = True
     """Let rows of different age attend over different cache widths in one step."""
     cuda_graphs: bool = True
@@ -216,3 +221,13 @@ class EngineConfig:
     def takes_up_carried(self) -> bool:
         """It goes on from tokens that an earlier launch left."""
         return self.name in TAKE_UP_CARRIED
+
+    @property
+    def draws_carried_anew(self) -> bool:
+        """It looks whether each of them still comes out the same."""
+        return self.name in DRAW_CARRIED_ANEW
+
+    @property
+    def takes_adapters(self) -> bool:
+        """It generates with the adapter that is trained."""
+        return self.name not in WITHOUT_ADAPTERS

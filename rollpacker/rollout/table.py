@@ -4,9 +4,16 @@ from __future__ import annotations
 
 ENGINES: dict[str, str] = {
     "torch": "rollpacker.rollout.torch_engine:TorchEngine",
+    "vllm": "rollpacker.rollout.vllm_engine:VllmEngine",
 }
 """By the name in `rollout.engine.name`: `module:callable`. It is called with `model`, `tokenizer`
 and `config` (`EngineConfig`) by keyword and gives an `Engine`."""
 
-TAKE_UP_CARRIED = ("torch",)
+TAKE_UP_CARRIED = ("torch", "vllm")
 """Those that go on from tokens which an earlier launch left (`GenerationRequest.carried`)."""
+
+DRAW_CARRIED_ANEW = ("torch",)
+"""Of these, those that look whether each token still comes out the same (`Carried.verify`)."""
+
+WITHOUT_ADAPTERS = ("vllm",)
+"""Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""

@@ -153,6 +153,8 @@ def runnable(words: tuple[str, ...]) -> bool:
     path = config_of(parsed(words)) or ""
     if words[0] == "plan" and "scenarios/" in path:
         return False  # minutes
+    if words[0] == "train" and "vllm" in path:
+        return False  # an environment of its own (make test-vllm)
     return words[0] in SHORTENED and (not path or "scenarios/" in path or "quickstart" in path)
 
 

@@ -36,5 +36,5 @@ def test_a_run_with_an_engine_of_one_row(config: Path, monkeypatch: pytest.Monke
 
 
 def test_an_engine_that_is_not_in_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="name must be one of torch, not vlm"):
+    with pytest.raises(ValueError, match="name must be one of torch, vllm, not vlm"):
         EngineConfig(name="vlm")

@@ -6,7 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -67,6 +68,10 @@ def in_process(folder: Path, config: EngineConfig) -> Engine:
     return ProcessEngine(engine_setup(config_of(folder), config, threads=1))
 
 
+def vllm_in_process(folder: Path, config: EngineConfig) -> Engine:
+    return in_process(folder, replace(config, name="vllm", kv_cache_gib=0.05))
+
+
 @dataclass(frozen=True)
 class Implementation:
     make: Callable[[Path, EngineConfig], Engine]
@@ -81,6 +86,10 @@ ENGINES = {
     "embedded": Implementation(embedded),
     "embedded in a process": Implementation(in_process, pid=lambda engine: engine.child.pid),
 }
+if find_spec("vllm") is not None:  # make test-vllm
+    ENGINES["vLLM in a process"] = Implementation(
+        vllm_in_process, is_embedded=False, pid=lambda engine: engine.child.pid
+    )
 
 
 class Heard:

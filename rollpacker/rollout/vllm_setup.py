@@ -1,0 +1,180 @@
+"""Opens a vLLM engine in this process: what it must be, what it is told, what it may not change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rollpacker.imports import MissingPackageError, missing
+from rollpacker.rollout.attention import UnsupportedModelError
+from rollpacker.rollout.engine import EngineConfig
+from rollpacker.rollout.vllm_draws import Draws, drawing_with
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
+"""From the first version on, to before the second. The engine reads vLLM's own records of its
+requests, which are nobody's interface."""
+BLOCK_TOKENS = 32
+"""Prompts that are shorter share no keys and values."""
+KV_CACHE_GIB = 1.0
+"""On a CPU; on a GPU vLLM takes what is left of the memory."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+_the_only_one = threading.Lock()
+"""vLLM keeps what an engine shares with its workers in globals of the process."""
+
+
+def open_vllm(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
+    """An engine for this architecture in this process, which takes the tokens of `draws`. Its
+    weights are still random.
+
+    Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
+    cannot run, and `ValueError` for versions that nobody tried.
+    """
+    sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
+    if sentence is not None:
+        raise MissingPackageError(
+            f"{sentence}, or without a GPU make vllm in a checkout, which makes an environment for "
+            "it (.venv-vllm)"
+        )
+    check_versions()
+    _refuse_auto_map(model)
+    if not _the_only_one.acquire(blocking=False):
+        raise ValueError("this process has an engine of vLLM, and can have but one: close it first")
+    try:
+        with _environment(_ENVIRONMENT):
+            return _open(model, config, draws)
+    except BaseException:
+        _the_only_one.release()
+        raise
+
+
+def close_vllm(engine: LLMEngine) -> None:
+    """Let go of its memory. Once."""
+    engine.engine_core.shutdown()
+    _the_only_one.release()
+
+
+def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = _platform_is_cpu()
+    if on_cpu:
+        _check_head_size(model)
+    gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "enforce_eager": on_cpu,
+        "max_model_len": -1,  # as much of the model's context as the cache holds
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [drawing_with(draws)],
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+    }
+    if config.max_slots is not None:
+        arguments["max_num_seqs"] = config.max_slots
+    with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
+        model.config.save_pretrained(folder)
+        return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+
+
+def check_versions() -> None:
+    """Raises `ValueError` for a vLLM or a transformers outside of the range that was tried."""
+    for name, (lowest, end) in TESTED.items():
+        found = _version(name)
+        if not lowest <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < end:
+            first, last = (".".join(map(str, one)) for one in (lowest, end))
+            raise ValueError(
+                f"rollout.engine.name=vllm was tried with {name} from {first} to before {last}, "
+                f"and {found} is installed: make vllm makes an environment with the right one "
+                "(.venv-vllm), or set rollout.engine.name=torch"
+            )
+
+
+def _version(name: str) -> str:
+    for package in (name, f"{name}-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise AssertionError(f"{name} can be imported and is not installed")
+
+
+def _refuse_auto_map(model: PreTrainedModel) -> None:
+    if getattr(model.config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{model.config._name_or_path} brings code of its own (auto_map in config.json), which "
+            "is never run: choose a model that vLLM and transformers know by themselves"
+        )
+
+
+def _platform_is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    is_cpu: bool = current_platform.is_cpu()
+    return is_cpu
+
+
+def _check_head_size(model: PreTrainedModel) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise UnsupportedModelError(
+            f"vLLM's attention on a CPU has no kernel for heads of size {size}, which this model "
+            f"has; it has {', '.join(map(str, known))}. The quickstart's model in a shape that it "
+            "can run: configs/quickstart-vllm.yaml. Or set rollout.engine.name=torch"
+        )
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Let these hold while vLLM is imported and set up, and take back what that changes for the
+    rest of the process: variables (its children would preload libraries), torch's thread count,
+    which vLLM forbids to set, and the state of random numbers, which it seeds."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    os.environ.update(settings)
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.set_num_threads = set_num_threads
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,184 @@
+"""The life of an engine of vLLM: updates, scarce memory, what it leaves behind.
+
+Needs vLLM: `make vllm`, then `make test-vllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rollpacker.core.events import SampleFailed, SampleGenerated
+from rollpacker.rollout.attention import UnsupportedModelError
+from rollpacker.rollout.engine import EngineError, EngineOutput
+from tests.rollout.test_engine import Recorder
+from tests.rollout.tiny import generate, request, tiny_model
+from tests.rollout.with_vllm import (
+    made,
+    model_of,
+    needs_vllm,
+    responses,
+    says,
+    served,
+)
+
+pytestmark = needs_vllm
+
+
+def test_a_waiting_sample_can_be_aborted_and_leaves_nothing() -> None:
+    engine = made(model_of(), max_slots=1)
+    first, second = request(0, forced_length=200), request(1, forced_length=20)
+    outputs = {}
+
+    def answer(new: Sequence[EngineOutput]) -> None:
+        outputs.update((output.event.sample, output) for output in new)
+
+    recorder = Recorder(2, answer)
+    engine.start(recorder, recorder.on_error)
+    engine.submit([first, second])
+    engine.abort([second.sample])
+    engine.abort([first.sample])
+    recorder.wait()
+    assert engine.status().num_running == engine.status().num_waiting == 0
+    asyncio.run(engine.close())
+    assert outputs[second.sample].event.num_tokens == 0
+    assert outputs[second.sample].response is None
+
+
+def test_a_row_with_nan_logits_fails_alone() -> None:
+    """Its keys stay in vLLM's cache, where no other sample may read them."""
+    model = model_of(tied=False)
+    engine = made(model)
+    poison = 44
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = float("nan")
+    asyncio.run(engine.update_weights(1))
+    requests = [
+        request(0, forced_length=4),
+        request(1, prompt=[7, poison, 9, 8, 7, 6, 10, 11]),
+        request(2, forced_length=6),
+        request(3, forced_length=40, seed=1),
+    ]
+    outputs = {output.event.sample: output.event for output in served(engine, requests)}
+    again = served(engine, [request(3, forced_length=40, seed=1)])
+    asyncio.run(engine.close())
+    failed = outputs[requests[1].sample]
+    assert isinstance(failed, SampleFailed)
+    assert "not numbers at response token 0" in failed.reason
+    assert all(isinstance(outputs[requests[row].sample], SampleGenerated) for row in (0, 2, 3))
+    assert isinstance(again[0].event, SampleGenerated)
+
+
+def test_preempted_samples_have_the_tokens_of_undisturbed_ones_and_are_counted() -> None:
+    model = model_of()
+    requests = [request(row, forced_length=200) for row in range(8)]
+    wanted = generate(model, requests)
+    # A block of 32 tokens takes 2 layers x 2 x 32 places x 32 numbers x 4 bytes = 16 KiB.
+    engine = made(model, kv_cache_gib=24 * 2**14 / 2**30)
+    outputs = served(engine, requests)
+    asyncio.run(engine.close())
+    assert sum(output.event.preemptions for output in outputs) > 0
+    tokens = {output.event.sample: output.response.tokens for output in outputs}
+    same = sum(tokens[one.sample] == one.tokens for one in wanted)
+    assert same >= 7
+
+
+def test_what_the_cache_can_never_hold_fails_and_the_rest_runs() -> None:
+    engine = made(model_of(), kv_cache_gib=8 * 2**14 / 2**30)
+    long, short = request(0, forced_length=300), request(1, forced_length=100)
+    failed, generated = served(engine, [long, short])
+    asyncio.run(engine.close())
+    assert isinstance(failed.event, SampleFailed)
+    assert "kv_cache_gib" in failed.event.reason
+    assert generated.event.num_tokens == 100
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_update_changes_what_is_sampled_and_the_version(tied: bool) -> None:
+    """By tensors of a trainer elsewhere, and by the model's own after they were trained."""
+    model = model_of(tied=tied)
+    engine = made(model)
+    requests = [request(row, forced_length=12) for row in range(6)]
+    for version in range(1, 5):
+        newer = model_of(version, tied=tied)
+        before = responses(engine, requests)
+        if version % 2:
+            asyncio.run(engine.update_weights(version, dict(newer.named_parameters())))
+        else:
+            model.load_state_dict(newer.state_dict())
+            asyncio.run(engine.update_weights(version))
+        after = responses(engine, requests)
+        assert {one.version for one in after} == {version}
+        assert [one.tokens for one in after] != [one.tokens for one in before]
+        for one in after:
+            wanted = says(newer, one.prompt_tokens, one.tokens)
+            picked = wanted.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+            found = torch.tensor(one.log_probs, dtype=torch.float64)
+            assert (found - picked).abs().max() < 1e-3
+    asyncio.run(engine.close())
+
+
+def test_an_update_that_does_not_arrive_whole_is_never_sampled_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM raises nothing of its own: neither for a stale output matrix nor for a tensor that is
+    missing."""
+    model = model_of()
+    engine = made(model)
+    newer = dict(model_of(1).named_parameters())
+    with monkeypatch.context() as patched:
+        patched.setattr("rollpacker.rollout.vllm_engine._pack_output_layer", lambda model: None)
+        with pytest.raises(EngineError, match="does not compute what the model does"):
+            asyncio.run(engine.update_weights(1, newer))
+    with pytest.raises(EngineError, match="while the weights change"):
+        engine.submit([request(0)])
+    call = engine._vllm.collective_rpc
+
+    def lose(method: object, **arguments: Any) -> object:
+        if method == "reload_weights":
+            named = arguments["kwargs"]["weights_iterator"]
+            kept = [one for one in named if not one[0].endswith("layers.1.mlp.down_proj.weight")]
+            arguments["kwargs"] = {"weights_iterator": iter(kept)}
+        return call(method, **arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._vllm, "collective_rpc", lose)
+        model.load_state_dict(model_of(2).state_dict())
+        with pytest.raises(EngineError, match="does not compute what the model does"):
+            asyncio.run(engine.update_weights(2))
+    asyncio.run(engine.update_weights(3))
+    assert responses(engine, [request(0)])[0].version == 3
+    asyncio.run(engine.close())
+
+
+def variables() -> dict[str, str]:
+    """All but what torch itself sets for its own use."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("_TORCHINDUCTOR")}
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    model = model_of()
+    before, threads = variables(), torch.get_num_threads()
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    engine = made(model)
+    assert variables() == before
+    assert torch.equal(torch.rand(3), wanted)
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+    asyncio.run(engine.close())
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([request(0)])
+    assert "rollpacker-engine" not in {one.name for one in threading.enumerate()}
+
+
+def test_a_head_size_that_the_cpu_kernel_lacks_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"heads of size 8.*quickstart-vllm\.yaml"):
+        made(tiny_model())
