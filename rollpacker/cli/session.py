@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
+        from rollpacker.cli.resuming import check_config
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -64,6 +67,8 @@ class Session:
         if self.resume and checkpoint is None:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
+        if checkpoint is not None:
+            check_config(config, folder, checkpoint.step)
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
@@ -143,6 +148,10 @@ class Session:
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
+        if reason == INTERRUPTED:  # whoever sent the signal may not wait for what follows
+            with contextlib.suppress(OSError):  # the terminal is gone (SIGHUP)
+                step = self._controller.parts.job.step
+                print(f"Step {step} is saved; writing the reports.", file=sys.stderr)
         return reason
 
     def forget_if_not_begun(
@@ -173,27 +182,21 @@ class Session:
 
     def _check_config(self) -> None:
         """A run that wrote no checkpoint has no identity to go on with, but a config."""
+        from rollpacker.cli.resuming import SAME
+
         if self.folder.config.exists():
-            same = {"model": "", "dtype": "", "train_data": ""}
-            self._check_identity(same, same, 0, {})
+            self._check_identity(SAME, SAME, 0, {})
 
     def _check_identity(
-        self, before: dict[str, Any], now: dict[str, Any], step: int, job: dict[str, Any]
+        self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
         """A resume after `step` must find what the run began with. The state of its job is told the
         cap on responses, which earlier versions did not write there."""
-        from rollpacker.config.document import ConfigError, parse_document, read_text
+        from rollpacker.cli.resuming import config_before
         from rollpacker.config.load import changes_since
-        from rollpacker.controller.errors import RunError
         from rollpacker.controller.run_folder import check_resume
 
-        try:
-            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
-        except ConfigError as error:
-            raise RunError(
-                f"{error} This is what the run was started with, so it cannot be told whether "
-                "it is the same run. Restore the file, or begin anew with --overwrite"
-            ) from error
+        old = config_before(self.folder)
         for change in check_resume(changes_since(old, self.config), before, now):
             logger.warning("resuming after step %d with a change: %s", step, change)
         job.setdefault("max_response_tokens", old.get("rollout", {}).get("max_response_tokens"))

@@ -139,6 +139,11 @@ class Job:
         starts or resumes a run asks; later `Commit` says it."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self._nothing_left())
 
+    @property
+    def is_done(self) -> bool:
+        """Neither a step nor an evaluation is left."""
+        return self._nothing_left() and not self.evaluation_is_due
+
     # -- choosing the next round -------------------------------------------------------
 
     def _next_step(self) -> list[Command]:

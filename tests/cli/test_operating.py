@@ -82,6 +82,7 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \| step \d+/400 ", last)
     assert "The same command goes on from here" in said
     done = steps(folder, "auto")
+    assert f"\nStep {done} is saved; writing the reports.\n" in said
     again = start(folder, "auto", f"train.steps={done + 2}", "--resume=auto")
     shown, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
