@@ -55,7 +55,6 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.cli.resuming import check_config
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -67,8 +66,6 @@ class Session:
         if self.resume and checkpoint is None:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
-        if checkpoint is not None:
-            check_config(config, folder, checkpoint.step)
         before = folder.read_identity() if checkpoint else {}
         ranks = build.start_trainer_processes(config)
         if ranks is not None:
@@ -136,9 +133,15 @@ class Session:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
+        """Where a resume goes on, if its config alone does not make another run of it."""
+        from rollpacker.cli.resuming import check_config
+
         if not self.resume:
             return None
-        return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+        found = self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+        if found is not None:
+            check_config(self.config, self.folder, found.step)
+        return found
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""

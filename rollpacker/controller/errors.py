@@ -42,6 +42,10 @@ class FolderInUse(RunError):
     """Another process is at work in the run's folder."""
 
 
+class RewardsFailed(RunError):
+    """Samples get no verdicts: once that is mended, the run can be resumed."""
+
+
 class DeadlineExceeded(RuntimeError):
     """Something that the run waits for shows no sign of life."""
 

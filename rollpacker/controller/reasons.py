@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from rollpacker.bus import Bus
-from rollpacker.controller.errors import RunError
+from rollpacker.controller.errors import RewardsFailed
 from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import SampleFailed, SampleScored
 from rollpacker.core.records import Entry, Record
@@ -29,12 +29,12 @@ class Reasons:
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:
-        """Why the run ended. Raises `RunError` if it cannot do what it is for."""
+        """Why the run ended. Raises `RewardsFailed` if it cannot do what it is for."""
         if not finish.failed:
             return finish.reason
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
-        raise RunError(
+        raise RewardsFailed(
             f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward,"
             " or the data), then go on with --resume"
         )

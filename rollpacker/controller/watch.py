@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
-from rollpacker.controller.errors import DeadlineExceeded, RunError
+from rollpacker.controller.errors import DeadlineExceeded, RewardsFailed
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
 from rollpacker.rollout.engine import Engine
@@ -40,7 +40,7 @@ class Watch:
         """A rollout is alive while events come or the engine decodes; an outage of something that
         the rewards need is waited for by them, as long as they are told to.
 
-        Raises `DeadlineExceeded`, and `RunError` once the rewards have given up.
+        Raises `DeadlineExceeded`, and `RewardsFailed` once the rewards have given up.
         """
         self.check_rewards()
         if self.engine_works() or self.rewards_wait():
@@ -54,9 +54,9 @@ class Watch:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
     def check_rewards(self) -> None:
-        """Raise `RunError` if there will be no verdict any more."""
+        """Raise `RewardsFailed` if there will be no verdict any more."""
         if (why := self.reward.broken()) is not None:
-            raise RunError(
+            raise RewardsFailed(
                 f"{why}. Mend it, then go on with --resume (rewards[].max_failed_calls says after"
                 " how many)"
             )

@@ -137,12 +137,7 @@ class Job:
     def evaluation_is_due(self) -> bool:
         """Before the run goes on: it is about to begin, or its step is committed. A driver that
         starts or resumes a run asks; later `Commit` says it."""
-        return self.progress.evaluation_is_due(self.config.cadence, last=self._nothing_left())
-
-    @property
-    def is_done(self) -> bool:
-        """Neither a step nor an evaluation is left."""
-        return self._nothing_left() and not self.evaluation_is_due
+        return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -151,7 +146,7 @@ class Job:
             reason = f"{MAX_EMPTY_STEPS} steps in a row had no group to train on"
             return self._finish(reason, failed=True)
         out_of_steps = self._out_of_steps()
-        if self._nothing_left():
+        if self.nothing_left():
             return self._finish("every step is done" if out_of_steps else "the data ended")
         deferred = self.queues.next_round(ending=out_of_steps)
         if deferred is not None:
@@ -163,7 +158,7 @@ class Job:
     def _out_of_steps(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
 
-    def _nothing_left(self) -> bool:
+    def nothing_left(self) -> bool:
         return not self.num_queued and (self.progress.data_ended or self._out_of_steps())
 
     @property
@@ -388,7 +383,7 @@ class Job:
     def _commit(self, num_steps: int = 1) -> list[Command]:
         self.phase = Phase.COMMITTING
         self.progress.step += num_steps
-        last, stopping = self._nothing_left(), self._stop_reason is not None
+        last, stopping = self.nothing_left(), self._stop_reason is not None
         return [self.progress.commit(self.config.cadence, last=last, stopping=stopping)]
 
     def _on_committed(self, event: Committed) -> list[Command]:

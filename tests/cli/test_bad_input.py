@@ -278,7 +278,7 @@ def test_a_reward_that_cannot_be_used(command, code, message):
 )
 def test_a_reward_without_any_verdict_ends_the_run_and_says_why(command, body, message):
     entry = command.reward(f"def f(completions, **columns):\n    {body}\n")
-    assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 2
+    assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 7
     assert "had no group to train on" in command.err and message in command.err
 
 
@@ -317,7 +317,7 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
     entry = {**command.reward(body), "max_failed_calls": 5}
     assert command.train(rewards=[entry], train__steps=2) == 0
     (command.folder / "broken").touch()
-    assert command.train("--resume", rewards=[entry], train__steps=4) == 2
+    assert command.train("--resume", rewards=[entry], train__steps=4) == 7
     assert "reward f gave no verdict in 5 calls in a row" in command.err
     assert "the key has expired" in command.err and "--resume" in command.err
     assert "no worker" not in caplog.text and "never retrieved" not in caplog.text
@@ -328,7 +328,7 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
 
 def test_a_reward_that_failed_can_be_mended_and_the_run_resumed(command):
     broken = command.reward("def f(completions, **columns): raise RuntimeError('boom')\n")
-    assert command.train(rewards=[broken], train__steps=5) == 2
+    assert command.train(rewards=[broken], train__steps=5) == 7
     command.reward(GOOD)
     assert command.train("--resume", train__steps=5) == 0
     assert command.steps() == 5

@@ -177,6 +177,51 @@ def test_what_ends_a_start_says_so(folder: Path, number: signal.Signals, after_s
         assert not (folder / "runs" / name).exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_ends_the_imports_says_so(folder: Path, number: signal.Signals) -> None:
+    """SIGINT was a traceback, the others ended it without a word. The signal is sent by the first
+    of our modules that is not needed to heed it."""
+    (folder / "sends").mkdir(exist_ok=True)
+    (folder / "sends" / "difflib.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
+    )
+    for module in ("rollpacker", "rollpacker.cli.main"):
+        ended = subprocess.run(
+            [sys.executable, "-m", module, "train", str(folder / "run.yaml"), "name=early"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": f"{folder / 'sends'}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            preexec_fn=_as_a_terminal_has_them,
+            timeout=50,
+        )
+        line = "rollpacker: interrupted before it began; the same command starts again\n"
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", line)
+    assert not (folder / "runs" / "early").exists()
+
+
+def test_signals_are_heeded_by_the_command_alone() -> None:
+    """A program that imports it keeps its own, and other verbs than train end at once."""
+    code = (
+        "import signal, sys\n"
+        "from rollpacker.cli.main import entry, main\n"
+        "from rollpacker.cli import interrupts, doctor\n"
+        "both = [signal.SIGTERM, signal.SIGHUP]\n"
+        "assert all(signal.getsignal(n) == signal.SIG_DFL for n in both)\n"
+        "doctor.run = lambda args: print(*map(signal.getsignal, both)) or 0\n"
+        "sys.argv = ['rollpacker', 'doctor']\n"
+        "entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=_as_a_terminal_has_them,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 0\n", "")  # SIG_DFL
+
+
 def test_an_interrupt_of_generated_code_ends_with_the_same_code(tmp_path: Path) -> None:
     """As while an import makes its dataclasses: with `-m`, Python ended by SIGINT afterwards."""
     (tmp_path / "interrupted.py").write_text(
