@@ -106,10 +106,12 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
     yield _NamedCheck("system", findings.system)
     yield _NamedCheck("python", findings.python)
     yield _NamedCheck("packages", findings.packages)
+    config, problem = _load(path, overrides)
+    if path is not None:
+        yield _NamedCheck("config", lambda: problem or Finding("ok", "config", path))
     yield _NamedCheck("safety", findings.unsafe_versions)
     yield _NamedCheck("processors", findings.cpus)
     yield _NamedCheck("memory", findings.memory)
-    config, problem = _load(path, overrides)
     sandbox = config.sandbox if config is not None else SandboxConfig()
     needed = config is not None and any(r.function in ("code", "math") for r in config.rewards)
     later = _Later(lambda: trials.sandbox(sandbox, needed=needed))
@@ -122,8 +124,6 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
     yield _NamedCheck("bf16", findings.bf16)
     yield _NamedCheck("engine", trials.engine)
     yield _NamedCheck("sandbox", later.result, must=needed)
-    if path is not None:
-        yield _NamedCheck("config", lambda: problem or Finding("ok", "config", path))
     if config is not None:
         yield _NamedCheck("model", lambda: trials.model(config))
         yield _NamedCheck("run", lambda: trials.run_folder(config))

@@ -22,6 +22,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from rollpacker.cli import interrupts
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -65,27 +67,12 @@ def ending_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    process = os.getpid()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a child that was forked meanwhile: it ends as it ever did
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            handler(signal.SIGINT, frame)
-        else:
-            raise KeyboardInterrupt
-
-    further = [n for n in SIGNALS if n != signal.SIGINT and signal.getsignal(n) == signal.SIG_DFL]
-    for number in further:
-        signal.signal(number, interrupt)
+    further = interrupts.heed()
     try:
         yield
     finally:
-        for number in further:
-            signal.signal(number, signal.SIG_DFL)
+        if further:
+            interrupts.leave()
 
 
 class Caller:

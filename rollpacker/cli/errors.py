@@ -25,6 +25,7 @@ EXIT_CODES = {
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
     6: "a process of the trainer ended, or engines did again and again; the run can be resumed",
+    7: "samples get no verdicts, as of a reward that always fails; mended, the run can be resumed",
     75: "another run is at work in this folder; try again later",
     130: "interrupted",
 }
@@ -40,6 +41,7 @@ _BY_NAME = {
     "rollpacker.controller.errors.DeadlineExceeded": DEADLINE_EXIT_CODE,
     "rollpacker.trainer.trainer.TrainerProcessError": 6,
     "rollpacker.controller.errors.EnginesLost": 6,
+    "rollpacker.controller.errors.RewardsFailed": 7,
     "rollpacker.controller.errors.FolderInUse": 75,
 }
 

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.imports import require
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
+    from rollpacker.report.summary import summarize
     from rollpacker.report.summary_table import render
     from rollpacker.report.timeline import draw_comparison
     from rollpacker.report.writing import printable
@@ -59,15 +60,19 @@ def run(args: argparse.Namespace) -> int:
     if args.steps or args.against:
         require("matplotlib", extra="report", what="drawing a picture")
     log = EventLog(events)
-    with naming(folder), stages(log) as tell:
-        summary = write_reports(
-            args.run,
-            out=folder,
-            steps=parse_steps(args.steps),
-            trace_steps=args.trace_steps,
-            log=log,
-            tell=tell,
-        )
+    try:
+        with naming(folder), stages(log) as tell:
+            summary = write_reports(
+                args.run,
+                out=folder,
+                steps=parse_steps(args.steps),
+                trace_steps=args.trace_steps,
+                log=log,
+                tell=tell,
+            )
+    except OSError:  # a folder of somebody else's: the table needs no room
+        console.print(render(summarize(args.run)))
+        raise
     if log.truncated:
         where = printable(str(events))
         told = f"The last line of {where} is cut off (the run was killed while it wrote): left out."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -140,9 +142,15 @@ class Session:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
+        """Where a resume goes on, if its config alone does not make another run of it."""
+        from rollpacker.cli.resuming import check_config
+
         if not self.resume:
             return None
-        return self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+        found = self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+        if found is not None:
+            check_config(self.config, self.folder, found.step)
+        return found
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
@@ -152,6 +160,10 @@ class Session:
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
+        if reason == INTERRUPTED:  # whoever sent the signal may not wait for what follows
+            with contextlib.suppress(OSError):  # the terminal is gone (SIGHUP)
+                step = self._controller.parts.job.step
+                print(f"Step {step} is saved; writing the reports.", file=sys.stderr)
         return reason
 
     def forget_if_not_begun(
@@ -182,27 +194,21 @@ class Session:
 
     def _check_config(self) -> None:
         """A run that wrote no checkpoint has no identity to go on with, but a config."""
+        from rollpacker.cli.resuming import SAME
+
         if self.folder.config.exists():
-            same = {"model": "", "dtype": "", "train_data": ""}
-            self._check_identity(same, same, 0, {})
+            self._check_identity(SAME, SAME, 0, {})
 
     def _check_identity(
-        self, before: dict[str, Any], now: dict[str, Any], step: int, job: dict[str, Any]
+        self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
         """A resume after `step` must find what the run began with. The state of its job is told the
         cap on responses, which earlier versions did not write there."""
-        from rollpacker.config.document import ConfigError, parse_document, read_text
+        from rollpacker.cli.resuming import config_before
         from rollpacker.config.load import changes_since
-        from rollpacker.controller.errors import RunError
         from rollpacker.controller.run_folder import check_resume
 
-        try:
-            old, _ = parse_document(read_text(self.folder.config), str(self.folder.config))
-        except ConfigError as error:
-            raise RunError(
-                f"{error} This is what the run was started with, so it cannot be told whether "
-                "it is the same run. Restore the file, or begin anew with --overwrite"
-            ) from error
+        old = config_before(self.folder)
         for change in check_resume(changes_since(old, self.config), before, now):
             logger.warning("resuming after step %d with a change: %s", step, change)
         job.setdefault("max_response_tokens", old.get("rollout", {}).get("max_response_tokens"))

@@ -148,6 +148,7 @@ def run_to_end(
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
     from rollpacker.cli.hub import look_for_hub
+    from rollpacker.cli.resuming import let_others_end, reason_to_end
     from rollpacker.cli.session import Session
     from rollpacker.controller.run_folder import RunFolder, holds_run
 
@@ -155,7 +156,6 @@ def run_to_end(
     silence_noise()
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
-    look_for_hub(config)
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
     try:
@@ -164,6 +164,12 @@ def run_to_end(
                 resume = holds_run(path)
             folder = RunFolder(path, resume=resume, overwrite=overwrite)
             stack.callback(folder.close)
+            if resume and (done := reason_to_end(config, folder)) is not None:
+                logger.warning("nothing was left to do: %s", done)
+                let_others_end(config)
+                summary = _finish(folder.path, display=display, is_done=True)
+                return Run(folder.path, reason=done, summary=summary)
+            look_for_hub(config)
             session = Session(
                 config,
                 folder,
@@ -198,12 +204,16 @@ def _end_in_error(session: Session) -> None:
         logger.warning("%s", error)
 
 
-def _finish(folder: Path, *, display: bool) -> dict[str, Any]:
-    """Write what is made from the whole log, and print the table."""
+def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
+    """Write what is made from the whole log, and print the table. `is_done`: that was written
+    before."""
     from rollpacker.report.files import write_reports
+    from rollpacker.report.summary import read_summary
 
     with naming(folder):
-        summary = write_reports(folder)
+        summary = read_summary(folder) if is_done else None
+        if summary is None:
+            summary = write_reports(folder)
     if display and not in_notebook():  # where a run shows itself
         from rollpacker.cli.output import console
         from rollpacker.report.summary_table import render

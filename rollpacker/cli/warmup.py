@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.cli.hub import look_for_names
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
-    from rollpacker.trainer.warmup import run_warmup
+    from rollpacker.trainer.warmup_output import check_output
 
     config = load_config(args.config, args.overrides, WarmupConfig)
+    check_output(Path(config.output).expanduser(), config, args.overwrite)
     if config.model is not None:
         look_for_names({"model.path": config.model.path})
+    from rollpacker.trainer.warmup import run_warmup  # takes seconds
+
     console = output.console()
     if console.is_terminal:
         result = _with_progress_bar(config, console, overwrite=args.overwrite)

@@ -131,6 +131,17 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     raise CheckpointError(f"no usable checkpoint in {root} ({found}). {cure}")
 
 
+def newest_state(root: Path) -> Mapping[str, Any] | None:
+    """State of the newest checkpoint as it is, unverified: for what only looks. None where there is
+    none of this format, or where it cannot be read."""
+    for folder in _complete(root)[:1]:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+            if json.loads((folder / MANIFEST).read_text()).get("format") == FORMAT:
+                return state
+    return None
+
+
 def verify(folder: Path, *, without: str | None = None) -> str | None:
     """What is wrong with the checkpoint, or None. What is in its folder `without` is passed
     over."""

@@ -46,6 +46,10 @@ class EnginesLost(RuntimeError):
     """Engines were lost, and those in their places too."""
 
 
+class RewardsFailed(RunError):
+    """Samples get no verdicts: once that is mended, the run can be resumed."""
+
+
 class DeadlineExceeded(RuntimeError):
     """Something that the run waits for shows no sign of life."""
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from rollpacker.bus import Bus
-from rollpacker.controller.errors import EnginesLost, RunError
+from rollpacker.controller.errors import EnginesLost, RewardsFailed
 from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import SampleFailed, SampleScored
 from rollpacker.core.records import Entry, Record
@@ -29,8 +29,8 @@ class Reasons:
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:
-        """Why the run ended. Raises `RunError` if it cannot do what it is for, `EnginesLost` if
-        no engine stays there."""
+        """Why the run ended. Raises `RewardsFailed` if it cannot do what it is for, `EnginesLost`
+        if no engine stays there."""
         if not finish.failed:
             return finish.reason
         fleet = self._bus.job.fleet
@@ -38,7 +38,7 @@ class Reasons:
             raise EnginesLost(f"{finish.reason}. Mend that, then go on with --resume")
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
-        raise RunError(
+        raise RewardsFailed(
             f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward,"
             " or the data), then go on with --resume"
         )

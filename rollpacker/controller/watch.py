@@ -10,7 +10,7 @@ from typing import TypeVar
 from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
 from rollpacker.controller.engines import Engines
-from rollpacker.controller.errors import DeadlineExceeded, RunError
+from rollpacker.controller.errors import DeadlineExceeded, RewardsFailed
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
 
@@ -45,7 +45,7 @@ class Watch:
         """A rollout is alive while events come or the engine decodes; an outage of something that
         the rewards need is waited for by them, as long as they are told to.
 
-        Raises `DeadlineExceeded`, and `RunError` once the rewards have given up.
+        Raises `DeadlineExceeded`, and `RewardsFailed` once the rewards have given up.
         """
         self.check_rewards()
         self.check_engines()
@@ -72,9 +72,9 @@ class Watch:
             self.engines.check_progress(self.bus.clock.now(), limit_s)
 
     def check_rewards(self) -> None:
-        """Raise `RunError` if there will be no verdict any more."""
+        """Raise `RewardsFailed` if there will be no verdict any more."""
         if (why := self.reward.broken()) is not None:
-            raise RunError(
+            raise RewardsFailed(
                 f"{why}. Mend it under the same name, then go on with --resume"
                 " (rewards[].max_failed_calls says after how many)"
             )

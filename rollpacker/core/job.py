@@ -143,7 +143,7 @@ class Job:
     def evaluation_is_due(self) -> bool:
         """Before the run goes on: it is about to begin, or its step is committed. A driver that
         starts or resumes a run asks; later `Commit` says it."""
-        return self.progress.evaluation_is_due(self.config.cadence, last=self._nothing_left())
+        return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Job:
             reason = f"{MAX_EMPTY_STEPS} steps in a row had no group to train on"
             return self._finish(reason, failed=True)
         out_of_steps = self.progress.out_of_steps(self.config.max_steps)
-        if self._nothing_left():
+        if self.nothing_left():
             return self._finish("every step is done" if out_of_steps else "the data ended")
         deferred = self.queues.next_round(ending=out_of_steps)
         if deferred is not None:
@@ -161,7 +161,8 @@ class Job:
         self.lengths.choose_factors(self.step)
         return self._fetch()
 
-    def _nothing_left(self) -> bool:
+    def nothing_left(self) -> bool:
+        """Whether a run that stands here is over: no step is to come, and nobody waits."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -381,7 +382,7 @@ class Job:
     def _commit(self, num_steps: int = 1) -> list[Command]:
         self.phase = Phase.COMMITTING
         self.progress.step += num_steps
-        last, stopping = self._nothing_left(), self._stop_reason is not None
+        last, stopping = self.nothing_left(), self._stop_reason is not None
         return [self.progress.commit(self.config.cadence, last=last, stopping=stopping)]
 
     def _on_committed(self, event: Committed) -> list[Command]:

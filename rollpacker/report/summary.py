@@ -146,6 +146,22 @@ def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that has ended, as it was written into its folder. None: it was not, or
+    not since the log's last line, or by another version."""
+    path = folder / SUMMARY_FILE
+    try:
+        if path.stat().st_mtime_ns < events_path(folder).stat().st_mtime_ns:
+            return None
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    known = {"run", "paths", *RunSummary().plain()}
+    if not isinstance(summary, dict) or not known <= summary.keys() or not summary["finished"]:
+        return None
+    return summary
+
+
 def _steps(steps: list[StepSummary]) -> dict[str, Any]:
     kinds: dict[str, list[StepSummary]] = {}
     for step in steps:

@@ -7,7 +7,6 @@ length. The loss is the mean over the batch's completion tokens, the end token i
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -34,6 +33,7 @@ from rollpacker.trainer.model import UNKNOWN, character_tokenizer, load_model, n
 from rollpacker.trainer.optimizer import MasterOptimizer
 from rollpacker.trainer.packing import best_kind, pack, packed_attention
 from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.warmup_output import WarmupError, check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,10 +49,6 @@ Messages = list[dict[str, str]]
 
 LOSS_WINDOW = 20
 """`max_loss` is compared with the mean over this many last steps."""
-
-
-class WarmupError(ValueError):
-    """The warm-up cannot go on; the message says where and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +92,7 @@ def run_warmup(
     """
     started = time.monotonic()
     output = Path(config.output).expanduser()
-    _check_output(output, config, overwrite)
+    check_output(output, config, overwrite)
     model, tokenizer = _start(config)
     num_parameters = sum(p.numel() for p in model.parameters())
     _set_threads(config.threads, num_parameters)
@@ -383,21 +379,6 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
             f"{min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
             "longer (steps), change learning_rate or seed, or raise max_loss"
         )
-
-
-def _check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
-    """Raise before any work if the model could not be written at the end."""
-    if config.model is not None:
-        start = Path(config.model.path).expanduser()
-        if start.resolve() == output.resolve():
-            raise WarmupError(f"output {output} is the model to start from; name another folder")
-    may_replace = overwrite and (output / "config.json").is_file()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not may_replace:
-        why = "and is no model's folder" if overwrite else "(--overwrite replaces a model)"
-        raise WarmupError(f"output {output} exists already {why}; remove it or name another folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(output.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(output.parent))
 
 
 def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:

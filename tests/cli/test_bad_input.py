@@ -278,7 +278,7 @@ def test_a_reward_that_cannot_be_used(command, code, message):
 )
 def test_a_reward_without_any_verdict_ends_the_run_and_says_why(command, body, message):
     entry = command.reward(f"def f(completions, **columns):\n    {body}\n")
-    assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 2
+    assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 7
     assert "had no group to train on" in command.err and message in command.err
 
 
@@ -317,7 +317,7 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
     entry = {**command.reward(body), "max_failed_calls": 5}
     assert command.train(rewards=[entry], train__steps=2) == 0
     (command.folder / "broken").touch()
-    assert command.train("--resume", rewards=[entry], train__steps=4) == 2
+    assert command.train("--resume", rewards=[entry], train__steps=4) == 7
     assert "reward f gave no verdict in 5 calls in a row" in command.err
     assert "the key has expired" in command.err
     assert "Mend it under the same name, then go on with --resume" in command.err
@@ -329,7 +329,7 @@ def test_a_reward_that_breaks_for_everybody_ends_the_run_which_goes_on_when_it_i
 
 def test_a_reward_that_failed_can_be_mended_and_the_run_resumed(command):
     broken = command.reward("def f(completions, **columns): raise RuntimeError('boom')\n")
-    assert command.train(rewards=[broken], train__steps=5) == 2
+    assert command.train(rewards=[broken], train__steps=5) == 7
     command.reward(GOOD)
     assert command.train("--resume", train__steps=5) == 0
     assert command.steps() == 5
@@ -459,6 +459,7 @@ def test_resuming_what_is_another_run(command, model):
     assert "exclude each other" in command.refused("--resume", "--overwrite", **at)
     assert "seed: 0 -> 1" in command.refused("--resume", seed=1, **at)
     assert "model.path" in command.refused("--resume")
+    at["train__steps"] = 4
     rows = command.folder / "rows.jsonl"
     text = rows.read_text()
     rows.write_text(text + '{"prompt": "9+9="}\n')
@@ -470,14 +471,47 @@ def test_resuming_what_is_another_run(command, model):
     assert command.steps() == 3
 
 
-def test_resuming_after_the_end_says_that_nothing_was_left(command, caplog):
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("option", ["--resume", "--resume=auto"])
+def test_resuming_after_the_end_changes_nothing(command, monkeypatch, caplog, option):
+    """The times of the last save and of the end were lost, and the table was another."""
     assert command.train() == 0
-    before = (command.run / "checkpoints" / "step_000003" / "manifest.json").read_text()
-    assert command.train("--resume") == 0
-    assert "nothing was left to do" in caplog.text
-    assert (command.run / "checkpoints" / "step_000003" / "manifest.json").read_text() == before
-    assert command.train("--resume", train__steps=4) == 0
+    before, table = contents(command.run), command.out[command.out.index(" learning ") :]
+    with monkeypatch.context() as patched:
+        patched.setattr("rollpacker.cli.parts.load_inputs", None)  # nothing is loaded
+        assert command.train(option) == 0
+        assert command.train(option, train__steps=2) == 0
+    assert "nothing was left to do: every step is done" in caplog.text
+    assert command.out.endswith(table) and contents(command.run) == before
+    assert "seed: 0 -> 1" in command.refused(option, seed=1)
+    (command.run / "summary.json").unlink()  # it was killed before that
+    assert command.train(option) == 0
+    assert contents(command.run).keys() == before.keys()
+    assert command.train(option, train__steps=4) == 0
     assert command.steps() == 4
+
+
+def test_a_resume_that_drops_what_the_command_line_said_is_loud(command, caplog):
+    """`train.steps=60` was given once, and the file says 3."""
+    assert command.train(train__steps=4) == 0
+    log = command.run / "events.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))  # as if killed
+    caplog.clear()
+    assert command.train("--resume", train__steps=3) == 0
+    assert "train.steps was 4 when the run stopped after step 4 and is 3 now" in caplog.text
+    assert "give train.steps=4 again" in caplog.text
+    caplog.clear()
+    assert command.train("--resume", train__steps=5) == 0
+    assert "give train.steps" not in caplog.text
+
+
+def test_another_config_is_refused_before_anything_is_loaded(command, monkeypatch):
+    assert command.train() == 0
+    monkeypatch.setattr("rollpacker.cli.parts.load_inputs", None)
+    assert "seed: 0 -> 1" in command.refused("--resume", seed=1, train__steps=9)
 
 
 def test_resuming_after_damage(command, caplog):

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from rollpacker.cli.init import prepare
-from rollpacker.cli.main import build_parser, main
+from rollpacker.cli.main import main
 from rollpacker.cli.templates import Template, find_template, root, templates
+from rollpacker.cli.verbs import build_parser
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig

@@ -10,8 +10,9 @@ import pytest
 
 from rollpacker.cli import report
 from rollpacker.cli.errors import classify, report_error
-from rollpacker.cli.main import VERBS, main
+from rollpacker.cli.main import main
 from rollpacker.cli.report import parse_steps
+from rollpacker.cli.verbs import VERBS
 from tests.report.fake_run import FakeRun, write
 
 
@@ -85,6 +86,12 @@ def test_a_missing_argument_is_one_short_message(capsys):
     assert len(lines) == 2
 
 
+def test_an_option_before_the_verb_is_told_its_place(capsys):
+    assert main(["--verbose", "report", "runs/x"]) == 2
+    said = capsys.readouterr().err
+    assert "--verbose stands before the verb: write it after report" in said
+
+
 def test_report_of_a_run(tmp_path, capsys):
     write(FakeRun(1).run(6), tmp_path / "events.jsonl")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "2-3"]) == 0
@@ -92,6 +99,14 @@ def test_report_of_a_run(tmp_path, capsys):
     assert "tail idle" in text and "Wrote report.html, summary.json" in text
     assert (tmp_path / "out" / "timeline.png").exists()
     assert not (tmp_path / "timeline.png").exists()
+
+
+def test_report_where_nothing_can_be_written_still_prints_the_table(tmp_path, capsys):
+    write(FakeRun(1).run(6), tmp_path / "events.jsonl")
+    (tmp_path / "trace.json.tmp").mkdir()  # also root cannot write there
+    assert main(["report", str(tmp_path)]) == 5
+    shown = capsys.readouterr()
+    assert "tail idle" in shown.out and "trace.json.tmp" in shown.err
 
 
 def test_report_of_two_runs_draws_the_comparison(tmp_path):

@@ -82,6 +82,7 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(folder: Path) -> N
     assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \| step \d+/400 ", last)
     assert "The same command goes on from here" in said
     done = steps(folder, "auto")
+    assert f"\nStep {done} is saved; writing the reports.\n" in said
     again = start(folder, "auto", f"train.steps={done + 2}", "--resume=auto")
     shown, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
@@ -174,6 +175,51 @@ def test_what_ends_a_start_says_so(folder: Path, number: signal.Signals, after_s
         line = "rollpacker: interrupted before the first step; the same command starts again"
         assert said.splitlines()[-1] == line and "Traceback" not in said, said
         assert not (folder / "runs" / name).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_ends_the_imports_says_so(folder: Path, number: signal.Signals) -> None:
+    """SIGINT was a traceback, the others ended it without a word. The signal is sent by the first
+    of our modules that is not needed to heed it."""
+    (folder / "sends").mkdir(exist_ok=True)
+    (folder / "sends" / "difflib.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
+    )
+    for module in ("rollpacker", "rollpacker.cli.main"):
+        ended = subprocess.run(
+            [sys.executable, "-m", module, "train", str(folder / "run.yaml"), "name=early"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": f"{folder / 'sends'}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            preexec_fn=_as_a_terminal_has_them,
+            timeout=50,
+        )
+        line = "rollpacker: interrupted before it began; the same command starts again\n"
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", line)
+    assert not (folder / "runs" / "early").exists()
+
+
+def test_signals_are_heeded_by_the_command_alone() -> None:
+    """A program that imports it keeps its own, and other verbs than train end at once."""
+    code = (
+        "import signal, sys\n"
+        "from rollpacker.cli.main import entry, main\n"
+        "from rollpacker.cli import interrupts, doctor\n"
+        "both = [signal.SIGTERM, signal.SIGHUP]\n"
+        "assert all(signal.getsignal(n) == signal.SIG_DFL for n in both)\n"
+        "doctor.run = lambda args: print(*map(signal.getsignal, both)) or 0\n"
+        "sys.argv = ['rollpacker', 'doctor']\n"
+        "entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=_as_a_terminal_has_them,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 0\n", "")  # SIG_DFL
 
 
 def test_an_interrupt_of_generated_code_ends_with_the_same_code(tmp_path: Path) -> None:

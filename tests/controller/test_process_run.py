@@ -20,7 +20,7 @@ import rollpacker
 from benchmarks.resume import committed, write_config, write_model
 from rollpacker.cli import train as train_verb
 from rollpacker.cli.errors import classify
-from rollpacker.cli.main import build_parser
+from rollpacker.cli.verbs import build_parser
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint

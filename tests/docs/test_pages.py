@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 
-from rollpacker.cli.main import _parse, build_parser, main
+from rollpacker.cli.main import main
 from rollpacker.cli.templates import templates
+from rollpacker.cli.verbs import build_parser, parse
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig
@@ -37,7 +38,7 @@ PLACEHOLDERS = {
 
 def parsed(words: tuple[str, ...]) -> argparse.Namespace:
     try:
-        return _parse(build_parser(), [PLACEHOLDERS.get(word, word) for word in words])
+        return parse(build_parser(), [PLACEHOLDERS.get(word, word) for word in words])
     except SystemExit as stop:
         raise AssertionError(f"rollpacker {' '.join(words)}: not understood") from stop
 

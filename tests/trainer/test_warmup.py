@@ -23,7 +23,8 @@ from rollpacker.trainer.model import (
     new_model,
 )
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.trainer.warmup import WarmupError, read_rows, run_warmup
+from rollpacker.trainer.warmup import read_rows, run_warmup
+from rollpacker.trainer.warmup_output import WarmupError
 
 ARCHITECTURE = {
     "model_type": "qwen2",

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -152,9 +153,16 @@ def _nothing() -> Answer:
 def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
     """Bound to `ADDRESS`; port 0: any that is free. Raises `OSError` where it is taken."""
     answer = Dashboard(Runs(folder)).answer
-    server = ThreadingHTTPServer((ADDRESS, port), _handler(answer))
-    server.daemon_threads = True
-    return server
+    return _Server((ADDRESS, port), _handler(answer))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away before it has its answer is nothing to tell."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:

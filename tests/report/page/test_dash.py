@@ -6,6 +6,7 @@ import http.client
 import json
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -254,3 +255,15 @@ def test_a_port_in_use_is_passed_over_or_told(tmp_path: Path, capsys: Any) -> No
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: Any) -> None:
     assert main(["dash", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_a_browser_that_goes_away_is_nothing(tmp_path: Path, capfd: Any) -> None:
+    """It printed a traceback."""
+    with served(tmp_path) as port:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as browser:
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                browser.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        time.sleep(1)
+        assert ask(port, "/")[0] == 200
+    assert capfd.readouterr().err == ""
