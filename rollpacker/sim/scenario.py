@@ -380,9 +380,7 @@ class Scenario:
             )
 
     def _check_memory(self) -> None:
-        gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
-        gpu_gb = self.cluster.gpu_spec.memory_gb
-        check_training_memory(self.shape.params, gpus, gpu_gb, per_node)
+        check_training_memory(self.shape.params, self.cluster)
         degree = self.rollout.tensor_parallel
         machine = DatasheetModel(model=self.shape, gpu=self.cluster.gpu_spec)
         try:

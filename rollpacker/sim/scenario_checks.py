@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollpacker.config.document import nearest
 
 if TYPE_CHECKING:
-    from rollpacker.sim.scenario import Scenario
+    from rollpacker.sim.scenario import Cluster, Scenario
 
 MAX_SECONDS = 1e9
 """Of any one thing."""
@@ -37,8 +37,10 @@ def check_known(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{hint}')
 
 
-def check_training_memory(params: float, gpus: int, gpu_gb: float, gpus_per_node: int) -> None:
+def check_training_memory(params: float, cluster: Cluster) -> None:
     """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
+    gpus, gpus_per_node = cluster.gpus, cluster.gpus_per_node
+    gpu_gb = cluster.gpu_spec.memory_gb
     needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
     if needed > there:
         least = math.ceil(needed / gpu_gb)

@@ -278,7 +278,7 @@ def test_a_reward_that_cannot_be_used(command, code, message):
 )
 def test_a_reward_without_any_verdict_ends_the_run_and_says_why(command, body, message):
     entry = command.reward(f"def f(completions, **columns):\n    {body}\n")
-    assert command.train(rewards=[{**entry, "timeout_s": 0.05}], train__steps=6) == 7
+    assert command.train(rewards=[{**entry, "timeout_s": 2.0}], train__steps=6) == 7
     assert "had no group to train on" in command.err and message in command.err
 
 
@@ -350,7 +350,7 @@ def test_a_reward_that_fails_now_and_then_is_left_out(command, caplog):
 
 def test_a_failing_reward_shows_the_users_lines_and_not_ours(command, caplog):
     code = "def f(completions, **columns):\n    return [1 / 0 for c in completions]\n"
-    assert command.train(rewards=[command.reward(code)]) == 2
+    assert command.train(rewards=[command.reward(code)]) == 7
     told = "\n".join(record.getMessage() for record in caplog.records)
     assert "return [1 / 0 for c in completions]" in told
     assert "functions.py" not in told and "calls.py" not in told
@@ -479,7 +479,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_resuming_after_the_end_changes_nothing(command, monkeypatch, caplog, option):
     """The times of the last save and of the end were lost, and the table was another."""
     assert command.train() == 0
-    before, table = contents(command.run), command.out[command.out.index(" learning ") :]
+    before, table = contents(command.run), command.out[command.out.index(" rounds ") :]
     with monkeypatch.context() as patched:
         patched.setattr("rollpacker.cli.parts.load_inputs", None)  # nothing is loaded
         assert command.train(option) == 0

@@ -103,7 +103,9 @@ def test_a_resume_takes_the_same_objects_again(folder: Path) -> None:
     assert second.metrics["actor/loss"] == whole.metrics["actor/loss"]
     with pytest.raises(ValueError, match="training data changed"):
         rollpacker.train(
-            first.folder / "config.yaml", rewards=[length], data=ROWS[:10], resume=True
+            *(first.folder / "config.yaml", ["train.steps=5"]),
+            **(given | {"data": ROWS[:10]}),
+            resume=True,
         )
 
 
@@ -125,7 +127,7 @@ def test_a_function_that_changed_is_noticed(folder: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train", "{}/config.yaml", "--resume"), ("eval", "{}")],
+    [("train", "{}/config.yaml", "--resume", "train.steps=3"), ("eval", "{}")],
     ids=["train", "eval"],
 )
 def test_the_command_says_who_has_the_objects(

@@ -1,0 +1,68 @@
+"""How responses are generated (`rollout.*`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.fleet import FleetConfig, Routing
+from rollpacker.rollout.engine import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """One round of generation (`rollout.*`)."""
+
+    prompts_per_step: int
+    """P0: prompts that each optimizer step trains on."""
+    samples_per_prompt: int
+    """R0: responses per prompt; the group size of GRPO. 1 goes with algorithms that do not compare
+    the samples of a prompt."""
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Training takes the whole distribution's log-probs: with top_p or top_k the gradient is not
+    quite that of the distribution that was sampled from."""
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the model's end tokens."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    engines: int = 1
+    """How many. 1: in the run's own process. More: each in a process of its own, on a device of its
+    own or, on a CPU, with its share of `train.threads`; one that is lost is replaced while the
+    others go on."""
+    routing: Routing = "spread"
+    """With several engines: spread gives each sample to the engine with the least work. group keeps
+    the samples of a prompt together, so that its prefill is made once, as long as their engine has
+    not much more work than others."""
+
+    def __post_init__(self) -> None:
+        counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(
+                "temperature must be more than 0: greedy responses of one prompt are all the same"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError("top_p must lie in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError("top_k must not be negative (0 is off)")
+
+    @property
+    def max_slots(self) -> int | None:
+        """Of all engines."""
+        slots = self.engine.max_slots
+        return None if slots is None else slots * self.engines
+
+    @property
+    def fleet(self) -> FleetConfig | None:
+        """What the core needs to know of several engines; None: there is one, for good."""
+        if self.engines == 1:
+            return None
+        moves = self.engine.takes_up_carried
+        return FleetConfig(num_engines=self.engines, routing=self.routing, moves=moves)
