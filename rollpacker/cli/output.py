@@ -58,13 +58,15 @@ def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 
 
-def console(*, stderr: bool = False, highlight: bool = True) -> Console:
-    """Every command's; on standard output it outlives its reader. What is no terminal is never
-    taken for one: a kernel sets FORCE_COLOR for the processes that it starts, and a bar would draw
-    its cursor's movements into their pipes."""
+def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
+    """Every command's. `goes_on`: what is shown matters less than what is done, and the command
+    outlives its reader. What is no terminal is never taken for one: a kernel sets FORCE_COLOR for
+    the processes that it starts, and a bar would draw its cursor's movements into their pipes."""
     from rich.console import Console
 
-    file = sys.stderr if stderr else cast("IO[str]", _Output())
+    file = sys.stderr if stderr else sys.stdout
+    if goes_on and not stderr:
+        file = cast("IO[str]", _Output())
     is_terminal = None if file.isatty() else False  # None: as the environment says
     # A kernel would make an output of its own of every line.
     return Console(file=file, force_terminal=is_terminal, force_jupyter=False, highlight=highlight)
@@ -72,14 +74,14 @@ def console(*, stderr: bool = False, highlight: bool = True) -> Console:
 
 def print_line(line: str) -> None:
     """One line, as it is, on a console that outlives its reader."""
-    console().print(line, highlight=False, markup=False, soft_wrap=True)
+    console(goes_on=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """How far something long is, which is told how many of `total` are done: a bar on a terminal,
     which goes when it ends; else a line every few seconds."""
-    shown = console()
+    shown = console(goes_on=True)
     if shown.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

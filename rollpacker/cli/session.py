@@ -260,7 +260,7 @@ class Session:
             resume=checkpoint is not None,
             slots=config.rollout.max_slots,
             max_response_tokens=config.rollout.max_response_tokens,
-            console=console() if self.display else None,
+            console=console(goes_on=True) if self.display else None,
             show=self.display,
             notebook=config.name if in_notebook() else None,
         )

@@ -218,5 +218,5 @@ def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, 
         from rollpacker.cli.output import console
         from rollpacker.report.summary_table import render
 
-        console().print(render(summary))
+        console(goes_on=True).print(render(summary))
     return summary

@@ -38,6 +38,10 @@ class LoopEngine(ABC):
     """The part of `Engine` (rollout/engine.py) that is about threads and about the weights of its
     module. A subclass decodes."""
 
+    _has_a_copy = False
+    """It decodes with other tensors than its module's, and an update has something to do also where
+    the module has been trained in place."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._weights = OwnWeights(model)
@@ -67,9 +71,11 @@ class LoopEngine(ABC):
     async def update_weights(
         self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
     ) -> None:
-        """See `Engine`. It is done in a thread, so that the caller's deadline can end the wait."""
+        """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
+        the wait."""
         self._inbox.begin_weights(version)
-        await asyncio.to_thread(self._renew, version, weights)
+        if weights is not None or self._has_a_copy:
+            await asyncio.to_thread(self._renew, version, weights)
         self._inbox.end_weights()
         self._version = version
 

@@ -99,6 +99,8 @@ class VllmEngine(LoopEngine):
         UnsupportedModelError: vLLM cannot run the model here; the message says why.
     """
 
+    _has_a_copy = True
+
     def __init__(
         self,
         *,

@@ -219,9 +219,9 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 def test_an_interrupted_dry_run_promises_no_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(config: object) -> None:
+    def interrupted(config: object, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rollpacker.cli.train._print_dry_run", interrupted)
+    monkeypatch.setattr("rollpacker.cli.dry_run.print_dry_run", interrupted)
     assert main(["train", "configs/quickstart.yaml", "--dry-run"]) == 130
     assert capsys.readouterr().err == "rollpacker: interrupted; nothing was written\n"

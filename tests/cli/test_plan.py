@@ -289,7 +289,10 @@ def test_a_plan_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     path.write_text(SCENARIO)
     command = [sys.executable, "-m", "rollpacker.cli.main", "plan", str(path), "--jobs", "2"]
     plan = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(8.0)
+    children = Path(f"/proc/{plan.pid}/task/{plan.pid}/children")
+    while len(children.read_text().split()) < 2:  # it has begun, and takes seconds
+        assert plan.poll() is None, plan.communicate()
+        time.sleep(0.02)
     plan.send_signal(signal.SIGTERM)
     _, said = plan.communicate(timeout=60)
     assert plan.returncode == 130 and said.startswith("rollpacker: interrupted"), said

@@ -127,7 +127,7 @@ def test_a_reward_that_judges_no_row_is_pointed_out(command: Command, caplog) ->
 def test_no_signal_ever_ends_the_run_with_the_reason(command: Command) -> None:
     entry = command.reward("def f(completions, **columns): return [1.0] * len(completions)\n")
     changes = {"rollout__dynamic_sampling": {"enabled": True}, "train__steps": 6}
-    assert command.train(rewards=[entry], **changes) == 2
+    assert command.train(rewards=[entry], **changes) == 7
     assert "no signal: all its rewards are equal" in command.err
 
 
@@ -256,7 +256,7 @@ def test_a_judge_that_never_answers_is_one_reason_and_not_one_for_each_second(
         "rollout__samples_per_prompt": 4,
         "train__steps": 6,
     }
-    assert command.train(rewards=[_judge(**arguments)], **changes) == 2
+    assert command.train(rewards=[_judge(**arguments)], **changes) == 7
     assert f"the judge at {url} was down for longer than outage_s=0.6 (" in command.err
     told = [r.getMessage() for r in caplog.records if "no use for a sample" in r.getMessage()]
     assert len(told) == 1
