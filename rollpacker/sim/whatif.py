@@ -43,7 +43,8 @@ from rollpacker.sim.workload import Workload
 CONFIG_FILE = "config.yaml"
 MODELLED = (
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
-    *("rollout.engine.max_slots", "tail_batching", "stream_trainer", "train.steps"),
+    *("rollout.engine.max_slots", "rollout.engines", "rollout.routing"),
+    *("tail_batching", "stream_trainer", "train.steps"),
 )
 """Keys of a run's config that a simulation of it can follow."""
 SHORTEST_STEP_S = 1e-6
@@ -142,9 +143,11 @@ class RunModel:
             warm=not in_order,
         )
         slots = rollout.engine.max_slots
+        # Each engine has a device like the run's own; the trainer has one of them.
+        latency, engines = self.latency(), rollout.engines
         machine = Machine(
-            latency=self.latency(),
-            gpus=1,
+            latency=replace(latency, train_token_s=latency.train_token_s * engines),
+            gpus=engines,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
             checks=checks,
@@ -321,6 +324,11 @@ def load_run(run: str | Path) -> RunModel:
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
+    if config.rollout.engines > 1:
+        raise ValueError(
+            f"{folder} had {config.rollout.engines} engines, and a machine is fitted to runs of "
+            "one: record a run with rollout.engines=1, and simulate that with more"
+        )
     try:
         fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)
     except LogError:

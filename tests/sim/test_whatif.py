@@ -71,6 +71,25 @@ def test_a_run_that_fills_its_steps_up_can_be_simulated(tmp_path: Path) -> None:
     assert max(step.num_trained for step in found.steps) == 16
 
 
+def test_more_engines_share_the_samples(plain: RunModel, tmp_path: Path) -> None:
+    one = plain.simulate()
+    found = [plain.simulate([f"rollout.engines={n}"]) for n in (1, 2, 4)]
+    assert found[0] == one
+    means = [mean_rollout(result) for result in found]
+    assert means[0] > 1.1 * means[1] and means[1] > 1.05 * means[2]
+    for result, engines in zip(found, (1, 2, 4), strict=True):
+        assert [s.tokens_trained for s in result.steps] == [s.tokens_trained for s in one.steps]
+        for step, alone in zip(result.steps, one.steps, strict=True):
+            assert step.train_s == pytest.approx(alone.train_s, rel=1e-9)
+        total_s = sum(step.total_s for step in result.steps)
+        assert result.device_seconds == pytest.approx(engines * total_s)
+        assert 0 < sum(result.bubble.values()) < result.device_seconds
+    group = plain.simulate(["rollout.engines=4", "rollout.routing=group"])
+    assert mean_rollout(group) != mean_rollout(found[2])
+    with pytest.raises(ValueError, match="had 2 engines, and a machine is fitted to runs of one"):
+        load_run(record(tmp_path / "two", "rollout.engines=2", race=False))
+
+
 def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:
     """The other run has prompts of its own, so the lengths are those of the same law."""
     race = load_run(record(tmp_path / "race", race=True)).measured()
