@@ -108,6 +108,7 @@ bench: $(VENV)/.installed-dev
 	  debias debias_run \
 	  beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume streaming \
+	  engine_process migration two_engines \
 	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev

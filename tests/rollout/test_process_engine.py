@@ -164,6 +164,22 @@ def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
     assert state(engine.child.pid) == ""
 
 
+def test_who_waits_for_weights_hears_of_a_process_that_is_killed_meanwhile(started):
+    engine, heard = started()
+    ready(engine)
+
+    async def update() -> None:
+        killer = asyncio.get_running_loop().call_later(
+            0.2, os.kill, engine.child.pid, signal.SIGKILL
+        )
+        await engine.update_weights(20_000)  # that engine takes as many milliseconds
+        killer.cancel()
+
+    with pytest.raises(EngineError, match="signal 9, SIGKILL"):
+        asyncio.run(update())
+    assert "SIGKILL" in heard.wait_for_error()
+
+
 def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
     engine, heard = started(heartbeat_s=1.0)
     ready(engine)

@@ -1,0 +1,94 @@
+"""Two engines against one: seconds of a rollout of 64 prompts x 8 samples, on two cores.
+
+Embedded engines in processes of their own, over the same model: one with one thread of torch's, one
+with two, and two with one each, to which samples go in turn. Lengths are drawn once, long-tailed,
+and the same in every arm; arms take turns.
+
+    python benchmarks/two_engines.py [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine_process import Heard, request, write_model
+from machine import write_result
+
+from rollpacker.cli.engines import engine_setup
+from rollpacker.rollout.engine import EngineConfig, GenerationRequest
+from rollpacker.rollout.process_engine import ProcessEngine
+
+PROMPTS, SAMPLES = 64, 8
+LONGEST = 400
+WIDTH = 128
+ARMS = {"one, 1 thread": (1, 1), "one, 2 threads": (1, 2), "two, 1 thread each": (2, 1)}
+"""Engines, and threads of each."""
+
+
+def requests() -> list[GenerationRequest]:
+    draw = random.Random(0)
+    lengths = [min(int(draw.lognormvariate(4.0, 0.8)) + 1, LONGEST) for _ in range(PROMPTS)]
+    return [
+        request(row, index, min(max(int(length * draw.uniform(0.5, 1.5)), 1), LONGEST))
+        for row, length in enumerate(lengths)
+        for index in range(SAMPLES)
+    ]
+
+
+def rollout_s(engines: Sequence[ProcessEngine], asked: Sequence[GenerationRequest]) -> float:
+    heard = Heard()
+    for engine in engines:
+        engine.start(heard, heard.on_error)
+    start_s = time.perf_counter()
+    for number, engine in enumerate(engines):
+        engine.submit(asked[number :: len(engines)])
+    heard.wait_for(len(asked))
+    return time.perf_counter() - start_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    asked = requests()
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), WIDTH)
+        arms = {
+            name: [
+                ProcessEngine(engine_setup(model, EngineConfig(), threads=threads))
+                for _ in range(number)
+            ]
+            for name, (number, threads) in ARMS.items()
+        }
+        for engines in arms.values():
+            for engine in engines:
+                asyncio.run(engine.ready())
+            rollout_s(engines, asked)
+        for _ in range(given.rounds):
+            for name, engines in arms.items():
+                seconds[name].append(rollout_s(engines, asked))
+        for engines in arms.values():
+            for engine in engines:
+                asyncio.run(engine.close())
+    medians = {name: statistics.median(one) for name, one in seconds.items()}
+    two = medians.pop("two, 1 thread each")
+    payload = {
+        "samples": len(asked),
+        "tokens": sum(one.forced_length or 0 for one in asked),
+        "rollout_s": seconds,
+        "faster_than": {name: one / two for name, one in medians.items()},
+    }
+    print(payload["faster_than"])
+    print(write_result("two_engines", payload))
+
+
+if __name__ == "__main__":
+    main()
