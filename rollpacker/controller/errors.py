@@ -45,6 +45,9 @@ class FolderInUse(RunError):
 class EnginesLost(RuntimeError):
     """Engines were lost, and those in their places too."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Mend that, then go on with --resume")
+
 
 class DeadlineExceeded(RuntimeError):
     """Something that the run waits for shows no sign of life."""

@@ -38,5 +38,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="heartbeat_s must be more than 0"):
         DeadlineConfig(heartbeat_s=0)
     model = ModelConfig(path="x", quantization="4bit", lora=LoraConfig())
-    with pytest.raises(ValueError, match="engines=2 does not go with model.quantization=4bit"):
+    with pytest.raises(ValueError, match=r"engines=2 does not go with model.quantization=4bit"):
         replace(run_config(), model=model, rollout=rollout(engines=2))
