@@ -26,7 +26,12 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     count = config.rollout.engines
     if count == 1:
         return Engines([policy.engine])
-    environments = _environments(count, policy.loaded.device.type)
+    environments: list[dict[str, str]] = [{}] * count
+    if policy.loaded.device.type == "cuda":
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environments = one_device_each(count, torch.cuda.device_count(), visible)
     threads = max(policy.threads // count, 1)
     setup = engine_setup(config.model, config.rollout.engine, threads=threads)
 
@@ -41,22 +46,17 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     return Engines([make(number, 0) for number in range(count)], make)
 
 
-def _environments(count: int, device: str) -> list[dict[str, str]]:
-    """What each process must find in its environment to be on a device of its own."""
-    if device != "cuda":
-        return [{} for _ in range(count)]
-    import torch
-
-    num_devices = torch.cuda.device_count()
+def one_device_each(count: int, num_devices: int, visible: str | None) -> list[dict[str, str]]:
+    """What each process must find in its environment to be on a device of its own. `visible`:
+    CUDA_VISIBLE_DEVICES of this process. Raises `ValueError` if there are too few."""
     if count > num_devices:
+        devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         raise ValueError(
-            f"rollout.engines={count}, but torch sees {num_devices} CUDA device"
-            f"{'' if num_devices == 1 else 's'}, and each engine needs one of its own: set "
-            f"rollout.engines={num_devices}, or model.device=cpu"
+            f"rollout.engines={count}, but torch sees {devices}, and each engine needs one of its "
+            f"own: set rollout.engines={num_devices}, or model.device=cpu"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) for n in range(num_devices)] if visible is None else visible.split(",")
-    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:count]]
+    return [{"CUDA_VISIBLE_DEVICES": name.strip()} for name in names[:count]]
 
 
 def engine_setup(model: ModelConfig, config: EngineConfig, *, threads: int | None) -> EngineSetup:

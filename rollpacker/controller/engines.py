@@ -116,6 +116,7 @@ class Engines:
         """Start these again, from what their launch gave them. One that was to move and whose
         engine lives is still there, told to stop: it starts when it has been let go of."""
         gone, targets = [], []
+        self._stop(samples)
         for sample, number in zip(samples, where, strict=True):
             held = self._held[sample]
             if held.at is None:

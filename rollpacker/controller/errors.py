@@ -45,6 +45,9 @@ class FolderInUse(RunError):
 class EnginesLost(RuntimeError):
     """Engines were lost, and those in their places too."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Mend that, then go on with --resume")
+
 
 class RewardsFailed(RunError):
     """Samples get no verdicts: once that is mended, the run can be resumed."""

@@ -18,6 +18,7 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.engines import Engines, Heard
+from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
@@ -144,9 +145,15 @@ class Generation:
             self.engines.lose(handle, event.reason)
 
     def _tell(self, event: EngineLost | EngineReady) -> None:
-        """Engines come and go. What the core does not route finds its place without it."""
+        """Engines come and go. What the core does not route finds its place without it, and ends
+        with a run that the core gives up."""
         self.bus.take(event)
-        if self._collecting is not None:
+        fleet = self.bus.job.fleet
+        if self._collecting is None or fleet is None:
+            return
+        if fleet.given_up:
+            self.main.post(self.main.fail, EnginesLost(fleet.given_up))
+        else:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:

@@ -35,7 +35,7 @@ class Reasons:
             return finish.reason
         fleet = self._bus.job.fleet
         if fleet is not None and fleet.given_up:
-            raise EnginesLost(f"{finish.reason}. Mend that, then go on with --resume")
+            raise EnginesLost(finish.reason)
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
         raise RewardsFailed(

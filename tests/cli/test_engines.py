@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.cli.engines import engine_setup, make_engine
+from rollpacker.cli.engines import engine_setup, make_engine, one_device_each
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.messages import codec
 from rollpacker.trainer.setup import LearnerSetup, build_learner
@@ -57,3 +57,13 @@ def test_it_takes_the_weights_that_the_trainer_writes(tmp_path, lora):
 def test_a_model_that_is_not_there_is_the_users_to_mend(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}: no config.json")):
         made(ModelConfig(path=str(tmp_path)))
+
+
+def test_each_engine_has_a_device_of_its_own():
+    def names(*arguments):
+        return [one["CUDA_VISIBLE_DEVICES"] for one in one_device_each(*arguments)]
+
+    assert names(2, 2, None) == ["0", "1"]
+    assert names(2, 3, "5, 7,1") == ["5", "7"]
+    with pytest.raises(ValueError, match=r"rollout.engines=2, but torch sees 1 CUDA device, and"):
+        one_device_each(2, 1, None)

@@ -18,7 +18,7 @@ from rollpacker.config.schema import (
     RunConfig,
 )
 from rollpacker.controller.driver import Controller, Parts
-from rollpacker.controller.engines import Engines
+from rollpacker.controller.engines import Engines, Weights
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.cadence import Cadence
@@ -393,10 +393,14 @@ def make(
             ),
         )
     )
+    engines = engines or Engines([engine or FakeEngine()])
+    trainer = trainer or FakeTrainer()
+    at_hand = HandOver(weights=None, probe=f"version {trainer.version}")
+    engines.expect(Weights(trainer.version, at_hand))
     parts = Parts(
         job=job,
-        engines=engines or Engines([engine or FakeEngine()]),
-        trainer=trainer or FakeTrainer(),
+        engines=engines,
+        trainer=trainer,
         reward=reward or FakeReward(),
         prompts=PROMPTS,
         eval_prompts=replace(PROMPTS, rows=PROMPTS.rows[:5]) if evaluates else None,

@@ -1,0 +1,42 @@
+"""What a configuration says of engines, and what the core is told of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollpacker.config.schema import DeadlineConfig, RolloutConfig
+from rollpacker.core.fleet import FleetConfig
+from rollpacker.rollout.engine import EngineConfig
+from rollpacker.trainer.trainer import LoraConfig, ModelConfig
+from tests.controller.fakes import run_config
+
+
+def rollout(**settings: object) -> RolloutConfig:
+    return replace(run_config().rollout, **settings)
+
+
+def test_one_engine_is_what_the_core_knows_nothing_of() -> None:
+    job = run_config().job()
+    assert job.fleet is None and "fleet" not in job.to_plain()
+
+
+def test_several_are_told_with_their_routing() -> None:
+    config = replace(run_config(), rollout=rollout(engines=3, routing="group"))
+    assert config.job().fleet == FleetConfig(num_engines=3, routing="group", moves=True)
+
+
+def test_slots_are_those_of_all_engines() -> None:
+    assert rollout(engines=3).max_slots is None
+    assert rollout(engines=3, engine=EngineConfig(max_slots=5)).max_slots == 15
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="engines must be at least 1, not 0"):
+        rollout(engines=0)
+    with pytest.raises(ValueError, match="heartbeat_s must be more than 0"):
+        DeadlineConfig(heartbeat_s=0)
+    model = ModelConfig(path="x", quantization="4bit", lora=LoraConfig())
+    with pytest.raises(ValueError, match=r"engines=2 does not go with model.quantization=4bit"):
+        replace(run_config(), model=model, rollout=rollout(engines=2))
