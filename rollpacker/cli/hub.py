@@ -59,6 +59,10 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
     if not (models or sets):
         return
+    if sets:
+        from rollpacker.data.files import require_datasets
+
+        require_datasets()
     if _OFFLINE in os.environ and not _set_by_us:
         _refuse_what_is_not_here(models, sets)
         return

@@ -136,8 +136,13 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
         ) from None
 
 
-def _huggingface(config: DatasetConfig) -> Any:
+def require_datasets() -> None:
+    """Raises `MissingPackageError` where data of kind huggingface cannot be read."""
     require("datasets", extra="datasets", what="data of kind huggingface")
+
+
+def _huggingface(config: DatasetConfig) -> Any:
+    require_datasets()
     import datasets
 
     assert config.path is not None

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
+from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
@@ -125,9 +126,9 @@ class VllmEngine(LoopEngine):
         self._is_closed = False
         try:
             self._load()
-        except BaseException:
+        except EngineError as error:
             close_vllm(self._vllm)
-            raise
+            raise UnsupportedModelError(f"{type(model).__name__}: {error}") from error
 
     # -- the protocol ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
@@ -88,6 +89,7 @@ def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngi
         _check_head_size(model)
     gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
     arguments: dict[str, Any] = {
+        "runner": "generate",
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "generation_config": "vllm",
@@ -104,8 +106,10 @@ def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngi
     }
     if config.max_slots is not None:
         arguments["max_num_seqs"] = config.max_slots
+    shape = copy.deepcopy(model.config)
+    shape.architectures = [type(model).__name__]  # a config that was made by hand may have none
     with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
-        model.config.save_pretrained(folder)
+        shape.save_pretrained(folder)
         return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
 
 

@@ -17,8 +17,9 @@ from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineError, EngineOutput
 from tests.rollout.test_engine import Recorder
-from tests.rollout.tiny import generate, request, tiny_model
+from tests.rollout.tiny import generate, group, request, tiny_model
 from tests.rollout.with_vllm import (
+    SHAPE,
     made,
     model_of,
     needs_vllm,
@@ -154,6 +155,25 @@ def test_an_update_that_does_not_arrive_whole_is_never_sampled_from(
     asyncio.run(engine.update_weights(3))
     assert responses(engine, [request(0)])[0].version == 3
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gemma3_text"])
+def test_other_architectures_give_what_the_embedded_engine_gives(model_type: str) -> None:
+    """The last two have sliding windows."""
+    model = tiny_model(model_type, head_dim=32, **SHAPE)
+    engine = made(model)
+    requests = [sample for row in range(9) for sample in group(row, 2)]
+    found = [one.tokens for one in responses(engine, requests)]
+    asyncio.run(engine.close())
+    wanted = [one.tokens for one in generate(model, requests)]
+    assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= 17
+
+
+def test_an_architecture_that_vllm_computes_otherwise_is_refused() -> None:
+    model = tiny_model("gemma2", head_dim=32, **SHAPE)
+    with pytest.raises(UnsupportedModelError, match="Gemma2ForCausalLM: vLLM does not compute"):
+        made(model)
+    asyncio.run(made(model_of()).close())
 
 
 def variables() -> dict[str, str]:
