@@ -40,11 +40,14 @@ class EngineBook:
     def __init__(self) -> None:
         self.counts: dict[int, EngineCounts] = {}
         """By engine; empty where there is one."""
+        self.any_busy_s = 0.0
+        """One of them had samples."""
         self._at: dict[SampleId, int] = {}
         self._load = Counter[int]()
         """Samples by engine."""
         self._num_engines = 1
         self._num_busy = 0
+        self._any_since = 0.0
         self._incarnation = Counter[int]()
         self._busy_since: dict[int, float] = {}
         self._lost_since: dict[int, float] = {}
@@ -119,6 +122,8 @@ class EngineBook:
         self._at[sample] = number
         self._load[number] += 1
         if self._load[number] == 1:
+            if not self._num_busy:
+                self._any_since = now
             self._num_busy += 1
             self._busy_since[number] = now
 
@@ -130,3 +135,5 @@ class EngineBook:
         if not self._load[number]:
             self._num_busy -= 1
             self.counts[number].busy_s += now - self._busy_since.pop(number)
+            if not self._num_busy:
+                self.any_busy_s += now - self._any_since

@@ -118,11 +118,12 @@ class RunSummary:
 
     def _engines(self) -> dict[str, Any]:
         """A row for each, where there are several."""
-        counts = self.accounting.history.engines.counts
+        book = self.accounting.history.engines
+        counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
             return {}
-        seconds = self.accounting.seconds()
-        rollout_s = sum(seconds[cause] for cause in ROLLOUT_CAUSES)
+        # Some moments of a rollout are booked to other causes, such as the controller.
+        rollout_s = max(sum(seconds[cause] for cause in ROLLOUT_CAUSES), book.any_busy_s)
         return {
             "engines": [
                 {

@@ -134,7 +134,7 @@ def test_a_run_of_an_earlier_version_keeps_its_plain_texts(config, capsys, monke
     del identity["chat"], identity["files"]
     (run / "identity.json").write_text(json.dumps(identity))
     capsys.readouterr()
-    resume = ["train", str(config), "--resume", "data.eval_fraction=0.3", "train.steps=2"]
+    resume = ["train", str(config), "--resume", "data.eval_fraction=0.3", "train.steps=5"]
     assert main(resume) == 2
     assert "set data.train.chat=false to go on as it was" in capsys.readouterr().err
     assert main([*resume, "data.train.chat=false"]) == 0

@@ -15,4 +15,4 @@ def test_a_run_survives_a_killed_engine_and_a_stopped_one(tmp_path: Path) -> Non
     engines = summarize(tmp_path / "runs" / "faults")["engines"]
     assert [one["engine"] for one in engines] == [0, 1]
     assert sum(one["losses"] for one in engines) == 2
-    assert all(one["samples"] > 0 and 0 < one["busy_share"] <= 1 for one in engines)
+    assert all(one["samples"] > 0 and 0 < one["busy_share"] < 1 + 1e-9 for one in engines)
