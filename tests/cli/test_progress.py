@@ -19,7 +19,7 @@ from tests.cli.test_prompts_shown import config, instruct  # noqa: F401  # fixtu
 def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, every_s: float) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)
-    monkeypatch.setattr(output, "console", lambda: console)
+    monkeypatch.setattr(output, "console", lambda **_: console)
     monkeypatch.setattr(output, "LINE_EVERY_S", every_s)
     with output.progress("reward [red]code: reference solutions checked", 2000) as tell:
         tell(1)
