@@ -148,7 +148,7 @@ lint: $(VENV)/.installed-dev
 # configs/code-tiny.yaml (its head says how).
 bench: $(VENV)/.installed-dev
 	for name in engine_speed batch_invariance train_throughput order_only carry_exact noise \
-	  tail_batching vs_trl into_trl overhead \
+	  tail_batching vs_trl into_trl overhead onlookers \
 	  resume learning sim_calibration sim_published sim_speed sim_vs_real sim_from_rewards \
 	  debias debias_run \
 	  fleet_speed engines_sim beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \

@@ -226,14 +226,18 @@ def result_of(folder: Path, faults: list[Fault]) -> dict[str, Any]:
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    kinds = result["by_kind"].values()
+    """Every fault was noticed, whenever that was, and nothing was lost."""
     return (
         not result["problems"]
         and result["replay_difference"] is None
-        and all(kind["noticed"] == kind["faults"] for kind in kinds)
-        and all(kind["noticed_s_max"] <= kind["within_s"] for kind in kinds)
+        and all(kind["noticed"] == kind["faults"] for kind in result["by_kind"].values())
         and result["steps_while_an_engine_was_away"] > 0
     )
+
+
+def is_quick(result: dict[str, Any]) -> bool:
+    """Noticed within the limits, which no busy machine can promise."""
+    return all(one["noticed_s_max"] <= one["within_s"] for one in result["by_kind"].values())
 
 
 def main() -> int:
@@ -250,7 +254,7 @@ def main() -> int:
         folder = Path(temporary)
         saboteur = sabotage(folder, plan)
         result = result_of(folder, saboteur.faults)
-    result["all_good"] = is_good(result)
+    result["all_good"] = is_good(result) and is_quick(result)
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=1))
     if not args.quick:
