@@ -470,5 +470,5 @@ def test_without_news_the_answer_comes_when_its_time_is_over():
         host.obey(Exchange(sequence=2, wait_s=0.2))
     report = host.report()
     assert report.sequence == 2 and not report.outputs
-    assert 0.2 <= time.monotonic() - start_s
+    assert time.monotonic() - start_s >= 0.2
     assert 1 <= report.status.generated_tokens <= 98
