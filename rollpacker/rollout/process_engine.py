@@ -96,9 +96,8 @@ class ProcessEngine:
     ) -> None:
         """Starts the process. `environment` is added to this process's own. Raises `OSError`."""
         self.name = name
-        self.last_answer_s = self.last_progress_s = time.monotonic()
-        """When, on the monotonic clock, the process last answered; and when its number of tokens
-        last grew, something ended, or it had nothing to do."""
+        self.last_answer_s = time.monotonic()
+        """When the process last answered, on the monotonic clock."""
         self._heartbeat_s = heartbeat_s
         self._inbox = Inbox()
         self._prompts: dict[SampleId, tuple[int, ...]] = {}
@@ -248,11 +247,8 @@ class ProcessEngine:
             self._report(said)
 
     def _report(self, report: Report) -> None:
-        grew = report.status.generated_tokens > self._status.generated_tokens
         self._status = report.status
         outputs = self._outputs(report)
-        if grew or outputs or not self._prompts:
-            self.last_progress_s = time.monotonic()
         if outputs:
             _, listener = self._inbox.end(output.event.sample for output in outputs)
             listener(outputs)

@@ -229,17 +229,17 @@ def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
     assert not heard.errors and slow_calls == [1, 1]
 
 
-def test_an_idle_process_answers_too_and_work_without_progress_shows(started):
+def test_a_process_answers_while_it_idles_and_in_the_middle_of_a_step(started):
     engine, heard = started(step_s=30.0, heartbeat_s=5.0)
     ready(engine)
     idle_s = time.monotonic()
     time.sleep(2.0)
-    assert engine.last_answer_s > idle_s and engine.last_progress_s > idle_s
+    assert engine.last_answer_s > idle_s
     engine.submit([request(0)])
     time.sleep(2.0)  # its second step is still to come
-    looked_s = time.monotonic()
+    looked_s, tokens = time.monotonic(), engine.status().generated_tokens
     time.sleep(2.0)
-    assert engine.last_answer_s > looked_s > engine.last_progress_s
+    assert engine.last_answer_s > looked_s and engine.status().generated_tokens == tokens
     assert not heard.errors
 
 
@@ -463,12 +463,13 @@ def test_a_call_that_comes_twice_is_made_once_and_answered_until_the_next():
 
 
 def test_without_news_the_answer_comes_when_its_time_is_over():
-    host = hosted(step_s=0.01)
+    host = hosted(step_s=0.1)
     start_s = time.monotonic()
-    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=0.2))
-    while time.monotonic() - start_s < 0.1:  # more to say does not put the answer off
-        host.obey(Exchange(sequence=2, wait_s=0.2))
+    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=2.0))
+    while time.monotonic() - start_s < 1.0:  # more to say does not put the answer off
+        host.obey(Exchange(sequence=2, wait_s=2.0))
+        time.sleep(0.01)
     report = host.report()
     assert report.sequence == 2 and not report.outputs
-    assert time.monotonic() - start_s >= 0.2
-    assert 1 <= report.status.generated_tokens <= 98
+    assert 2.0 <= time.monotonic() - start_s < 2.9
+    assert 1 <= report.status.generated_tokens <= 40
