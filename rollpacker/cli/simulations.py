@@ -4,9 +4,7 @@ are."""
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -77,12 +75,14 @@ def _in_processes(
     import multiprocessing
     from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 
+    from rollpacker.sim.plan_workers import interrupt_held, interrupt_noted
+
     context = multiprocessing.get_context("spawn")
     steps_done, stop = context.Value("l", 0), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin_worker, (steps_done, stop)) as pool:
         try:
-            with _interrupt_noted() as interrupted:
-                with _interrupts_held():  # the workers take that over: the main process stops them
+            with interrupt_noted() as interrupted:
+                with interrupt_held():
                     futures = {name: pool.submit(_in_worker, s) for name, s in scenarios.items()}
                 waiting = set(futures.values())
                 while waiting and not interrupted.is_set():
@@ -96,34 +96,6 @@ def _in_processes(
     return {name: future.result() for name, future in futures.items()}
 
 
-@contextmanager
-def _interrupt_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, and is raised at the end: raised at any place it could strike between
-    taking a lock that the workers share and the `try` that lets go of it, and they would wait for
-    ever."""
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if noted.is_set():
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class _StoppedError(Exception):
     """The main process needs no result any more."""
 
@@ -133,6 +105,9 @@ _worker: list[Any] = []
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:
+    from rollpacker.sim.plan_workers import ignore_interrupt
+
+    ignore_interrupt()
     _worker[:] = [steps_done, stop]
 
 

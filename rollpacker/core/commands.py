@@ -154,6 +154,8 @@ class StartGradients:
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
+    devices: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Those that compute them: released by their engines. Empty: all that the trainer has."""
 
 
 @command

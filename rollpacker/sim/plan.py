@@ -43,7 +43,7 @@ from rollpacker.sim.plan_result import (
     measure,
     round_shares,
 )
-from rollpacker.sim.plan_workers import work, workers
+from rollpacker.sim.plan_workers import interrupt_held, work, workers
 from rollpacker.sim.result import SystemResult
 
 Progress = Callable[[str, int, int], None]
@@ -402,10 +402,11 @@ class _Search:
             for key, candidate in missing.items():
                 yield key, self._evaluate(candidate, key[1], key[2])
             return
-        tasks = {
-            self._workers.submit(work, candidate, key[1], key[2]): key
-            for key, candidate in missing.items()
-        }
+        with interrupt_held():  # the first tasks start the processes
+            tasks = {
+                self._workers.submit(work, candidate, key[1], key[2]): key
+                for key, candidate in missing.items()
+            }
         try:
             for task in as_completed(tasks):
                 yield tasks[task], task.result()

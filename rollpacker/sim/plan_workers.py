@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,9 +19,46 @@ _evaluate: Evaluate | None = None
 """In a worker process: what it simulates with."""
 
 
+@contextmanager
+def interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C, and what is taken for it, sets the event, and is raised at the end. Raised at any
+    place it could strike between taking a lock that workers share and the `try` that lets go of
+    it, and they would wait for ever."""
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted.is_set():
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Ctrl-C takes effect afterwards; for where this process starts others. In the midst of it, it
+    would leave one that waits to be told what it is for, and which then complains of its end. They
+    start with Ctrl-C held until `ignore_interrupt`."""
+    with interrupt_noted():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupt() -> None:
+    """In a worker: Ctrl-C is for the process that started it, which ends it then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _receive(evaluate: Evaluate) -> None:
     global _evaluate
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    ignore_interrupt()
     _evaluate = evaluate
 
 

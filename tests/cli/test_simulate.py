@@ -23,7 +23,7 @@ from rollpacker.cli.main import main
 from rollpacker.core import records
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import read_steps
-from rollpacker.sim import whatif
+from rollpacker.sim import plan_workers, whatif
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.whatif import WhatIf
 from tests.sim.test_table import RACING, step, system
@@ -340,7 +340,7 @@ def test_ctrl_c_while_the_processes_are_started_ends_them_too(folder, monkeypatc
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulations, "_interrupts_held", interrupted)
+    monkeypatch.setattr(plan_workers, "interrupt_held", interrupted)
     endless = load_scenario("small.yaml", ["steps=1000000"])
     with pytest.raises(KeyboardInterrupt):
         simulations.simulate_all({"one": endless, "other": endless}, jobs=2)

@@ -88,7 +88,8 @@ class Moving:
                 target = rng.randrange(2)
                 over = self.ends.keys() | self._moving
                 movable = [s for s, at in self._at.items() if at != target and s not in over]
-                if len(self.moves) < NUM_MOVES:
+                # Half of them when some have ended, so that a slow machine moves long ones, too.
+                if len(self.moves) < (NUM_MOVES if self.ends else NUM_MOVES // 2):
                     some = rng.sample(movable, min(len(movable), rng.randrange(1, 6)))
                     self._moving.update(some)
                     self._engines.move(some, target)
