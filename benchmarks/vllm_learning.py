@@ -60,7 +60,6 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
     return {
         "before": passed[0],
         "after": passed[-1],
-        "steps": len(steps),
         "seconds": sum(row["timing_s/step"] for row in steps),
         "rollout_s": sum(row["timing_s/gen"] for row in steps),
     }
