@@ -325,7 +325,7 @@ class Fleet:
         return assigned
 
     def _launch(self, command: Launch) -> list[Command]:
-        begins = self._begin_round(command) if command.round != self._round else []
+        before, after = self._begin_round(command) if command.round != self._round else ([], [])
         mean = self._known.mean_tokens()
         carried = command.carried or (0,) * len(command.samples)
         for sample, tokens in zip(command.samples, carried, strict=True):
@@ -333,10 +333,10 @@ class Fleet:
         engines = self._route(command.samples)
         if len(self.engines) > 1 or not self._takers():
             command = replace(command, engines=engines)
-        return [*begins, command]
+        return [*before, command, *after]
 
-    def _begin_round(self, command: Launch) -> list[Command]:
-        """All devices are the engines' again."""
+    def _begin_round(self, command: Launch) -> tuple[list[Command], list[Command]]:
+        """All devices are the engines' again. What is to be said before the launch, and after."""
         self._round = command.round
         self._seats.clear()
         self._router.begin_round()
@@ -347,8 +347,8 @@ class Fleet:
             engine.released = False
         degree, self._degree = self._degree, command.tensor_parallel
         if self.config.num_devices is not None and degree != self._degree:
-            return [self._resize(command.version)]
-        return [self._replace(engine, command.version) for engine in back if not engine.ready]
+            return [self._resize(command.version)], []
+        return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
 
     def _resize(self, version: int) -> Resize:
         """The engines of the new degree are new ones, and nothing that was said of any holds."""
