@@ -66,6 +66,9 @@ class HandingOver:
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
 
+    def _resize(self, command: Resize) -> None:
+        raise AssertionError(f"{command}: the engines of a run keep their devices")
+
     def _replace(self, command: Replace) -> None:
         self._start_filling(command.engine, command.incarnation, self.engines.layout)
 
