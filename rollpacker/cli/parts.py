@@ -307,7 +307,7 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
-    if ranks is None and config.rollout.engines > 1:
+    if ranks is None and config.engines_are_apart:
         learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
         return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
     if config.model.lora is not None:

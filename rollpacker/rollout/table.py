@@ -15,5 +15,8 @@ TAKE_UP_CARRIED = ("torch", "vllm")
 DRAW_CARRIED_ANEW = ("torch",)
 """Of these, those that look whether each token still comes out the same (`Carried.verify`)."""
 
+TENSOR_PARALLEL = ("vllm",)
+"""Those that several devices can share; also called with `tensor_parallel` then."""
+
 WITHOUT_ADAPTERS = ("vllm",)
 """Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""

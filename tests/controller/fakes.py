@@ -385,7 +385,8 @@ def make(
             dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
-            fleet=config.rollout.fleet,
+            parallelism=config.parallelism_planner,
+            fleet=config.rollout.fleet(config.parallelism_planner),
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,
