@@ -17,3 +17,7 @@ DRAW_CARRIED_ANEW = ("torch",)
 
 WITHOUT_ADAPTERS = ("vllm",)
 """Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""
+
+BRING_THEIR_OWN_MODEL = ("vllm",)
+"""Those that generate with code of their own for the model's architecture, so that the module that
+is trained needs no attention that can decode (`rollout/attention.py`)."""
