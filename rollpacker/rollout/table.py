@@ -20,3 +20,7 @@ TENSOR_PARALLEL = ("vllm",)
 
 WITHOUT_ADAPTERS = ("vllm",)
 """Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""
+
+BRING_THEIR_OWN_MODEL = ("vllm",)
+"""Those that generate with code of their own for the model's architecture, so that the module that
+is trained needs no attention that can decode (`rollout/attention.py`)."""
