@@ -248,7 +248,7 @@ class Learner:
             self._differentiate(samples, factor, self._refuse_non_finite)
 
     def _compute_again_jointly(self) -> None:
-        """After the ranks' gradients were summed: replicas compute alone, but none goes on alone."""
+        """After the ranks' gradients were summed. Replicas compute alone; all go on, or none."""
         refused: NonFiniteError | None = None
         try:
             self._compute_again("the gradient")

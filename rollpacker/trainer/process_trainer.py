@@ -1,8 +1,9 @@
 """The trainer in processes of its own: it works while the engine generates.
 
 Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
-`apply` brings them together. With `train.replicas` some of these may be asked alone. Engines have copies of the weights, which are brought up to date
-through memory that rank 0 writes and they read.
+`apply` brings them together. Of several replicas (`train.replicas`) some may be asked alone.
+Engines have copies of the weights, which are brought up to date through memory that rank 0 writes
+and they read.
 """
 
 from __future__ import annotations

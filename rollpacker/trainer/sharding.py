@@ -109,7 +109,9 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 
     size = dist.get_world_size()
     assert size % replicas == 0, f"{size} processes for {replicas} replicas"
     shape = (size,) if replicas == 1 else (replicas, size // replicas)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     return Shards(rank=dist.get_rank(), size=size, mesh=mesh, device=device)
 
 

@@ -63,7 +63,8 @@ class TorchTrainer:
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """See `Trainer`. There is one replica. Also raises `NonFiniteError` for an advantage that is no finite number."""
+        """See `Trainer`. There is one replica. Also raises `NonFiniteError` for an advantage that
+        is no finite number."""
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:
