@@ -21,7 +21,7 @@ from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Replace, SyncWeights
+from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
 from rollpacker.rollout.engine import Engine, EngineError
 from rollpacker.trainer.trainer import Trainer, TrainerError
@@ -45,6 +45,7 @@ class HandingOver:
         return {
             SyncWeights: lambda command: self.main.later(partial(self._sync, command)),
             Replace: self._replace,
+            Resize: self._resize,
         }
 
     async def _sync(self, command: SyncWeights) -> None:
@@ -63,6 +64,9 @@ class HandingOver:
                 raise error
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
+
+    def _resize(self, command: Resize) -> None:
+        raise AssertionError(f"{command}: the engines of a run keep their devices")
 
     def _replace(self, command: Replace) -> None:
         threading.Thread(
