@@ -127,6 +127,6 @@ def test_what_does_not_go_together_is_refused(make, settings, message):
 
 
 def test_too_many_losses_say_what_to_lower(make):
-    made = make("rollout.routing=spread", "unkind.engine_life_s=50")
+    made = make("rollout.routing=spread", "unkind.engine_life_s=15")
     with pytest.raises(ValueError, match=r"without a committed step between .* lower the rates"):
         simulate(made)
