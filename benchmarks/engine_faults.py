@@ -152,7 +152,7 @@ class Saboteur(rollpacker.Callback):
         struck = {(fault.engine, fault.incarnation) for fault in self.faults}
         return [
             handle
-            for handle in self.engines.handles
+            for handle in self.engines.handles.values()
             if handle.lives and (handle.number, handle.incarnation) not in struck
         ]
 

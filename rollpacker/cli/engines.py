@@ -69,9 +69,7 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
             )
 
 
-def devices_of_engines(
-    count: int, degree: int, num_devices: int, visible: str | None
-) -> list[str]:
+def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
     """Names of the devices of so many engines, each of which needs `degree` of its own. `visible`:
     CUDA_VISIBLE_DEVICES of this process. Raises `ValueError` if there are too few."""
     if count * degree > num_devices:

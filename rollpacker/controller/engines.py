@@ -41,7 +41,8 @@ from rollpacker.rollout.engine import (
 from rollpacker.trainer.trainer import HandOver
 
 MakeEngine = Callable[[int, int, int], Engine]
-"""Engine, incarnation and devices -> a new one, without the run's weights. Takes seconds."""
+"""Engine, incarnation and devices -> a new one, without the run's weights, which may load for a
+while yet."""
 
 Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
@@ -329,11 +330,14 @@ class Engines:
         self.layout = Layout(self.layout.number + 1, tensor_parallel)
         return gone
 
-    def expect_engine(self, number: int, engine: Engine, layout: Layout) -> None:
-        """It is being made for this slot. Raises `EngineError` if there is another layout by now."""
+    def make_for(self, number: int, incarnation: int, layout: Layout) -> Handle:
+        """One that is to fill this slot, and loads from now on. Raises `EngineError` if there is
+        another layout by now, and what `make` raises."""
+        assert self.make is not None, f"engine {number}: nobody can make it"
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
-        self._coming[number] = engine
+        engine = self._coming[number] = self.make(number, incarnation, layout.tensor_parallel)
+        return Handle(number, incarnation, engine)
 
     def join(self, handle: Handle) -> None:
         """It has the weights at hand, and takes its place. Raises `EngineError` if it has died, or

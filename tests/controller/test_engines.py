@@ -93,7 +93,7 @@ class Fleet:
         self._make = make or (lambda number, incarnation: MortalEngine())
         self.engines = Engines([self.make(number, 0) for number in range(count)], self.make)
 
-    def make(self, number: int, incarnation: int) -> FakeEngine:
+    def make(self, number: int, incarnation: int, tensor_parallel: int = 1) -> FakeEngine:
         engine = self.made[number, incarnation] = self._make(number, incarnation)
         return engine
 
@@ -444,7 +444,7 @@ class Told:
     def __init__(self, count: int = 2) -> None:
         self.lock = threading.RLock()
         self.engines = Engines(
-            [Long(step_s=0.002) for _ in range(count)], lambda n, i: Long(step_s=0.002)
+            [Long(step_s=0.002) for _ in range(count)], lambda *_: Long(step_s=0.002)
         )
         self.up: list[tuple[Any, Any]] = []
         self.losses: list[Event] = []
