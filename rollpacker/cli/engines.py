@@ -30,6 +30,12 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     if policy.loaded.device.type == "cuda":
         import torch
 
+        if config.train.colocate:
+            raise ValueError(
+                "train.colocate is for a CPU: on CUDA an engine in a process of its own keeps its "
+                "weights and its cache on the device while the trainer needs the room. Leave it "
+                "out, so that the trainer has devices of its own, or set model.device=cpu"
+            )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         environments = one_device_each(count, torch.cuda.device_count(), visible)
     threads = max(policy.threads // count, 1)

@@ -15,7 +15,7 @@ from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
 from rollpacker.rewards.reward import RewardConfig
@@ -24,9 +24,9 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
-SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
-to release, since engine and trainer each have theirs from beginning to end."""
+OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
+"""Keys of `stream_trainer` that say when devices leave a round early. A run in which engines and
+trainer each have theirs from beginning to end has none to release."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
@@ -155,8 +155,8 @@ class RunConfig:
     that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
     and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
     arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
-    `every`, `released_share` and `min_new_share` say when devices are released, which only
-    `rollpacker simulate` does."""
+    `every`, `released_share` and `min_new_share` say when engines release devices, which happens
+    with `train.colocate` and in `rollpacker simulate`."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -177,6 +177,7 @@ class RunConfig:
         self._check_adapters()
         self._check_carrying()
         self._check_engines()
+        self._check_colocated()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -317,6 +318,20 @@ class RunConfig:
                 "untested. Set rollout.engines=1"
             )
 
+    def _check_colocated(self) -> None:
+        engines, processes = self.rollout.engines, self.train.processes
+        if self.train.colocate and (engines == 1 or engines != processes):
+            raise ValueError(
+                "train.colocate puts one engine and one process of the trainer on each device, of "
+                f"at least two: set rollout.engines (now {engines}) and train.processes (now "
+                f"{'not set' if processes is None else processes}) to the number of devices"
+            )
+
+    @property
+    def trainer_apart(self) -> bool:
+        """The trainer has devices of its own."""
+        return self.train.processes is not None and not self.train.colocate
+
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
         """`trackers` with the names alone written out."""
@@ -325,14 +340,29 @@ class RunConfig:
         )
 
     @property
+    def _layout(self) -> DeviceLayout:
+        """Of engines that share devices with the trainer; else nobody asks for it."""
+        if not self.train.colocate:
+            return DeviceLayout()
+        assert self.train.processes is not None
+        return DeviceLayout(
+            gpus=self.rollout.engines,
+            gpus_per_node=self.rollout.engines,
+            train_group=self.train.processes // self.train.replicas,
+        )
+
+    @property
     def without_effect(self) -> str | None:
         """What is set and changes nothing in a real run, in a sentence; None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
-        keys = [k for k in SIMULATED_ONLY if getattr(stream, k) != getattr(default, k)]
-        if not keys:
+        keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
+        if not keys or self.train.colocate:
             return None
         names = ", ".join(f"stream_trainer.{key}" for key in keys)
-        return f"{names}: without effect, since a run releases no devices; only simulate does"
+        return (
+            f"{names}: without effect, since engines release devices only with train.colocate, and"
+            " in simulate"
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -385,7 +415,8 @@ class RunConfig:
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
-            trainer_apart=self.train.processes is not None,
+            trainer_apart=self.trainer_apart,
+            layouts=(self._layout,),
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             fleet=self.rollout.fleet,
             cadence=Cadence(
