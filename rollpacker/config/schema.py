@@ -173,11 +173,11 @@ class RunConfig:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
         self._check_quantization()
+        self._check_colocated()
         self._check_stream_trainer()
         self._check_adapters()
         self._check_carrying()
         self._check_engines()
-        self._check_colocated()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -340,7 +340,7 @@ class RunConfig:
         )
 
     @property
-    def _layout(self) -> DeviceLayout:
+    def layout(self) -> DeviceLayout:
         """Of engines that share devices with the trainer; else nobody asks for it."""
         if not self.train.colocate:
             return DeviceLayout()
@@ -416,7 +416,7 @@ class RunConfig:
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
             trainer_apart=self.trainer_apart,
-            layouts=(self._layout,),
+            layouts=(self.layout,),
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             fleet=self.rollout.fleet,
             cadence=Cadence(

@@ -390,6 +390,8 @@ def make(
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
             fleet=config.rollout.fleet,
+            trainer_apart=config.trainer_apart,
+            layouts=(config.layout,),
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,
