@@ -16,7 +16,7 @@ from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
 from rollpacker.rewards.reward import RewardConfig
@@ -25,9 +25,9 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
-SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
-to release, since engine and trainer each have theirs from beginning to end."""
+OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
+"""Keys of `stream_trainer` that say when devices leave a round early. A run in which engines and
+trainer each have theirs from beginning to end has none to release."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
@@ -156,8 +156,8 @@ class RunConfig:
     that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
     and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
     arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
-    `every`, `released_share` and `min_new_share` say when devices are released, which only
-    `rollpacker simulate` does."""
+    `every`, `released_share` and `min_new_share` say when engines release devices, which happens
+    with `train.colocate` and in `rollpacker simulate`."""
     parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How many devices share one engine. Rounds in which engines run out of memory for keys and
     values and put samples back call for more, rounds without that for fewer. With vLLM only."""
@@ -177,6 +177,7 @@ class RunConfig:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
         self._check_quantization()
+        self._check_colocated()
         self._check_stream_trainer()
         self._check_adapters()
         self._check_carrying()
@@ -353,6 +354,20 @@ class RunConfig:
         """They are in processes of their own."""
         return self.rollout.engines > 1 or self.parallelism_planner.of_several
 
+    def _check_colocated(self) -> None:
+        engines, processes = self.rollout.engines, self.train.processes
+        if self.train.colocate and (engines == 1 or engines != processes):
+            raise ValueError(
+                "train.colocate puts one engine and one process of the trainer on each device, of "
+                f"at least two: set rollout.engines (now {engines}) and train.processes (now "
+                f"{'not set' if processes is None else processes}) to the number of devices"
+            )
+
+    @property
+    def trainer_apart(self) -> bool:
+        """The trainer has devices of its own."""
+        return self.train.processes is not None and not self.train.colocate
+
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
         """`trackers` with the names alone written out."""
@@ -361,14 +376,29 @@ class RunConfig:
         )
 
     @property
+    def layout(self) -> DeviceLayout:
+        """Of engines that share devices with the trainer; else nobody asks for it."""
+        if not self.train.colocate:
+            return DeviceLayout()
+        assert self.train.processes is not None
+        return DeviceLayout(
+            gpus=self.rollout.engines,
+            gpus_per_node=self.rollout.engines,
+            train_group=self.train.processes // self.train.replicas,
+        )
+
+    @property
     def without_effect(self) -> str | None:
         """What is set and changes nothing in a real run, in a sentence; None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
-        keys = [k for k in SIMULATED_ONLY if getattr(stream, k) != getattr(default, k)]
-        if not keys:
+        keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
+        if not keys or self.train.colocate:
             return None
         names = ", ".join(f"stream_trainer.{key}" for key in keys)
-        return f"{names}: without effect, since a run releases no devices; only simulate does"
+        return (
+            f"{names}: without effect, since engines release devices only with train.colocate, and"
+            " in simulate"
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -421,7 +451,8 @@ class RunConfig:
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
-            trainer_apart=self.train.processes is not None,
+            trainer_apart=self.trainer_apart,
+            layouts=(self.layout,),
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             parallelism=self.parallelism_planner,
             fleet=self.rollout.fleet(self.parallelism_planner),

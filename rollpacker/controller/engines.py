@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -293,6 +293,11 @@ class Engines:
         if to is not None:
             self._give(to, [held.request])
         return None
+
+    def num_at(self, numbers: Collection[int]) -> int:
+        """Samples that these engines have, also those that are to leave and have not yet."""
+        where = (held.at for held in self._held.values())
+        return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
         """Its logits were no numbers. Whether that is the policy's fault: it is, if another one

@@ -68,7 +68,7 @@ class Generation:
             Place: lambda command: self.engines.place(command.samples, command.engines),
             Move: lambda command: self.engines.move(command.samples, command.engine),
             Abort: lambda command: self.engines.abort(command.samples),
-            Release: self._release,
+            Release: lambda command: None,  # the moves of what its engines have come with it
         }
 
     def start(self) -> None:
@@ -101,9 +101,6 @@ class Generation:
         self.desk.round_kind = self.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
         self.engines.submit(requests, command.engines)
-
-    def _release(self, command: Release) -> None:
-        raise AssertionError(f"{command}: the devices of a run cannot be released")
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
         """Called in a thread of the engine's; by one in this process between two decode steps."""
