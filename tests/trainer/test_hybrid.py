@@ -3,6 +3,7 @@ of them, what is refused, and what training does with them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from benchmarks.resume import ALPHABET, write_config
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.checkpoint import save_model
+from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.model import (
@@ -21,6 +26,7 @@ from rollpacker.trainer.model import (
     load_model,
     write_character_tokenizer,
 )
+from rollpacker.trainer.model_shape import num_parameters, read_shape
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import Shards, full_tensors, same_number, shard
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig
@@ -231,6 +237,8 @@ def test_of_a_multimodal_folder_the_text_model_is_loaded_and_saved(tmp_path: Pat
     loaded = load_model(ModelConfig(path=str(tmp_path / "whole"), device="cpu")).model
     assert torch.equal(loaded(input_ids=ids).logits, wanted)
     assert not any("visual" in name for name, _ in loaded.named_parameters())
+    counted = num_parameters(tmp_path / "whole", "whole", [])
+    assert counted == sum(p.numel() for p in loaded.parameters())
     save_model(loaded, tokenizer, tmp_path / "text")
     again = load_model(ModelConfig(path=str(tmp_path / "text"), device="cpu")).model
     assert torch.equal(again(input_ids=ids).logits, wanted)
@@ -244,3 +252,27 @@ def test_flops_count_attention_in_the_layers_that_have_it() -> None:
     assert flops.body == 6 * sum(p.numel() for p in in_layers)
     assert flops.windows == (None,)
     assert flops.attention == 12 * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+
+
+@pytest.mark.parametrize("told", ["layer_types", "full_attention_interval"])
+def test_the_estimate_knows_which_layers_keep_keys_and_values(tmp_path: Path, told: str) -> None:
+    folder = tmp_path / "model"
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 2
+    tokenizer = write_character_tokenizer(ALPHABET, folder)
+    model = hybrid_model(
+        num_hidden_layers=8, layer_types=kinds, vocab_size=len(tokenizer), tie_word_embeddings=True
+    )
+    model.save_pretrained(folder)
+    if told != "layer_types":
+        settings = json.loads((folder / "config.json").read_text())
+        del settings["layer_types"]
+        (folder / "config.json").write_text(json.dumps(settings | {told: 4}))
+    notes: list[str] = []
+    shape = read_shape(folder, notes)
+    assert shape is not None and (shape.layers, shape.attention_layers) == (8, 2)
+    found = estimate(load_config(write_config(tmp_path, steps=1), [], RunConfig), has_cuda=False)
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    (cache,) = [part for part in found.memory if part.name == "kv cache"]
+    heads = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    assert f"x {2 * 2 * heads * 4} bytes" in cache.formula
+    assert any("6 of 8 layers are no attention" in note for note in found.notes)
