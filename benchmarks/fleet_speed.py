@@ -36,6 +36,7 @@ from rollpacker.core.commands import (
     Place,
     Release,
     Replace,
+    Resize,
     Score,
     StartGradients,
     SyncWeights,
@@ -204,7 +205,7 @@ def measure(
     def write(entry: Entry) -> None:
         lines.append(encode(entry))
 
-    idle = Recorded(CancelScore, Defer, Drop, Release, StartGradients, Finish)
+    idle = Recorded(CancelScore, Defer, Drop, Release, Resize, StartGradients, Finish)
     bus = Bus(Job(config), Clock(), [ports, idle], sinks=[write] if log else [])
     bus.take(RunStarted(time_s=0.0))
     while len(ports.seconds) < rounds:

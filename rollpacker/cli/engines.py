@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.engines import Engines
+    from rollpacker.core.parallelism import ParallelismConfig
     from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.rollout.messages import EngineSetup
     from rollpacker.trainer.trainer import ModelConfig
@@ -19,60 +20,95 @@ if TYPE_CHECKING:
 
 def build_engines(config: RunConfig, policy: Policy) -> Engines:
     """Those that the config asks for. Processes begin to load at once. Raises `ValueError` if there
-    are fewer devices."""
+    are fewer devices, or if the model cannot be cut in as many parts."""
     from rollpacker.controller.engines import Engines
     from rollpacker.rollout.process_engine import ProcessEngine
 
-    count = config.rollout.engines
-    if count == 1:
+    count, planner = config.rollout.engines, config.parallelism_planner
+    if not config.engines_are_apart:
         return Engines([policy.engine])
-    environments: list[dict[str, str]] = [{}] * count
+    check_heads(policy.loaded.model.config, planner)
+    num_devices = count * planner.initial
+    devices = [""] * num_devices
     if policy.loaded.device.type == "cuda":
         import torch
 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environments = one_device_each(count, torch.cuda.device_count(), visible)
-    threads = max(policy.threads // count, 1)
-    setup = engine_setup(config.model, config.rollout.engine, threads=threads)
+        devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
 
-    def make(number: int, incarnation: int) -> Engine:
+    def make(number: int, incarnation: int, tensor_parallel: int) -> Engine:
+        own = ",".join(devices[number * tensor_parallel : (number + 1) * tensor_parallel])
         return ProcessEngine(
-            setup,
-            name=f"engine {number}" + (f", replaced {incarnation} times" if incarnation else ""),
+            engine_setup(
+                config.model,
+                config.rollout.engine,
+                threads=max(policy.threads * tensor_parallel // num_devices, 1),
+                tensor_parallel=tensor_parallel,
+            ),
+            name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
-            environment=environments[number],
+            environment={"CUDA_VISIBLE_DEVICES": own} if own.strip(",") else {},
         )
 
-    return Engines([make(number, 0) for number in range(count)], make)
+    first = [make(number, 0, planner.initial) for number in range(count)]
+    return Engines(first, make, planner.initial)
 
 
-def one_device_each(count: int, num_devices: int, visible: str | None) -> list[dict[str, str]]:
-    """What each process must find in its environment to be on a device of its own. `visible`:
+def check_heads(model: Any, planner: ParallelismConfig) -> None:
+    """Raises `ValueError` if the model, by its configuration in transformers, cannot be cut in as
+    many parts as an engine may have devices."""
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    for degree in planner.reachable:
+        if heads % degree or (of_keys % degree and degree % of_keys):
+            raise ValueError(
+                f"parallelism_planner: {degree} devices cannot share an engine of this model, whose"
+                f" {heads} attention heads and {of_keys} heads of keys and values they would have "
+                "to share evenly: choose other degrees"
+            )
+
+
+def devices_of_engines(
+    count: int, degree: int, num_devices: int, visible: str | None
+) -> list[str]:
+    """Names of the devices of so many engines, each of which needs `degree` of its own. `visible`:
     CUDA_VISIBLE_DEVICES of this process. Raises `ValueError` if there are too few."""
-    if count > num_devices:
+    if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
+        each = "one of its own" if degree == 1 else f"{degree} of its own"
         raise ValueError(
-            f"rollout.engines={count}, but torch sees {devices}, and each engine needs one of its "
-            f"own: set rollout.engines={num_devices}, or model.device=cpu"
+            f"rollout.engines={count}, but torch sees {devices}, and each engine needs {each}: set "
+            f"rollout.engines={max(num_devices // degree, 1)}, or model.device=cpu"
         )
     names = [str(n) for n in range(num_devices)] if visible is None else visible.split(",")
-    return [{"CUDA_VISIBLE_DEVICES": name.strip()} for name in names[:count]]
+    return [name.strip() for name in names[: count * degree]]
 
 
-def engine_setup(model: ModelConfig, config: EngineConfig, *, threads: int | None) -> EngineSetup:
+def engine_setup(
+    model: ModelConfig, config: EngineConfig, *, threads: int | None, tensor_parallel: int = 1
+) -> EngineSetup:
     """What a process needs to make this engine, over the model that `model` names, with so many of
-    torch's threads."""
+    torch's threads, on so many devices."""
     from rollpacker.rollout.messages import EngineSetup
 
     return EngineSetup(
         make=f"{__name__}:make_engine",
         config=config,
-        arguments={"model": asdict(model), "threads": threads},
+        arguments={
+            "model": asdict(model),
+            "threads": threads,
+            "tensor_parallel": tensor_parallel,
+        },
     )
 
 
 def make_engine(
-    *, config: EngineConfig, model: Mapping[str, Any], threads: int | None = None
+    *,
+    config: EngineConfig,
+    model: Mapping[str, Any],
+    threads: int | None = None,
+    tensor_parallel: int = 1,
 ) -> Engine:
     """Load model and tokenizer, in the process that is to run the engine. `model` holds the fields
     of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
@@ -88,7 +124,8 @@ def make_engine(
     lora = None if model["lora"] is None else LoraConfig(**model["lora"])
     loaded = load_model(ModelConfig(**{**model, "lora": lora}))
     make: Any = load_function(ENGINES[config.name])
-    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config)
+    parallel = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **parallel)
     if lora is not None:  # as with an engine of the run's own process: over the engine's modules
         from rollpacker.trainer.lora import add_adapter
 

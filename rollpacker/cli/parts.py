@@ -189,7 +189,8 @@ def load_policy(
     `tell` is given lines for people, `progress` shows how far what takes long is.
     """
     from rollpacker.cli.threads import set_threads
-    from rollpacker.rollout.attention import install_attention
+    from rollpacker.rollout.attention import install_attention, other_layers
+    from rollpacker.rollout.table import BRING_THEIR_OWN_MODEL
     from rollpacker.trainer.model import load_model
 
     model_config = config.model
@@ -200,7 +201,8 @@ def load_policy(
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
     loaded = load_model(model_config)
-    install_attention(loaded.model)
+    if config.rollout.engine.name not in BRING_THEIR_OWN_MODEL or not other_layers(loaded.model):
+        install_attention(loaded.model)
     threads = set_threads(config, loaded, threads)
     return Policy(
         loaded=loaded, inputs=inputs, threads=threads, engine_config=config.rollout.engine
@@ -307,7 +309,7 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
             str(policy.loaded.dtype).removeprefix("torch."),
         )
     loaded = policy.loaded
-    if ranks is None and config.rollout.engines > 1:
+    if ranks is None and config.engines_are_apart:
         learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
         return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
     if config.model.lora is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.fleet import FleetConfig, Routing
+from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.rollout.engine import EngineConfig
 
 
@@ -33,7 +34,7 @@ class RolloutConfig:
     engines: int = 1
     """How many. 1: in the run's own process. More: each in a process of its own, on a device of its
     own or, on a CPU, with its share of `train.threads`; one that is lost is replaced while the
-    others go on."""
+    others go on. With `parallelism_planner`: how many there are at its `initial` degree."""
     routing: Routing = "spread"
     """With several engines: spread gives each sample to the engine with the least work. group keeps
     the samples of a prompt together, so that its prefill is made once, as long as their engine has
@@ -59,10 +60,15 @@ class RolloutConfig:
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
-    @property
-    def fleet(self) -> FleetConfig | None:
-        """What the core needs to know of several engines; None: there is one, for good."""
-        if self.engines == 1:
+    def fleet(self, parallelism: ParallelismConfig) -> FleetConfig | None:
+        """What the core needs to know of engines that can be lost, or laid out anew; None: there is
+        one, for good, in the run's own process."""
+        if self.engines == 1 and not parallelism.of_several:
             return None
         moves = self.engine.takes_up_carried
-        return FleetConfig(num_engines=self.engines, routing=self.routing, moves=moves)
+        return FleetConfig(
+            num_engines=self.engines,
+            routing=self.routing,
+            moves=moves,
+            num_devices=self.engines * parallelism.initial if parallelism.enabled else None,
+        )

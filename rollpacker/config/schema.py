@@ -14,6 +14,7 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
@@ -157,6 +158,9 @@ class RunConfig:
     arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
     `every`, `released_share` and `min_new_share` say when devices are released, which only
     `rollpacker simulate` does."""
+    parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """How many devices share one engine. Rounds in which engines run out of memory for keys and
+    values and put samples back call for more, rounds without that for fewer. With vLLM only."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -317,6 +321,38 @@ class RunConfig:
                 "untested. Set rollout.engines=1"
             )
 
+        self._check_parallelism()
+
+    def _check_parallelism(self) -> None:
+        planner, engine = self.parallelism_planner, self.rollout.engine
+        if not planner.of_several:
+            return
+        if not engine.is_tensor_parallel:
+            raise ValueError(
+                f"parallelism_planner does not go with rollout.engine.name={engine.name}: it runs "
+                "on one device, and puts no sample back for want of memory, by which the planner "
+                "decides. Set rollout.engine.name=vllm, or leave parallelism_planner out"
+            )
+        if planner.enabled and len(planner.degrees) == 1:
+            raise ValueError(
+                f"parallelism_planner.degrees ({planner.degrees[0]}) leaves nothing to choose: "
+                "name several, such as [1, 2]"
+            )
+        num_devices = self.rollout.engines * planner.initial
+        wrong = next((one for one in planner.reachable if num_devices % one), None)
+        if wrong is not None:
+            raise ValueError(
+                f"parallelism_planner.degrees has {wrong}, which does not divide the "
+                f"{num_devices} devices of the engines (rollout.engines={self.rollout.engines} "
+                f"times parallelism_planner.initial={planner.initial}): choose other degrees, or "
+                "another number of engines"
+            )
+
+    @property
+    def engines_are_apart(self) -> bool:
+        """They are in processes of their own."""
+        return self.rollout.engines > 1 or self.parallelism_planner.of_several
+
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
         """`trackers` with the names alone written out."""
@@ -387,7 +423,8 @@ class RunConfig:
             stream=self.stream_trainer,
             trainer_apart=self.train.processes is not None,
             min_verdicts=2 if self.algorithm.needs_groups else 1,
-            fleet=self.rollout.fleet,
+            parallelism=self.parallelism_planner,
+            fleet=self.rollout.fleet(self.parallelism_planner),
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,
                 evaluates=self.data.eval is not None or self.data.eval_fraction > 0,

@@ -4,9 +4,10 @@
     Generation <-------- outputs, errors ----- each from a thread of its own
 
 An engine is a slot; who fills it is one *incarnation*, a `Handle`. One that is lost is closed; what
-it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. A
-run with one engine is this with one slot that nobody can fill anew: whatever that engine dies of is
-then what the run dies of.
+it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. All
+are closed where engines get another number of devices each, and others fill the slots. A run with
+one engine is this with one slot that nobody can fill anew: whatever that engine dies of is then
+what the run dies of.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from rollpacker.rollout.engine import (
 )
 from rollpacker.trainer.trainer import HandOver
 
-MakeEngine = Callable[[int, int], Engine]
-"""Engine and incarnation -> a new one, without the run's weights. Takes seconds."""
+MakeEngine = Callable[[int, int, int], Engine]
+"""Engine, incarnation and devices -> a new one, without the run's weights. Takes seconds."""
 
 Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
@@ -54,13 +55,30 @@ class Weights:
     """None: the trainer has not written them yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How devices are shared out among engines."""
+
+    number: int
+    """How often they were shared out anew."""
+    tensor_parallel: int
+    """Devices of each engine."""
+
+
 class Engines:
     """Belongs to whoever holds the bus's lock, but for `close`."""
 
-    def __init__(self, engines: Sequence[Engine], make: MakeEngine | None = None) -> None:
-        """`make` fills the place of one that is lost. None: it stays empty, and the run ends."""
+    def __init__(
+        self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
+    ) -> None:
+        """`make` fills the place of one that is lost. None: it stays empty, and the run ends.
+        `tensor_parallel`: devices of each of these engines."""
         self.make = make
-        self.handles = [Handle(number, 0, engine) for number, engine in enumerate(engines)]
+        self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
+        """By slot, the last that filled it."""
+        self.layout = Layout(0, tensor_parallel)
+        self._coming: dict[int, Engine] = {}
+        """By slot: the one that is being made for it, or was last."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, Held] = {}
@@ -82,20 +100,18 @@ class Engines:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
 
         self._listen, self._tell = listen, tell
-        for handle in self.handles:
+        for handle in self.handles.values():
             with self._losing(handle):
                 listen(handle)
 
     @property
     def living(self) -> list[Handle]:
-        return [handle for handle in self.handles if handle.lives]
+        return [handle for handle in self.handles.values() if handle.lives]
 
     def _living_at(self, number: int) -> Handle | None:
         """None: nobody fills that place."""
-        if number == NOWHERE:
-            return None
-        handle = self.handles[number]
-        return handle if handle.lives else None
+        handle = self.handles.get(number)
+        return handle if handle is not None and handle.lives else None
 
     # -- what the core wants -----------------------------------------------------------------------
 
@@ -168,13 +184,11 @@ class Engines:
     def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
         """The samples of one prompt to the same engine, prompts in turn. With no engine alive they
         wait for `place_anywhere`."""
-        living = self.living or self.handles[:1]
+        living = [handle.number for handle in self.living] or [NOWHERE]
         turns: dict[tuple[int, ...], int] = {}
         for request in requests:
             turns.setdefault(request.prompt_tokens, len(turns))
-        self.submit(
-            requests, [living[turns[one.prompt_tokens] % len(living)].number for one in requests]
-        )
+        self.submit(requests, [living[turns[one.prompt_tokens] % len(living)] for one in requests])
 
     def place_anywhere(self) -> None:
         """Start all again that no engine has, if one lives."""
@@ -296,10 +310,31 @@ class Engines:
             )
         )
 
+    def lay_out(self, tensor_parallel: int) -> list[Engine]:
+        """From now on each engine has so many devices. Returns those that were there and those that
+        were being made, to be closed; nothing is heard of them any more."""
+        gone = [*(handle.engine for handle in self.living), *self._coming.values()]
+        for handle in self.living:
+            handle.lives = False
+        self._coming.clear()
+        self.forget()
+        self.layout = Layout(self.layout.number + 1, tensor_parallel)
+        return gone
+
+    def expect_engine(self, number: int, engine: Engine, layout: Layout) -> None:
+        """It is being made for this slot. Raises `EngineError` if there is another layout by now."""
+        if layout is not self.layout:
+            raise EngineError("the devices were shared out anew")
+        self._coming[number] = engine
+
     def join(self, handle: Handle) -> None:
-        """It has the weights at hand, and takes its place. Raises `EngineError` if it has died."""
-        assert not self.handles[handle.number].lives, f"engine {handle.number} is there"
+        """It has the weights at hand, and takes its place. Raises `EngineError` if it has died, or
+        if its layout is no more."""
+        if self._coming.get(handle.number) is not handle.engine:
+            raise EngineError("the devices were shared out anew")
+        assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
         self._listen(handle)
+        del self._coming[handle.number]
         self.handles[handle.number] = handle
         self._tell(
             EngineReady(
@@ -310,10 +345,12 @@ class Engines:
             )
         )
 
-    def failed_to_join(self, number: int, incarnation: int, error: BaseException) -> None:
-        """The place stays empty, and the core is told."""
+    def failed_to_join(
+        self, number: int, incarnation: int, layout: Layout, error: BaseException
+    ) -> None:
+        """The place stays empty, and the core is told, unless nobody asks for it any more."""
         reason = f"it could not take its place: {error}"
-        if not self.is_closed:
+        if not self.is_closed and layout is self.layout:
             self._tell(
                 EngineLost(time_s=0.0, engine=number, incarnation=incarnation, reason=reason)
             )
@@ -360,7 +397,8 @@ class Engines:
         """End all of them, and those that come later. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
-            await asyncio.gather(*(handle.engine.close() for handle in self.living))
+            living = [handle.engine for handle in self.living]
+            await asyncio.gather(*(one.close() for one in [*living, *self._coming.values()]))
 
     def _give(self, handle: Handle, requests: Sequence[GenerationRequest]) -> None:
         with self._losing(handle):

@@ -1,9 +1,10 @@
 """The way of new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and of new engines
-to the weights: `Replace` in, `EngineReady` out.
+to the weights: `Replace` or `Resize` in, `EngineReady` out.
 
     SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own
     Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
                    came meanwhile -> fills its place
+    Resize      -> all engines are closed -> the same for each of the new ones
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.controller.engines import Engines, Weights, end
+from rollpacker.controller.engines import Engines, Layout, Weights, end
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Replace, SyncWeights
+from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
 from rollpacker.rollout.engine import Engine, EngineError
 from rollpacker.trainer.trainer import Trainer, TrainerError
@@ -45,6 +46,7 @@ class HandingOver:
         return {
             SyncWeights: lambda command: self.main.later(partial(self._sync, command)),
             Replace: self._replace,
+            Resize: self._resize,
         }
 
     async def _sync(self, command: SyncWeights) -> None:
@@ -64,25 +66,47 @@ class HandingOver:
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
 
+    def _resize(self, command: Resize) -> None:
+        raise AssertionError(f"{command}: the engines of a run keep their devices")
+
     def _replace(self, command: Replace) -> None:
+        self._start_filling(command.engine, command.incarnation, self.engines.layout)
+
+    def _resize(self, command: Resize) -> None:
+        gone = self.engines.lay_out(command.tensor_parallel)
+        layout = self.engines.layout
+
+        def work() -> None:
+            asyncio.run(_close_all(gone))  # they leave their devices before others come
+            for number, incarnation in enumerate(command.incarnations):
+                self._start_filling(number, incarnation, layout)
+
+        threading.Thread(target=work, name="rollpacker-resize", daemon=True).start()
+
+    def _start_filling(self, number: int, incarnation: int, layout: Layout) -> None:
         threading.Thread(
-            target=self._fill, args=(command,), name="rollpacker-new-engine", daemon=True
+            target=self._fill,
+            args=(number, incarnation, layout),
+            name="rollpacker-new-engine",
+            daemon=True,
         ).start()
 
-    def _fill(self, command: Replace) -> None:
+    def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
         """Whatever keeps a new engine from taking its place is the loss of that one too."""
         engines, engine = self.engines, None
-        assert engines.make is not None, f"{command}: nobody can make an engine"
+        assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
-            engine = engines.make(command.engine, command.incarnation)
-            handle = Handle(command.engine, command.incarnation, engine)
+            engine = engines.make(number, incarnation, layout.tensor_parallel)
+            with self.bus.lock:
+                engines.expect_engine(number, engine, layout)
+            handle = Handle(number, incarnation, engine)
             while not self._joins(handle):
                 time.sleep(WRITTEN_S)
         except Exception as error:
             if engine is not None:
                 end(engine)
             with self.bus.lock:
-                engines.failed_to_join(command.engine, command.incarnation, error)
+                engines.failed_to_join(number, incarnation, layout, error)
 
     def _joins(self, handle: Handle) -> bool:
         """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""
@@ -104,6 +128,11 @@ class HandingOver:
                 return False
             engines.join(handle)
         return True
+
+
+async def _close_all(engines: Sequence[Engine]) -> None:
+    """Whatever they say to that: nobody needs them any more."""
+    await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:

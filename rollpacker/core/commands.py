@@ -48,7 +48,8 @@ class Launch:
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Devices per engine in this round; engines of another degree are laid out anew first."""
+    """Devices per engine in this round; engines of another degree are laid out anew first, where
+    the core knows of them by `Resize`."""
     speculate: bool = field(default=False, metadata=OMIT_DEFAULT)
     """Decode speculatively in this round."""
     carried: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
@@ -76,7 +77,8 @@ class Place:
 @command
 class Move:
     """Let these go on in another engine, with the tokens that they have; each is answered by
-    `SampleMoved`, or by how it ended if it just had."""
+    `SampleMoved`, or by how it ended if it just had. One that was to move to another engine, and
+    has not yet, goes to this one instead, which may be the one that it is in."""
 
     samples: tuple[SampleId, ...]
     engine: int
@@ -91,6 +93,20 @@ class Replace:
     engine: int
     incarnation: int
     """Of the new one."""
+    version: int
+
+
+@command
+class Resize:
+    """End all engines, and replacements on their way, and lay the devices out anew: engine k has
+    those from k * `tensor_parallel` on, and the weights of `version`. Each is answered by
+    `EngineReady`, or by `EngineLost`. Said when no engine has a sample; those of the `Launch` that
+    follows wait for a `Place`."""
+
+    tensor_parallel: int
+    """Devices of each engine."""
+    incarnations: tuple[int, ...]
+    """Of the new ones, from engine 0 on; there are no others."""
     version: int
 
 
@@ -220,6 +236,7 @@ Command = (
     | Place
     | Move
     | Replace
+    | Resize
     | Abort
     | Score
     | CancelScore

@@ -88,14 +88,17 @@ class Job:
         self.lengths = Learned(config)
         self.rewards = RewardSchedule(config.rewards)
         self.parallelism = ParallelismPlanner(config.parallelism)
-        self.stream = StreamPlan(
-            config.stream,
-            config.layouts[0],
-            max_response_tokens=config.max_response_tokens,
-            trainer_apart=config.trainer_apart,
-        )
         self.num_late = Counter[str]()  # by event name, and zombies
-        self.fleet = None if config.fleet is None else Fleet(config.fleet, self.num_late)
+        layout, apart = config.layouts[0], config.trainer_apart
+        self.fleet: Fleet | None = None
+        if config.fleet is not None:
+            self.fleet = Fleet(config.fleet, self.num_late, layout.train_group, trainer_apart=apart)
+        self.stream = StreamPlan(
+            *(config.stream, layout),
+            max_response_tokens=config.max_response_tokens,
+            trainer_apart=apart,
+            why_kept=str if self.fleet is None else self.fleet.why_kept,
+        )
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
         """What the rounds of this step have brought; None between steps."""
@@ -169,8 +172,7 @@ class Job:
     @property
     def _num_wanted(self) -> int:
         """Groups that the next round should bring: a whole step's, or what a refill replaces."""
-        gathered = self._gathered
-        return self.config.prompts_per_step if gathered is None else gathered.missing
+        return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
     def _num_to_race(self) -> int:
@@ -222,11 +224,9 @@ class Job:
     def _start(self, next_round: NextRound) -> list[Command]:
         config, kind = self.config, next_round.kind
         self.progress.num_rounds += 1
+        degree = self.parallelism.degree(kind)
         plan = next_round.plan(
-            config,
-            number=self.progress.num_rounds,
-            version=self.version,
-            tensor_parallel=self.parallelism.degree(kind),
+            config, number=self.progress.num_rounds, version=self.version, tensor_parallel=degree
         )
         self._round = Round(plan, self.rewards, self.num_late)
         self.rewards.begin_round()
@@ -240,7 +240,7 @@ class Job:
             num_samples=self._round.num_launched,
             num_to_train=plan.prompts_needed * config.samples_per_prompt,
             prompt_tokens=config.prompt_tokens,
-            layout=config.layout(plan.tensor_parallel),
+            layout=config.layout(degree),
         )
         return commands
 
@@ -254,10 +254,8 @@ class Job:
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
         round_ = self._round_of(event)
         commands = round_.on_generated(event)
-        if self.stream.active:
-            devices = self.stream.on_finished(event.num_tokens)
-            if devices:
-                commands.append(Release(devices=devices))
+        if self.stream.active and (devices := self.stream.on_finished(event.num_tokens)):
+            commands.append(Release(devices=devices))
         return self._after(round_, commands)
 
     def _on_scored(self, event: SampleScored) -> list[Command]:
@@ -311,9 +309,7 @@ class Job:
             self.lengths.engine_is_empty()
             if round_.closed:
                 return commands + self._close_round(round_)
-        if self.stream.active:
-            commands += self._stream(round_)
-        return commands
+        return commands + self._stream(round_) if self.stream.active else commands
 
     def _stream(self, round_: Round) -> list[Command]:
         engine_empty = not round_.num_in_engine
@@ -323,7 +319,10 @@ class Job:
         if self.config.dynamic_sampling.enabled:
             complete = [group for group in complete if round_.has_signal(group)]
         groups = self.stream.take_up(complete, engine_empty=engine_empty)
-        return [StartGradients(step=self.step + 1, groups=groups)] if groups else []
+        # All, where nothing is generated; and where no engines are known, none were ever named.
+        devices = () if engine_empty or self.fleet is None else self.stream.released
+        start = StartGradients(step=self.step + 1, groups=groups, devices=devices)
+        return [start] if groups else []
 
     def _close_round(self, round_: Round) -> list[Command]:
         groups, drops = round_.close()

@@ -36,13 +36,16 @@ MAX_FAILURES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """Degrees that the engines may be given (`parallelism_planner.*`)."""
+    """Devices that share one engine (`parallelism_planner.*`). Engines at another degree are new
+    ones, on the same devices."""
 
     enabled: bool = False
     degrees: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees to choose from, ascending."""
+    """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
+    `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """The degree that is best without tail batching."""
+    """The degree to begin with: the one that is best without tail batching. Without the planner,
+    that of the whole run."""
     rise: float = 1.05
     """Preemptions of more than this times the reference call for the next higher degree."""
     calm_rounds: int = 4
@@ -59,6 +62,16 @@ class ParallelismConfig:
             raise ValueError(f"rise must be at least 1, not {self.rise}")
         if self.calm_rounds < 1:
             raise ValueError(f"calm_rounds must be at least 1, not {self.calm_rounds}")
+
+    @property
+    def of_several(self) -> bool:
+        """Engines have, or may be given, more than one device."""
+        return self.enabled or self.initial > 1
+
+    @property
+    def reachable(self) -> tuple[int, ...]:
+        """Degrees that engines may have."""
+        return self.degrees if self.enabled else (self.initial,)
 
 
 @dataclass(slots=True)

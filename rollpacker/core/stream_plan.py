@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -131,7 +131,7 @@ class _RoundUnderWay:
     num_finished_at_try: int = 0
     longest: int = 0
     """Tokens of the longest finished response."""
-    released: tuple[int, ...] | None = None
+    released: tuple[int, ...] = ()
     refusal: str = ""
     """Why the last try released nothing."""
     num_streamed: int = 0
@@ -148,14 +148,17 @@ class StreamPlan:
         *,
         max_response_tokens: int | None = None,
         trainer_apart: bool = False,
+        why_kept: Callable[[], str] = str,
     ) -> None:
         """`max_response_tokens` bounds the projection; without it nothing is released before a
         history of lengths exists, if the cache is limited. `trainer_apart`: the trainer has devices
         of its own, so nothing is ever released, and groups are streamed in rounds of every kind as
-        soon as they are there."""
+        soon as they are there. `why_kept`: why no engine can let go of its samples at the moment,
+        in words; or nothing."""
         self.config = config
         self.layout = layout
         self.trainer_apart = trainer_apart
+        self.why_kept = why_kept
         self.max_response_tokens = max_response_tokens
         self.num_tries = 0
         self.num_releases = 0
@@ -176,9 +179,9 @@ class StreamPlan:
         """Groups of the round that the trainer might start on."""
 
     @property
-    def released(self) -> bool:
-        """Devices were released in this round."""
-        return self._round is not None and self._round.released is not None
+    def released(self) -> tuple[int, ...]:
+        """The devices that were released in this round."""
+        return () if self._round is None else self._round.released
 
     # -- events ------------------------------------------------------------------------
 
@@ -285,7 +288,9 @@ class StreamPlan:
         """Whether the trainer has anything to compute with at this moment."""
         if not self.config.enabled:
             return False
-        return self.trainer_apart or self.released or (self.config.reward_wait and engine_empty)
+        return (
+            self.trainer_apart or bool(self.released) or (self.config.reward_wait and engine_empty)
+        )
 
     def streamed(self) -> tuple[int, str]:
         """Samples of this round that were streamed so far; and why none was, if so."""
@@ -296,7 +301,7 @@ class StreamPlan:
             reason = "no group was complete before the whole step was due"
         elif not now.may_release:
             reason = f"nothing is released in a {now.kind} round"
-        elif now.released is not None:
+        elif now.released:
             reason = "no group was complete after the release"
         elif now.refusal:
             reason = now.refusal
@@ -316,6 +321,9 @@ class StreamPlan:
         if not devices:
             self.num_refused_layout += 1
             now.refusal = "an engine or a training replica would be split"
+            return None
+        now.refusal = self.why_kept()
+        if now.refusal:
             return None
         if not self._fits(now, now.layout.gpus - len(devices)):
             self.num_refused_kv += 1

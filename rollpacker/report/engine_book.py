@@ -1,5 +1,5 @@
-"""Which engine has which sample, and what each engine did. Where a run has one engine, it tells
-nothing."""
+"""Which engine has which sample, what each engine did, and when all were laid out anew. Where a run
+has one engine, it tells nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.core.commands import NOWHERE
+from rollpacker.core.commands import NOWHERE, Resize
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -34,12 +34,25 @@ class EngineCounts:
     """From losses until another engine was in its place."""
 
 
+@dataclass(slots=True)
+class Switch:
+    """All engines were given another number of devices each."""
+
+    tensor_parallel: int
+    step: int
+    """The step that was to come."""
+    start_s: float
+    seconds: float | None = None
+    """Until the last of the new engines was there. None: it never was."""
+
+
 class EngineBook:
     """Belongs to the history, which feeds it."""
 
     def __init__(self) -> None:
         self.counts: dict[int, EngineCounts] = {}
         """By engine; empty where there is one."""
+        self.switches: list[Switch] = []
         self.any_busy_s = 0.0
         """One of them had samples."""
         self._at: dict[SampleId, int] = {}
@@ -51,17 +64,33 @@ class EngineBook:
         self._incarnation = Counter[int]()
         self._busy_since: dict[int, float] = {}
         self._lost_since: dict[int, float] = {}
+        self._awaited: set[int] = set()
+        """Of the last switch: engines that are not there yet."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         """Its engines are new ones."""
-        num_engines = (job.get("fleet") or {}).get("num_engines", 1)
-        if num_engines > 1:
+        fleet = job.get("fleet") or {}
+        num_engines = fleet.get("num_engines", 1)
+        if num_engines > 1 or fleet.get("num_devices"):
             for number in range(num_engines):
                 self.counts.setdefault(number, EngineCounts())
         self._num_engines = num_engines
         self._incarnation.clear()
         self._lost_since.clear()
+        self._awaited.clear()
         self.clear()
+
+    def resize(self, command: Resize, step: int, now: float) -> None:
+        """There are other engines, or will be; none of those before."""
+        for number in self.counts:
+            self._incarnation[number] += 1
+        self._num_engines = len(command.incarnations)
+        for number, incarnation in enumerate(command.incarnations):
+            self.counts.setdefault(number, EngineCounts())
+            self._incarnation[number] = incarnation
+        self._lost_since.clear()
+        self._awaited = set(range(self._num_engines))
+        self.switches.append(Switch(command.tensor_parallel, step, now))
 
     @property
     def idle_share(self) -> float:
@@ -108,8 +137,14 @@ class EngineBook:
         return gone
 
     def ready(self, event: EngineReady, now: float) -> None:
-        if self.counts:
-            self.counts[event.engine].away_s += now - self._lost_since.pop(event.engine, now)
+        number = event.engine
+        if not self.counts or event.incarnation != self._incarnation[number]:
+            return
+        self.counts[number].away_s += now - self._lost_since.pop(number, now)
+        if number in self._awaited:
+            self._awaited.remove(number)
+            if not self._awaited:
+                self.switches[-1].seconds = now - self.switches[-1].start_s
 
     def clear(self) -> None:
         """The round is over, as far as the log says."""

@@ -22,6 +22,7 @@ from rollpacker.core.commands import (
     Launch,
     Move,
     Place,
+    Resize,
     Score,
     StartGradients,
     SyncWeights,
@@ -296,6 +297,8 @@ class History:
                 self._place(command, now)
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
+            case Resize():
+                self.engines.resize(command, self.last_step + 1, now)
             case Abort():
                 if step.rounds:
                     step.rounds[-1].told_to_stop_s = now

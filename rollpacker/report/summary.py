@@ -135,6 +135,23 @@ class RunSummary:
                     "mean_away_s": one.away_s / one.losses if one.losses else None,
                 }
                 for number, one in sorted(counts.items())
+            ],
+            **self._switches(),
+        }
+
+    def _switches(self) -> dict[str, Any]:
+        """A row for each time that engines got another number of devices."""
+        switches = self.accounting.history.engines.switches
+        if not switches:
+            return {}
+        return {
+            "switches": [
+                {
+                    "before_step": one.step,
+                    "tensor_parallel": one.tensor_parallel,
+                    "seconds": one.seconds,
+                }
+                for one in switches
             ]
         }
 

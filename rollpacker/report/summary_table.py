@@ -43,6 +43,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
     if "engines" in summary:
         parts.append(_engines_table(summary["engines"]))
+    if "switches" in summary:
+        parts.append(_switches_table(summary["switches"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):
         parts.append(_checks_table(summary["checks"]))
     if summary.get("unsandboxed"):
@@ -205,6 +207,14 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
             f"{one['losses']:,}",
             _number(one["mean_away_s"], 1),
         )
+    return table
+
+
+def _switches_table(switches: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("devices of an engine", "before step", "seconds")
+    for one in switches:
+        degree = one["tensor_parallel"]
+        table.add_row(f"{degree} each", f"{one['before_step']:,}", _number(one["seconds"], 1))
     return table
 
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION_NAME = "rollpacker"
 STEP_KEYWORD = "rollout_step"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class UnsupportedModelError(ValueError):
@@ -54,12 +55,12 @@ def install_attention(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     name = type(model).__name__
-    known_types = {"full_attention", "sliding_attention"}
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - known_types)
+    foreign = other_layers(model)
     if foreign:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(foreign)}; RollPacker runs models whose layers "
-            "are all full or sliding-window attention"
+            f"{name} has layers of type {', '.join(foreign)}, and RollPacker's own engine runs "
+            "models whose layers are all full or sliding-window attention: to train it set "
+            "rollout.engine.name=vllm, or choose a model such as Qwen3, Llama or Mistral"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
@@ -72,6 +73,13 @@ def install_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} kept its own attention implementation ({config._attn_implementation})"
         )
+
+
+def other_layers(model: PreTrainedModel) -> list[str]:
+    """Types of its layers that are no attention over the keys and values of a row, such as linear
+    attention, as its config names them. They keep a state instead."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return sorted(set(types) - _LAYER_TYPES)
 
 
 def rollpacker_attention(

@@ -12,6 +12,7 @@ from rollpacker.rollout.table import (
     DRAW_CARRIED_ANEW,
     ENGINES,
     TAKE_UP_CARRIED,
+    TENSOR_PARALLEL,
     WITHOUT_ADAPTERS,
 )
 
@@ -226,6 +227,11 @@ class EngineConfig:
     def draws_carried_anew(self) -> bool:
         """It looks whether each of them still comes out the same."""
         return self.name in DRAW_CARRIED_ANEW
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Several devices can share it."""
+        return self.name in TENSOR_PARALLEL
 
     @property
     def takes_adapters(self) -> bool:

@@ -114,8 +114,10 @@ class Inbox:
             return not self._in_flight, self._listener
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
-        """Later calls raise. Returns who is to be told."""
+        """Later calls raise. Returns who is to be told: nobody, if it has died before."""
         with self._condition:
+            if self._error is not None:
+                return _tell_nobody
             self._error = error
             return self._on_error
 
@@ -126,4 +128,4 @@ class Inbox:
 
 
 def _tell_nobody(error: BaseException) -> None:
-    """Nobody listens yet."""
+    """Nobody listens yet, or any more."""

@@ -15,5 +15,12 @@ TAKE_UP_CARRIED = ("torch", "vllm")
 DRAW_CARRIED_ANEW = ("torch",)
 """Of these, those that look whether each token still comes out the same (`Carried.verify`)."""
 
+TENSOR_PARALLEL = ("vllm",)
+"""Those that several devices can share; also called with `tensor_parallel` then."""
+
 WITHOUT_ADAPTERS = ("vllm",)
 """Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""
+
+BRING_THEIR_OWN_MODEL = ("vllm",)
+"""Those that generate with code of their own for the model's architecture, so that the module that
+is trained needs no attention that can decode (`rollout/attention.py`)."""

@@ -24,8 +24,9 @@ from rollpacker.rollout.sampling import DrawMode, draw, exponentials, noise_size
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
-NUMBER = "rollpacker"
-"""The extra argument of a vLLM request that names its `Draw`."""
+NUMBER, DRAW = "rollpacker", "rollpacker_draw"
+"""The extra arguments of a vLLM request: its number, and its `Draw`, of which a worker in a process
+of its own keeps a copy."""
 
 
 class Draw:
@@ -83,7 +84,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
 
     def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw]:
         number = params.extra_args[NUMBER]
-        found = draws.by_number[number]
+        found = draws.by_number.setdefault(number, params.extra_args[DRAW])
         found.tokens = tokens
         return number, found
 

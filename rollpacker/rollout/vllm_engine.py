@@ -12,7 +12,7 @@ It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +42,8 @@ from rollpacker.rollout.loop import (
 )
 from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
-from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws
+from rollpacker.rollout.vllm_draws import DRAW, NUMBER, Draw, Draws
+from rollpacker.rollout.vllm_parallel import Workers
 from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
 from rollpacker.weight_buffer import WeightSource
 
@@ -70,6 +71,12 @@ class Live:
     def tokens(self) -> tuple[int, ...]:
         """What the response has, with what it was carried into the launch with."""
         return (*_carried(self.entry)[0], *self.request.output_token_ids)
+
+    @property
+    def is_broken(self) -> bool:
+        """A token of it was drawn from logits that are not numbers. Workers in processes of their
+        own say so when it is over."""
+        return any(map(math.isnan, self.draw.log_probs))
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
         tokens = self.tokens
@@ -108,8 +115,10 @@ class VllmEngine(LoopEngine):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
+        tensor_parallel: int = 1,
     ) -> None:
-        """`tokenizer` is needed for stop strings only."""
+        """`tokenizer` is needed for stop strings only. `tensor_parallel`: so many devices share it,
+        each with a process of vLLM's."""
         super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
@@ -117,7 +126,10 @@ class VllmEngine(LoopEngine):
         self._endings = Endings(model, tokenizer, self._vocabulary_size)
         self._threads = torch.get_num_threads()
         self._draws = Draws()
-        self._vllm = open_vllm(model, config, self._draws)
+        self._vllm = open_vllm(model, config, self._draws, tensor_parallel)
+        self._workers: Workers | None = None
+        if tensor_parallel > 1:
+            self._workers = Workers(self._vllm, model, self._died)
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
@@ -151,7 +163,12 @@ class VllmEngine(LoopEngine):
         await super().close()
         if not self._is_closed:
             self._is_closed = True
+            if self._workers is not None:
+                self._workers.closing()
             close_vllm(self._vllm)
+
+    def _died(self, error: EngineError) -> None:
+        self._inbox.die(error)(error)
 
     @property
     def _scheduler(self) -> Any:
@@ -228,7 +245,7 @@ class VllmEngine(LoopEngine):
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={NUMBER: number},
+                extra_args={NUMBER: number, DRAW: draw},
                 skip_clone=True,
                 **sampling,
             ),
@@ -275,11 +292,10 @@ class VllmEngine(LoopEngine):
         ended: list[RequestOutput] = self._vllm.step()
         self._num_steps += 1
         outputs = self._fail_broken()
-        for output in ended:
-            number = int(output.request_id)
-            if number in self._live:
-                live = self._take_out(number)
-                outputs.append(self._finish(live, output.outputs[0].finish_reason))
+        ended = [output for output in ended if int(output.request_id) in self._live]
+        lives = self._take_out([int(output.request_id) for output in ended])
+        for output, live in zip(ended, lives, strict=True):
+            outputs.append(self._finish(live, output.outputs[0].finish_reason))
         completed = [
             number
             for number, live in self._live.items()
@@ -291,6 +307,8 @@ class VllmEngine(LoopEngine):
     def _finish(self, live: Live, reason: str | None) -> Numbered:
         if reason not in ("stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
+        if live.is_broken:
+            return _broken(live)
         if live.entry.request.forced_length is not None:
             reason = "stop"
         response = live.response("stop" if reason == "stop" else "length", self._version)
@@ -314,17 +332,16 @@ class VllmEngine(LoopEngine):
         numbers = [
             number
             for number in broken
-            if number in self._live and any(map(math.isnan, self._live[number].draw.log_probs))
+            if number in self._live and self._live[number].is_broken
         ]
-        return [
-            failure(live.entry, f"{NOT_NUMBERS} at response token {len(live.tokens) - 1}")
-            for live in self._abandon(numbers)
-        ]
+        return [_broken(live) for live in self._abandon(numbers)]
 
     def _abort(self, samples: set[SampleId]) -> list[Numbered]:
         gone = [n for n, live in self._live.items() if live.entry.request.sample in samples]
         return [
-            abortion(
+            _broken(live)
+            if live.is_broken
+            else abortion(
                 live.entry,
                 live.response("aborted", self._version),
                 preemptions=live.request.num_preemptions,
@@ -334,16 +351,23 @@ class VllmEngine(LoopEngine):
 
     def _abandon(self, numbers: Iterable[int]) -> list[Live]:
         """Have vLLM drop these, whose tokens stay here."""
-        names = [str(number) for number in numbers]
-        if names:
-            self._vllm.abort_request(names)
-        return [self._take_out(int(name)) for name in names]
+        gone = list(numbers)
+        if gone:
+            self._vllm.abort_request([str(number) for number in gone])
+        return self._take_out(gone)
 
-    def _take_out(self, number: int) -> Live:
-        del self._draws.by_number[number]
-        live = self._live.pop(number)
-        self._num_ended += len(live.request.output_token_ids)
-        return live
+    def _take_out(self, numbers: Sequence[int]) -> list[Live]:
+        found = [self._live.pop(number) for number in numbers]
+        self._forget(numbers)
+        self._num_ended += sum(len(live.request.output_token_ids) for live in found)
+        return found
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """These are done with; what was noted of them is in their `Draw`s."""
+        draws = [self._draws.by_number.pop(number) for number in numbers]
+        if self._workers is not None and numbers:
+            for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):
+                draw.log_probs = log_probs
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -357,8 +381,11 @@ class VllmEngine(LoopEngine):
     def _load(self) -> None:
         """Bring vLLM's copy up to date with the model, and see that it computes the same."""
         named = [(name, tensor.detach()) for name, tensor in self._model.named_parameters()]
-        self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
-        self._vllm.apply_model(_pack_output_layer)
+        if self._workers is not None:
+            self._workers.load(named)
+        else:
+            self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
+            self._vllm.apply_model(pack_output_layer)
         if not self._vllm.reset_prefix_cache():
             raise EngineError("vLLM kept keys and values of older weights in its prefix cache")
         self._compare()
@@ -398,11 +425,17 @@ class VllmEngine(LoopEngine):
         outputs: list[RequestOutput] = []
         while not outputs:
             outputs = self._vllm.step()
-        del self._draws.by_number[number]
+        self._forget([number])
         (output,) = outputs
         assert output.prompt_logprobs is not None
         pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return torch.tensor([said[token].logprob for token, said in pairs if said is not None])
+
+
+def _broken(live: Live) -> Numbered:
+    """Its logits are no numbers, from its first token without a log-probability on."""
+    broken = next(n for n, one in enumerate(live.draw.log_probs) if math.isnan(one))
+    return failure(live.entry, f"{NOT_NUMBERS} at response token {live.draw.offset + broken}")
 
 
 def _carried(entry: Pending) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -410,7 +443,7 @@ def _carried(entry: Pending) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return ((), ()) if carried is None else (carried.tokens, carried.log_probs)
 
 
-def _pack_output_layer(model: torch.nn.Module) -> None:
+def pack_output_layer(model: torch.nn.Module) -> None:
     """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
     reload does not renew where the matrix is the embedding's."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -23,6 +23,7 @@ from rollpacker.imports import MissingPackageError, missing
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
+from rollpacker.rollout.vllm_parallel import WORKER
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -48,9 +49,12 @@ _the_only_one = threading.Lock()
 """vLLM keeps what an engine shares with its workers in globals of the process."""
 
 
-def open_vllm(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
-    """An engine for this architecture in this process, which takes the tokens of `draws`. Its
-    weights are still random.
+def open_vllm(
+    model: PreTrainedModel, config: EngineConfig, draws: Draws, tensor_parallel: int = 1
+) -> LLMEngine:
+    """An engine for this architecture in this process, which takes the tokens of `draws`; of more
+    than one device, in a process for each of them, which draw from what a request says. Its weights
+    are still random.
 
     Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
     cannot run, and `ValueError` for versions that nobody tried.
@@ -66,8 +70,8 @@ def open_vllm(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLM
     if not _the_only_one.acquire(blocking=False):
         raise ValueError("this process has an engine of vLLM, and can have but one: close it first")
     try:
-        with _environment(_ENVIRONMENT):
-            return _open(model, config, draws)
+        with _environment(_ENVIRONMENT | _of_workers(tensor_parallel)):
+            return _open(model, config, draws, tensor_parallel)
     except BaseException:
         _the_only_one.release()
         raise
@@ -79,7 +83,22 @@ def close_vllm(engine: LLMEngine) -> None:
     _the_only_one.release()
 
 
-def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngine:
+def _of_workers(tensor_parallel: int) -> dict[str, str]:
+    """What vLLM's processes find in their environment: their share of this one's threads."""
+    if tensor_parallel == 1:
+        return {}
+    threads = max(torch.get_num_threads() // tensor_parallel, 1)
+    return {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def _open(
+    model: PreTrainedModel, config: EngineConfig, draws: Draws, tensor_parallel: int
+) -> LLMEngine:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -104,6 +123,13 @@ def _open(model: PreTrainedModel, config: EngineConfig, draws: Draws) -> LLMEngi
         "disable_log_stats": True,
         "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
     }
+    if tensor_parallel > 1:
+        arguments |= {
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "mp",
+            "logits_processors": [f"{WORKER}:DrawTokens"],
+            "worker_extension_cls": f"{WORKER}.Extension",
+        }
     if config.max_slots is not None:
         arguments["max_num_seqs"] = config.max_slots
     shape = copy.deepcopy(model.config)

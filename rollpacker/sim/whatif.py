@@ -324,10 +324,11 @@ def load_run(run: str | Path) -> RunModel:
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
-    if config.rollout.engines > 1:
+    if config.engines_are_apart:
         raise ValueError(
-            f"{folder} had {config.rollout.engines} engines, and a machine is fitted to runs of "
-            "one: record a run with rollout.engines=1, and simulate that with more"
+            f"{folder} had engines in processes of their own (rollout.engines, or "
+            "parallelism_planner), and a machine is fitted to runs of one, on one device: record a "
+            "run with rollout.engines=1, and simulate that with more"
         )
     try:
         fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)

@@ -37,7 +37,7 @@ from rollpacker.trainer.trainer import (
 from rollpacker.weight_buffer import BufferLayout, Place
 
 METHODS = (
-    *("setup", "score", "accumulate", "rescale", "update", "apply", "save", "load"),
+    *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "save", "load"),
     *("map_weights", "write_weights", "hashes"),
 )
 _ERRORS: dict[str, type[Exception]] = {

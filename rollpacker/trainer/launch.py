@@ -5,7 +5,7 @@
                             the other ranks become workers themselves and knock at its port: address
                             and token lie in torchrun's store
 
-Every rank obeys one call at a time, and a call is made on all of them at once.
+Every rank obeys one call at a time; a call is made on all of them at once, or on some.
 """
 
 from __future__ import annotations
@@ -232,8 +232,11 @@ class Ranks:
                     "messages stand above"
                 )
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`method(*arguments[rank])` on every rank; their results, in order.
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
+    ) -> list[Any]:
+        """`method(*arguments[i])` on every rank, or on those of these numbers; their results, in
+        order.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
         meanwhile ends all: `TrainerProcessError`. So does an error of one rank that others wait
@@ -242,22 +245,23 @@ class Ranks:
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
-            for rank, values in zip(self.all, arguments, strict=True):
+            called = [self.all[number] for number in numbers] or self.all
+            for rank, values in zip(called, arguments, strict=True):
                 try:
                     rank.line.send(CALL, payload=codec().encode((method, values)))
                 except LineEnded:
                     self._ended(rank, method)
-            replies = self._replies(method)
+            replies = self._replies(method, called)
         errors = [error_of(said) for kind, said in replies.values() if kind == ERROR]
         if errors:
             raise min(errors, key=lambda error: not _names_samples(error))
-        return [codec().decode(replies[rank.number][1]) for rank in self.all]
+        return [codec().decode(replies[rank.number][1]) for rank in called]
 
-    def _replies(self, method: str) -> dict[int, tuple[int, bytes]]:
+    def _replies(self, method: str, called: Sequence[Rank]) -> dict[int, tuple[int, bytes]]:
         """Return kind and content of each rank's reply, in order of the ranks. Some are missing if
         one has failed and others waited too long."""
         found: dict[int, tuple[int, bytes]] = {}
-        waiting = {rank.line: rank for rank in self.all}
+        waiting = {rank.line: rank for rank in called}
         stopped: set[int] = set()
         heard_at = time.monotonic()
         while waiting:

@@ -9,7 +9,9 @@
 It knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor does
 it know micro-batches, or how the models lie on devices: it asks `passes` for sums over samples.
 Alone it is the whole trainer; with `shards` it is one of several equals, each with samples of its
-own and a part of every parameter, and every call is a joint one.
+own and a part of every parameter, and every call is a joint one: `score` and `accumulate` of the
+ranks of a replica, all else of all ranks. What a rank has accumulated another replica need not
+know, but `rescale` is for all alike.
 
 A loss or a gradient that is not finite spoils the step's gradient, so that is computed from the
 beginning, with a look after each micro-batch, which names the samples if it happens again.
@@ -40,7 +42,7 @@ from rollpacker.trainer.open_step import OpenStep
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.passes import LocalPasses, Look, Passes
 from rollpacker.trainer.schedule import check_schedule, learning_rate
-from rollpacker.trainer.sharding import Shards, any_rank, shard
+from rollpacker.trainer.sharding import Shards, any_of_replica, any_rank, shard
 from rollpacker.trainer.trained import Trained, sum_gradients
 from rollpacker.trainer.trainer import (
     NonFiniteError,
@@ -132,13 +134,13 @@ class Learner:
         self._refuse_bad_advantages(samples)
         ordered = sorted(samples, key=_by_length)
         self._step.parts.append((1.0, ordered))
-        if any_rank(not self._differentiate(ordered), self._shards):
+        if any_of_replica(not self._differentiate(ordered), self._shards):
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
         """See `Trainer`. Where the gradient cannot be multiplied now, that is done in `apply`, and
         until then new losses are divided by the same."""
-        assert self._step.parts, "nothing was accumulated"
+        assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         multiplied = [t.multiply_gradients(factor) for t in self.trained.values()]
         self._step.rescale(factor, gradient_has_it=all(multiplied))
@@ -156,7 +158,7 @@ class Learner:
         rate = learning_rate(self.version, self._config, self._total_steps)
         norms = self._summed_norms()
         if not _all_finite(norms):
-            self._compute_again("the gradient")
+            self._compute_again_jointly()
             norms = self._summed_norms()
         if not _all_finite(norms):
             self.discard()
@@ -245,6 +247,19 @@ class Learner:
         for factor, samples in again.parts:
             self._differentiate(samples, factor, self._refuse_non_finite)
 
+    def _compute_again_jointly(self) -> None:
+        """After the ranks' gradients were summed. Replicas compute alone; all go on, or none."""
+        refused: NonFiniteError | None = None
+        try:
+            self._compute_again("the gradient")
+        except NonFiniteError as error:
+            refused = error
+        if any_rank(refused is not None, self._shards):
+            self.discard()
+            raise refused or NonFiniteError(
+                "the gradient is not finite in another replica; no update was applied"
+            )
+
     def _summed_norms(self) -> dict[str, float]:
         """The norms of the whole gradients, which are summed over the ranks now."""
         sum_gradients(self.trained.values(), self._passes.differentiate_nothing)
@@ -263,6 +278,10 @@ class Learner:
                 return
         actor.optimizer.step(rate, config.max_grad_norm, gradient_scale=scale)
 
+    @property
+    def _replicas(self) -> int:
+        return 1 if self._shards is None else self._shards.replicas
+
     def _offload(self) -> None:
         for trained in self.trained.values():
             trained.offload()
@@ -272,14 +291,14 @@ class Learner:
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
         """A `Look`."""
         bad_losses = not losses.finite
-        if any_rank(bad_losses, self._shards):
+        if any_of_replica(bad_losses, self._shards):
             self._refuse(
                 describe_bad_losses(losses, samples)
                 if bad_losses and samples
                 else "a loss is not finite in another process; no update was applied"
             )
         bad = [name for trained in self.trained.values() for name in trained.non_finite()]
-        if any_rank(bool(bad), self._shards):
+        if any_of_replica(bool(bad), self._shards):
             of = "a micro-batch of another process"
             if bad and samples:
                 of = f"the micro-batch of samples {named([s.sample for s in samples])}"
@@ -293,7 +312,7 @@ class Learner:
             for value in _as_tuple(sample.advantage)
             if not math.isfinite(value)
         ]
-        if any_rank(bool(bad), self._shards):  # the others would wait for this rank's passes
+        if any_of_replica(bool(bad), self._shards):  # others would wait for this rank's passes
             self._refuse(bad[0] if bad else "an advantage is not finite on another rank")
 
     def _refuse(self, message: str) -> NoReturn:

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from rollpacker.trainer.packing import layers_with_state
 from rollpacker.trainer.quantization import quantize_layers
 from rollpacker.trainer.trainer import ModelConfig
 
@@ -49,6 +50,7 @@ TOKENIZER_FILES = (
 )
 MIN_TOKENS = 256
 """transformers makes an almost empty tokenizer where the vocabulary's file is missing."""
+_TRIED_TOKENS, _TRIED_WIDTH = 8, 24
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LOAD_ERRORS = (
     OSError,
@@ -103,9 +105,9 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
             f"model.quantization={config.quantization}: {config.path} has no plain matrices in its"
             " layers"
         )
-    return LoadedModel(
-        model=model.to(device).eval(), tokenizer=tokenizer, device=device, dtype=dtype
-    )
+    model = model.to(device).eval()
+    check_padding(model, config.path)
+    return LoadedModel(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
 
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedTokenizerBase:
@@ -237,6 +239,30 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         raise ModelError(
             f"the tokenizer of {path} does not fit its model: token {token!r} is number {largest}, "
             f"the model has {rows} rows of embeddings"
+        )
+
+
+@torch.no_grad()
+def check_padding(model: PreTrainedModel, path: str) -> None:
+    """Raise `ModelError` if what a row's tokens say depends on what comes behind them or lies
+    beside them. Micro-batches are padded on the right and have no mask: nothing is wrong with that
+    for causal attention, and any other kind of layer is tried out here."""
+    state = layers_with_state(model)
+    if state is None:
+        return
+    shape, known = (2, _TRIED_WIDTH), num_embeddings(model)
+    tokens = (torch.arange(2 * _TRIED_WIDTH, device=model.device) % known).view(shape)
+    others = tokens.clone()
+    others[0, _TRIED_TOKENS:] = others[1] = known - 1
+    said, again = (
+        model(input_ids=ids, use_cache=False).logits[0, :_TRIED_TOKENS].double()
+        for ids in (tokens, others)
+    )
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    if not (said - again).abs().max() <= tolerance * said.abs().max():
+        raise ModelError(
+            f"{path} cannot be trained: {type(model).__name__} has {state}, and what it says of a "
+            "token depends on what comes after it, such as the padding of a micro-batch"
         )
 
 

@@ -31,6 +31,11 @@ class OpenStep:
         self.sums.scale(factor)
 
     def anew(self) -> OpenStep:
-        """The step before its first pass, which remembers how many passes were for nothing."""
+        """The step before its first pass, which remembers how many passes were for nothing. What
+        the gradient is multiplied by stays: it is the same in all replicas."""
         done = self.sums.recomputed_micro_batches + self.sums.micro_batches
-        return OpenStep(sums=StepSums(recomputed_micro_batches=done), parts=self.parts)
+        return OpenStep(
+            sums=StepSums(recomputed_micro_batches=done),
+            gradient_scale=self.gradient_scale,
+            parts=self.parts,
+        )

@@ -88,12 +88,11 @@ def why_not(
     if transformer is None:
         return f"{type(model).__name__} is no transformers model"
     config, name = transformer.config.get_text_config(), type(transformer).__name__
+    state = layers_with_state(transformer)
+    if state is not None:
+        return f"{name} has {state}: a row of a pack would begin with what the one before it left"
     if not getattr(transformer, "_supports_attention_backend", False):
         return f"{name} does not support transformers' AttentionInterface"
-    known_types = {"full_attention", "sliding_attention"}
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - known_types)
-    if foreign:
-        return f"{name} has layers of type {', '.join(foreign)}"
     if kind == "grouped":
         return None
     if device.type != "cuda":
@@ -102,6 +101,16 @@ def why_not(
     if kind == "varlen":
         return _why_not_varlen(config, device, dtype)
     return _why_not_flex(config, dtype)
+
+
+def layers_with_state(model: PreTrainedModel) -> str | None:
+    """Which of its layers are no attention over the keys and values of a row, such as linear
+    attention, a convolution or a recurrence; None if all are attention."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    foreign = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if foreign:
+        return f"layers of type {', '.join(foreign)}"
+    return "a recurrent state" if getattr(model, "_is_stateful", False) else None
 
 
 def _why_not_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:

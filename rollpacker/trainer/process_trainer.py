@@ -1,13 +1,15 @@
 """The trainer in processes of its own: it works while the engine generates.
 
 Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
-`apply` brings them together. Engines have copies of the weights, which are brought up to date
-through memory that rank 0 writes and they read.
+`apply` brings them together. Of several replicas (`train.replicas`) some may be asked alone.
+Engines have copies of the weights, which are brought up to date through memory that rank 0 writes
+and they read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,14 @@ from rollpacker.trainer.balance import assign
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.setup import LearnerSetup
-from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
+from rollpacker.trainer.trainer import (
+    HandOver,
+    NonFiniteError,
+    ScoreRequest,
+    TokenScores,
+    TrainerProcessError,
+    TrainSample,
+)
 from rollpacker.weight_buffer import WeightBuffer
 
 Result = TypeVar("Result")
@@ -38,6 +47,7 @@ class ProcessTrainer:
     ) -> None:
         self.version = 0
         self._ranks = ranks
+        self._replicas = setup.train.replicas
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             ranks.connect()
@@ -49,26 +59,39 @@ class ProcessTrainer:
             self.close()
             raise
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+    async def score(
+        self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
+    ) -> list[TokenScores]:
         """See `Trainer`."""
-        shares = self._shares(requests)
+        shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
-            parts = self._ranks.call("score", [([requests[i] for i in s],) for s in shares])
+            parts = self._ranks.call(
+                "score", [([requests[i] for i in s],) for s in shares.values()], [*shares]
+            )
             scores: dict[int, TokenScores] = {}
-            for share, part in zip(shares, parts, strict=True):
+            for share, part in zip(shares.values(), parts, strict=True):
                 scores.update(zip(share, part, strict=True))
             return [scores[i] for i in range(len(requests))]
 
         return await self._in_thread(score)
 
-    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+    async def accumulate(
+        self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
+    ) -> None:
         """See `Trainer`."""
         ordered = sorted(samples, key=lambda sample: sample.sample)
-        shares = self._shares(ordered)
+        shares = self._shares(ordered, replicas)
 
         def accumulate() -> None:
-            self._ranks.call("accumulate", [([ordered[i] for i in s],) for s in shares])
+            arguments = [([ordered[i] for i in share],) for share in shares.values()]
+            try:
+                self._ranks.call("accumulate", arguments, [*shares])
+            except NonFiniteError:
+                if self._replicas > 1:  # the others do not know of it
+                    with contextlib.suppress(TrainerProcessError):
+                        self._all("discard")
+                raise
 
         await self._in_thread(accumulate)
 
@@ -122,10 +145,17 @@ class ProcessTrainer:
         """The process ids, by rank."""
         return [rank.pid for rank in self._ranks.all]
 
-    def _shares(self, rows: Sequence[ScoreRequest] | Sequence[TrainSample]) -> list[list[int]]:
-        """Return the rows that each rank takes, by their place in `rows`."""
+    def _shares(
+        self,
+        rows: Sequence[ScoreRequest] | Sequence[TrainSample],
+        replicas: Sequence[int] | None,
+    ) -> dict[int, list[int]]:
+        """Return the rows that each rank of these replicas takes, by their place in `rows`."""
         lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
-        return assign(lengths, len(self._ranks.all))
+        size = len(self._ranks.all) // self._replicas
+        numbers = range(self._replicas) if replicas is None else sorted(replicas)
+        ranks = [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
+        return dict(zip(ranks, assign(lengths, len(ranks)), strict=True))
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ranks.call(method, [arguments] * len(self._ranks.all))

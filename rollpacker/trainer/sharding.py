@@ -31,6 +31,11 @@
 
 Everything here is a collective: all processes call it, in the same order. With `shards=None` there
 is one process, which needs no process group; the model is then a plain one.
+
+With several replicas (`join(device, replicas=2)`) each has the whole model, sharded over its own
+processes. A forward, a backward and `same_number` are then collectives of one replica alone, which
+may do any number of them, or none, while others do something else; `finish` and all else are
+joint, as above.
 """
 
 from __future__ import annotations
@@ -65,13 +70,24 @@ class Shards:
     rank: int
     size: int
     mesh: DeviceMesh
-    """One dimension of `size`."""
+    """One dimension of `size`; with several replicas two: [replicas, processes of each]."""
     device: torch.device
     """This process's own."""
 
+    @property
+    def replicas(self) -> int:
+        """How many have the whole model. Replica r is the ranks from r * size / replicas on."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
-def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> Shards:
-    """Meet the other processes, as torchrun's environment variables say.
+    @property
+    def own_replica(self) -> dist.ProcessGroup:
+        """The processes of this one's replica."""
+        return self.mesh.get_group(-1)
+
+
+def join(device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1) -> Shards:
+    """Meet the other processes, as torchrun's environment variables say, of which as many are a
+    replica as `replicas` leaves to each.
 
     On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
     for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
@@ -91,7 +107,11 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> Shards:
         torch.cuda.set_device(device)
     dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
     size = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (size,))
+    assert size % replicas == 0, f"{size} processes for {replicas} replicas"
+    shape = (size,) if replicas == 1 else (replicas, size // replicas)
+    mesh = init_device_mesh(
+        device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     return Shards(rank=dist.get_rank(), size=size, mesh=mesh, device=device)
 
 
@@ -104,12 +124,21 @@ def leave() -> None:
 class ShardedGradients:
     """When a sharded model's gradients are summed over the processes."""
 
-    def __init__(self, root: nn.Module, gradient_sync: Literal["step", "micro-batch"]) -> None:
+    def __init__(
+        self, root: nn.Module, gradient_sync: Literal["step", "micro-batch"], replicas: int = 1
+    ) -> None:
         assert isinstance(root, FSDPModule)
         self._root: nn.Module = root
         self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
-        root.set_requires_gradient_sync(self._at_every_backward)
+        self._is_complete = self._at_every_backward and replicas == 1
+        """Every backward sums over all processes."""
+        self._sum_at_backward()
+
+    def _sum_at_backward(self) -> None:
+        """As during a step: over the processes of this replica at most."""
+        self._fsdp.set_requires_gradient_sync(self._at_every_backward)
+        self._fsdp.set_requires_all_reduce(self._is_complete)
 
     def finish(self, run_filler: Callable[[], object]) -> None:
         """After this every parameter's `grad` holds its shard of the sum.
@@ -117,13 +146,13 @@ class ShardedGradients:
         `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
         it is not called where every backward has summed already.
         """
-        if self._at_every_backward:
+        if self._is_complete:
             return
         self._fsdp.set_requires_gradient_sync(True)
         try:
             run_filler()
         finally:
-            self._fsdp.set_requires_gradient_sync(False)
+            self._sum_at_backward()
 
     def forget(self) -> None:
         """Drop what this process has not summed yet, and every parameter's `grad`. Also the end of
@@ -133,6 +162,7 @@ class ShardedGradients:
         for parameter in self._root.parameters():
             parameter.grad = None
         for group in _parameter_groups(self._root):
+            group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # there is one since the first forward
@@ -140,14 +170,19 @@ class ShardedGradients:
 
     def non_finite(self) -> list[str]:
         """Parameters whose gradient so far, as far as it is in this process, is not finite: what it
-        has not summed yet, and its shard of what was."""
+        has not summed yet, and its shard of what was. What a replica has summed is known by its
+        layer alone, which is named by its first parameter."""
         found = []
         for group in _parameter_groups(self._root):
-            for parameter in group.fsdp_params:
+            in_replica = group._partial_reduce_output
+            spoilt = in_replica is not None and not _is_finite(in_replica)
+            for number, parameter in enumerate(group.fsdp_params):
                 gradients = [parameter.unsharded_accumulated_grad, parameter.sharded_param.grad]
                 if hasattr(parameter, "_unsharded_param"):
                     gradients.append(parameter._unsharded_param.grad)
-                if any(g is not None and not _is_finite(g) for g in gradients):
+                if (spoilt and number == 0) or any(
+                    g is not None and not _is_finite(g) for g in gradients
+                ):
                     found.append(str(parameter._param_fqn).removeprefix("model."))
         return found
 
@@ -181,7 +216,7 @@ def shard(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     root.register_forward_hook(_after_forward)
-    return ShardedGradients(root, gradient_sync)
+    return ShardedGradients(root, gradient_sync, shards.replicas)
 
 
 @torch.no_grad()
@@ -203,20 +238,30 @@ def full_tensors(
 
 
 def same_number(count: int, shards: Shards | None) -> int:
-    """The largest `count` of all processes: so many micro-batches each of them runs."""
-    return int(max_over_ranks([count], shards)[0])
+    """The largest `count` of a replica's processes: so many micro-batches each of them runs."""
+    return int(_largest([count], None if shards is None else shards.own_replica)[0])
 
 
-def any_rank(flag: bool, shards: Shards | None) -> bool:
-    """Whether it is true in any process."""
+def any_of_replica(flag: bool, shards: Shards | None) -> bool:
+    """Whether it is true in any process of this one's replica."""
     return same_number(int(flag), shards) == 1
 
 
+def any_rank(flag: bool, shards: Shards | None) -> bool:
+    """Whether it is true in any process of all replicas."""
+    return max_over_ranks([int(flag)], shards) == [1.0]
+
+
 def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
-    """Element by element, in float64. As many values in every process."""
+    """Element by element, in float64, over all replicas. As many values in every process."""
+    return _largest(values, None if shards is None else dist.group.WORLD)
+
+
+def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+    """None: of this process alone."""
     numbers = torch.tensor(values, dtype=torch.float64)
-    if shards is not None:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    if group is not None:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return numbers.tolist()
 
 

@@ -54,12 +54,17 @@ class TorchTrainer:
     def version(self) -> int:
         return self.learner.version
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """See `Trainer`."""
+    async def score(
+        self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
+    ) -> list[TokenScores]:
+        """See `Trainer`. There is one replica."""
         return await self._in_thread(lambda: self.learner.score(requests))
 
-    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number."""
+    async def accumulate(
+        self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
+    ) -> None:
+        """See `Trainer`. There is one replica. Also raises `NonFiniteError` for an advantage that
+        is no finite number."""
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:

@@ -120,6 +120,9 @@ class TrainConfig:
     """Processes of the trainer's own, over which parameters, gradients and optimizer state are
     sharded (FSDP2). They train while the engine generates (stream_trainer). None: the trainer works
     in the run's own process, on the engine's weights. Under `torchrun` its processes are these."""
+    replicas: int = 1
+    """Whole copies of the model among these processes, each sharded over its part of them. A
+    replica computes gradients alone; they are added up over all at the end of a step."""
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """With several processes: gradients are added up over them once a step, or after every
     micro-batch, which needs less memory."""
@@ -160,6 +163,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.replicas < 1 or (self.processes or 1) % self.replicas:
+            raise ValueError(
+                f"replicas ({self.replicas}) must divide train.processes "
+                f"({self.processes or 'not set'}): each replica has as many of the processes"
+            )
         if self.optimizer == "adamw_8bit" and (self.processes or 1) > 1:
             raise ValueError(
                 "optimizer=adamw_8bit does not go with several processes, whose shards cut its "
@@ -247,13 +255,19 @@ class Trainer(Protocol):
         """Steps applied so far, however many updates each had."""
         ...
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+    async def score(
+        self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
+    ) -> list[TokenScores]:
         """What the algorithm's advantages need to know of these responses, under the weights as
-        they are. In the same order. Not called if the algorithm needs nothing."""
+        they are. In the same order. Not called if the algorithm needs nothing. `replicas`: those
+        that compute; None: all."""
         ...
 
-    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Add these samples' share of the step's gradient.
+    async def accumulate(
+        self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
+    ) -> None:
+        """Add these samples' share of the step's gradient. `replicas`: those that compute; None:
+        all.
 
         Raises `NonFiniteError` that names the samples if the loss is NaN or infinite.
         """

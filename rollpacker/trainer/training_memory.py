@@ -53,12 +53,13 @@ class TrainingMemory:
 
     @property
     def ranks(self) -> int:
-        return self.config.train.processes or 1
+        """Processes that the model is sharded over."""
+        return (self.config.train.processes or 1) // self.config.train.replicas
 
     @property
     def kept(self) -> int:
         """Bytes of a parameter at rest: shards are float32, which makes them their own masters."""
-        return 4 if self.ranks > 1 else self.element
+        return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     @property
     def shared(self) -> str:

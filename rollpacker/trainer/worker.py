@@ -1,7 +1,7 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
     setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, rescale, update, apply, save, load, write_weights, hashes
+    score, accumulate, discard, rescale, update, apply, save, load, write_weights, hashes
 
 It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
 behind.
@@ -50,7 +50,9 @@ class Worker:
             torch.set_num_threads(setup.threads)
         device = setup.device()
         several = int(os.environ["WORLD_SIZE"]) > 1
-        shards = join(device, timeout_s=TIMEOUT_S) if several else None
+        shards = None
+        if several:
+            shards = join(device, timeout_s=TIMEOUT_S, replicas=setup.train.replicas)
         self._learner = build_learner(setup, shards=shards)
 
     def score(self, requests: Sequence[ScoreRequest]) -> Any:
@@ -58,6 +60,9 @@ class Worker:
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
         self._learner.accumulate(samples)
+
+    def discard(self) -> None:
+        self._learner.discard()
 
     def rescale(self, factor: float) -> None:
         self._learner.rescale(factor)

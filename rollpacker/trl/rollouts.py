@@ -35,6 +35,7 @@ from rollpacker.core.commands import (
     Place,
     Release,
     Replace,
+    Resize,
     Score,
     StartGradients,
     SyncWeights,
@@ -128,7 +129,7 @@ class Rollouts:
             SyncWeights: self._sync,
             Commit: self._commit,
             Finish: self._finish,
-            **dict.fromkeys((Place, Move, Replace, Release, StartGradients), self._never),
+            **dict.fromkeys((Place, Move, Replace, Resize, Release, StartGradients), self._never),
         }
 
     def next_step(self) -> Groups:

@@ -208,7 +208,9 @@ class FakeTrainer:
     accumulate_s: float = 0.0
     _gradient: dict[SampleId, float] = field(default_factory=dict)
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+    async def score(
+        self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
+    ) -> list[TokenScores]:
         self.calls.append("score")
         return [TokenScores() for _ in requests]
 
@@ -218,8 +220,10 @@ class FakeTrainer:
     def close(self) -> None:
         pass
 
-    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        self.calls.append("accumulate")
+    async def accumulate(
+        self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
+    ) -> None:
+        self.calls.append("accumulate" if replicas is None else f"accumulate on {[*replicas]}")
         await asyncio.sleep(self.accumulate_s)
         for sample in samples:
             assert sample.sample not in self._gradient, "accumulated twice"
@@ -385,7 +389,8 @@ def make(
             dynamic_sampling=config.rollout.dynamic_sampling,
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
-            fleet=config.rollout.fleet,
+            parallelism=config.parallelism_planner,
+            fleet=config.rollout.fleet(config.parallelism_planner),
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,

@@ -319,10 +319,10 @@ def test_gradients_while_the_engine_works_are_refused(tmp_path: Path) -> None:
 
 def test_no_number_in_early_gradients_names_the_step(tmp_path: Path) -> None:
     class Broken(FakeTrainer):
-        async def accumulate(self, samples: Any) -> None:
+        async def accumulate(self, samples: Any, replicas: Any = None) -> None:
             if controller.parts.job.phase is Phase.ROLLING:
                 raise NonFiniteError("the loss is nan")
-            await super().accumulate(samples)
+            await super().accumulate(samples, replicas)
 
     controller, _ = make(
         tmp_path,

@@ -99,9 +99,11 @@ class TickTrainer(FakeTrainer):
         super().__init__(version=version)
         self._ticks = ticks
 
-    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+    async def accumulate(
+        self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
+    ) -> None:
         await self._ticks.wait(2)
-        await super().accumulate(samples)
+        await super().accumulate(samples, replicas)
 
 
 class TickReward(FakeReward):

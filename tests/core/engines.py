@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Replace
+from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace, Resize
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -109,6 +109,13 @@ class Engines:
         self.num_recent = 0
         """Since the last commit."""
         self.num_unheard = 0
+        self.round = 0
+        devices = None if fleet is None else fleet.num_devices
+        self.degree = (devices or num_engines) // num_engines
+        self.released: set[int] = set()
+        """Engines whose devices are the trainer's."""
+        self.gathering: set[int] = set()
+        """Engines of a new layout that nothing was heard of."""
 
     def routes(self) -> Routes:
         return {
@@ -117,6 +124,8 @@ class Engines:
             Place: self.place,
             Move: self.move,
             Replace: self.replace,
+            Release: self.release,
+            Resize: self.resize,
         }
 
     # -- what the core says ------------------------------------------------------------
@@ -124,6 +133,11 @@ class Engines:
     def launch(self, command: Launch) -> None:
         world = self.world
         assert command.version == world.version
+        if command.round != self.round:
+            assert not self.running, "samples of another round are left"
+            self.where.clear()
+            self.round, self.degree = command.round, command.tensor_parallel
+            self.released.clear()
         carried = command.carried or (0,) * len(command.samples)
         replaced = command.replaces or command.samples
         engines = command.engines or (0,) * len(command.samples)
@@ -145,6 +159,7 @@ class Engines:
     def start(self, sample: SampleId, number: int, tokens: int) -> None:
         life = self.current(number)
         assert life.ready and not life.lost, f"{sample} on an engine that is not there"
+        assert not self.gathering, "some begin before others"
         assert life.version == self.world.version, f"{sample} on an engine of old weights"
         assert sample not in life.runs, "twice in one engine"
         request = self.requests[sample]
@@ -154,6 +169,7 @@ class Engines:
             num_tokens=request.length,
             finish_reason="stop",
             version=life.version,
+            preemptions=self.world.preemptions(sample),
             num_kept=request.carried or None,
             **life.name,
         )
@@ -165,11 +181,15 @@ class Engines:
         assert command.samples
         for sample in command.samples:
             life = self.where[sample]
+            moving = self.moving.pop(sample, None)
+            if moving is not None and self.lives[moving.engine, moving.incarnation].lost:
+                assert life is not None and not self.takers
+                del self.where[sample], life.runs[sample]
+                continue
             if life is None or life.lost:
-                assert not any(one.ready for one in self.lives.values()), "it waits for nobody"
+                assert not self.takers, "it waits for nobody"
                 del self.where[sample]
                 continue
-            self.moving.pop(sample, None)
             run = life.runs[sample]
             event = SampleAborted(
                 time_s=0.0,
@@ -197,10 +217,45 @@ class Engines:
         target = self.current(command.engine)
         for sample in command.samples:
             source = self.where[sample]
-            assert source is not None and source is not target and sample not in self.moving
+            before = self.moving.get(sample)
+            assert source is not None and not source.lost
+            if before is None:
+                assert source is not target
+            else:
+                assert self.is_gone(before), "it was under way to an engine that takes it"
             event = SampleMoved(time_s=0.0, sample=sample, **target.name)
             self.moving[sample] = event
             self.world.push(self.rng.random() * self.faults.move_s, event)
+
+    def is_gone(self, event: SampleMoved) -> bool:
+        """Where it moves to takes nothing any more."""
+        lost = self.lives[event.engine, event.incarnation].lost
+        return lost or event.engine in self.released
+
+    def release(self, command: Release) -> None:
+        assert command.devices
+        self.released = {device // self.degree for device in command.devices}
+        assert len(self.released) * self.degree == len(command.devices), "an engine is split"
+        assert self.takers, "nobody stays"
+
+    def resize(self, command: Resize) -> None:
+        assert not self.running and command.version == self.world.version
+        assert command.tensor_parallel != self.degree
+        for life in self.lives.values():
+            life.ready, life.lost, life.state = False, True, "dead"
+        self.released.clear()
+        self.gathering = set(range(len(command.incarnations)))
+        for number, incarnation in enumerate(command.incarnations):
+            self.begin(Life(number, incarnation, command.version))
+
+    def begin(self, life: Life) -> None:
+        """It says that it is ready, or is lost before that."""
+        self.lives[life.engine, life.incarnation] = life
+        seconds = self.rng.random() * self.faults.ready_s
+        if self.may_lose() and self.rng.random() < self.faults.stillborn_rate:
+            self.lose(life, seconds)
+        else:
+            self.world.push(seconds, EngineReady(time_s=0.0, version=life.version, **life.name))
 
     def replace(self, command: Replace) -> None:
         key = (command.engine, command.incarnation)
@@ -208,15 +263,12 @@ class Engines:
         assert command.version == self.world.version
         if life is None:
             assert self.lives[command.engine, command.incarnation - 1].lost
-            life = self.lives[key] = Life(*key, command.version)
+            life = Life(*key, command.version)
         else:
             assert not life.ready and life.version < command.version
             life.version = command.version
-        seconds = self.rng.random() * self.faults.ready_s
-        if self.may_lose() and self.rng.random() < self.faults.stillborn_rate:
-            self.lose(life, seconds)
-        else:
-            self.world.push(seconds, EngineReady(time_s=0.0, version=life.version, **life.name))
+        assert command.engine not in self.released, "its devices are the trainer's"
+        self.begin(life)
 
     def sync(self, version: int) -> None:
         """Engines that are there take the new weights."""
@@ -235,6 +287,13 @@ class Engines:
         """Samples in engines that the core counts on."""
         return [s for life in self.lives.values() if not life.lost for s in life.runs]
 
+    @property
+    def takers(self) -> list[Life]:
+        """Those that may be given samples."""
+        if self.gathering:
+            return []
+        return [one for one in self.lives.values() if one.ready and one.engine not in self.released]
+
     # -- what happens ------------------------------------------------------------------
 
     def meet(self, event: Event) -> Event | None:
@@ -247,8 +306,12 @@ class Engines:
             case EngineReady(engine=engine, incarnation=incarnation):
                 life = self.lives[engine, incarnation]
                 life.ready = event.version == self.world.version and not life.lost
+                if life.ready:
+                    self.gathering.discard(engine)
             case EngineLost(engine=engine, incarnation=incarnation):
                 life = self.lives[engine, incarnation]
+                if not life.lost:
+                    self.gathering.discard(engine)
                 life.ready, life.lost = False, True
                 self.num_unheard -= 1
         return event
@@ -263,7 +326,11 @@ class Engines:
                 self.world.push(1.0, event)
                 return None
         else:
-            self.moving.pop(event.sample, None)
+            moving = self.moving.pop(event.sample, None)
+            if moving is not None and self.lives[moving.engine, moving.incarnation].lost:
+                self.where[event.sample] = None  # the core waits for an engine to start it on
+                del life.runs[event.sample]
+                return None
             del self.where[event.sample]
         del life.runs[event.sample]
         return event
@@ -284,6 +351,9 @@ class Engines:
             return None
         del self.moving[event.sample]
         run = source.runs.pop(event.sample)
+        if self.lives[event.engine, event.incarnation].lost:
+            self.where[event.sample] = None
+            return None
         tokens = int(self.world.time_s - run.began_s)
         self.start(event.sample, event.engine, tokens)
         return replace(event, num_tokens=tokens)

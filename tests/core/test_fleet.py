@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -31,28 +30,27 @@ from rollpacker.core.events import (
     EngineReady,
     PromptsFetched,
     RunStarted,
-    SampleAborted,
-    SampleFailed,
     SampleGenerated,
     SampleMoved,
     SampleScored,
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.fleet import OVERLOAD, ZOMBIE, Fleet, FleetConfig
+from rollpacker.core.fleet import ZOMBIE, Fleet, FleetConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
 from rollpacker.core.records import Record, Session, decode, encode
 from rollpacker.core.rounds import StrayEventError
+from rollpacker.core.routing import OVERLOAD
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
+from tests.core.fleet_checker import Checker
 from tests.core.world import World, commands_of, events_of, published
 
 OFF = TailBatchingConfig(enabled=False)
-ENDINGS = (SampleGenerated, SampleAborted, SampleFailed)
 
 
 def config_of(
@@ -86,108 +84,6 @@ def world_of(num_engines: int, loss_rate: float = 0.0, **settings: object) -> Wo
 
 
 # -- whole runs: what must hold whatever goes wrong ------------------------------------
-
-
-class Checker:
-    """Reads a log, and knows of engines and samples only what that says."""
-
-    def __init__(self, num_engines: int) -> None:
-        self.incarnations = [0] * num_engines
-        self.there = [True] * num_engines
-        self.where: dict[SampleId, tuple[int, ...]] = {}
-        """Engines that may end each sample: one; while it moves where it comes from and where it
-        goes; none while it waits."""
-        self.aborted: set[SampleId] = set()
-        self.num_ends = Counter[SampleId]()
-        self.num_zombies = 0
-        self.num_failed = 0
-        self.rounds = Counter[int]()
-        """Launches of each."""
-
-    def read(self, log: list[Record]) -> None:
-        for record in log:
-            event = record.event
-            if isinstance(event, ENDINGS) and not self.ends(event):
-                assert not record.commands, "a zombie was heeded"
-                continue
-            if isinstance(event, SampleMoved):
-                self.moved(event)
-            placed = {s for c in record.commands if isinstance(c, Place) for s in c.samples}
-            if isinstance(event, EngineLost):
-                self.lost(event, placed)
-            if isinstance(event, EngineReady):
-                self.ready(event, [c for c in record.commands if isinstance(c, Replace)], placed)
-            for command in record.commands:
-                self.obey(command)
-
-    def ends(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        is_current = event.incarnation == self.incarnations[event.engine]
-        if not is_current or event.engine not in self.where.get(event.sample, ()):
-            self.num_zombies += 1
-            return False
-        del self.where[event.sample]
-        self.num_ends[event.sample] += 1
-        self.num_failed += isinstance(event, SampleFailed)
-        return True
-
-    def moved(self, event: SampleMoved) -> None:
-        assert event.incarnation == self.incarnations[event.engine]
-        assert self.where[event.sample][1:] == (event.engine,)
-        self.where[event.sample] = (event.engine,)
-
-    def lost(self, event: EngineLost, placed: set[SampleId]) -> None:
-        if event.incarnation != self.incarnations[event.engine]:
-            return
-        self.incarnations[event.engine] += 1
-        self.there[event.engine] = False
-        for sample in [s for s, engines in self.where.items() if event.engine in engines]:
-            if sample not in self.aborted:
-                assert any(self.there) == (sample in placed)
-                self.where[sample] = ()
-            elif self.where[sample][1:] == (event.engine,):
-                self.where[sample] = self.where[sample][:1]  # it has not left, and will stop there
-            else:
-                self.settle([sample])
-
-    def ready(self, event: EngineReady, again: list[Replace], placed: set[SampleId]) -> None:
-        assert event.incarnation == self.incarnations[event.engine]
-        if again:
-            assert again[0].version > event.version and not placed
-            return
-        self.there[event.engine] = True
-        waited = {s for s, engines in self.where.items() if not engines}
-        assert placed == waited
-
-    def settle(self, stopped: Iterable[SampleId]) -> None:
-        for sample in stopped:
-            del self.where[sample]
-            self.num_ends[sample] += 1
-
-    def obey(self, command: object) -> None:
-        match command:
-            case Launch(samples=samples, engines=engines, round=number):
-                if not self.rounds[number]:
-                    assert not self.where, "samples are left of the round before"
-                self.rounds[number] += 1
-                for sample, engine in zip(samples, engines or (0,) * len(samples), strict=True):
-                    assert sample not in self.num_ends and sample not in self.where
-                    assert self.there[engine] if engine != NOWHERE else not any(self.there)
-                    self.where[sample] = () if engine == NOWHERE else (engine,)
-            case Place(samples=samples, engines=engines):
-                for sample, engine in zip(samples, engines, strict=True):
-                    assert not self.where[sample], "it is in an engine"
-                    assert self.there[engine]
-                    self.where[sample] = (engine,)
-            case Move(samples=samples, engine=engine):
-                for sample in samples:
-                    assert len(self.where[sample]) == 1 and sample not in self.aborted
-                    assert self.there[engine] and engine not in self.where[sample]
-                    self.where[sample] += (engine,)
-            case Abort(samples=samples):
-                self.aborted |= set(samples)
-                self.settle(sample for sample in samples if not self.where[sample])
-            case Replace(engine=engine, incarnation=incarnation):
-                assert (incarnation, self.there[engine]) == (self.incarnations[engine], False)
 
 
 def checked(world: World) -> Checker:
@@ -568,20 +464,30 @@ def test_an_engine_that_joins_is_given_its_share() -> None:
     assert quiet.handle(ready(1)) == []
 
 
-@pytest.mark.parametrize("engine", [0, 1])
-def test_a_loss_at_either_end_of_a_move_starts_the_sample_again(engine: int) -> None:
+def test_where_a_move_comes_from_is_lost_the_sample_starts_again() -> None:
     job, move = joined()
-    there = move.samples[0]
+    there, other = move.samples[:2]
     job.handle(moved(there, 1, 1))
-    replace, place = job.handle(lost(engine, engine))
+    replace, place = job.handle(lost(0))
     assert isinstance(replace, Replace) and isinstance(place, Place)
-    expected = set(move.samples) | (set(SAMPLES) if engine == 0 else set())
-    if engine == 0:
-        expected.discard(there)
-    assert set(place.samples) == expected and set(place.engines) == {1 - engine}
-    other = move.samples[1]
+    assert set(place.samples) == set(SAMPLES) - {there} and set(place.engines) == {1}
     assert job.handle(moved(other, 1, 1)) == [] and job.num_late[ZOMBIE] == 1
-    assert job.handle(ended(other, 1 - engine, 1 - engine))
+    assert job.handle(ended(other, 1, 1))
+
+
+def test_where_a_move_goes_to_is_lost_the_sample_stays() -> None:
+    job, move = joined()
+    there, other = move.samples[:2]
+    job.handle(moved(there, 1, 1))
+    assert job.handle(lost(1, 1)) == [
+        Replace(engine=1, incarnation=2, version=0),
+        Place(samples=(there,), engines=(0,)),
+        Move(samples=tuple(reversed(move.samples[1:])), engine=0),
+    ]
+    assert job.handle(moved(other, 1, 1)) == [] and job.num_late[ZOMBIE] == 1
+    assert job.handle(moved(other, 0)) == [] and job.num_late[ZOMBIE] == 1
+    assert job.handle(ended(other, 0))
+    assert job.handle(ended(move.samples[2], 0)), "it had just finished"
 
 
 # -- routing ---------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from rollpacker.core.commands import (
     Drop,
     FetchPrompts,
     Finish,
-    Release,
     Score,
     StartGradients,
     SyncWeights,
@@ -59,6 +58,7 @@ class World:
     length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
     unkind: UnkindConfig = field(default_factory=UnkindConfig)
     faults: Faults | None = None
+    preemption_rate: float = 0.0
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
     stop_at_step: int | None = None
@@ -161,7 +161,6 @@ class World:
     def routes(self) -> Routes:
         return {
             FetchPrompts: self.fetch,
-            Release: self.release,
             Score: self.score,
             CancelScore: self.cancel,
             StartGradients: self.start_gradients,
@@ -183,8 +182,8 @@ class World:
             PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=ended, data_ended=data_ended),
         )
 
-    def release(self, command: Release) -> None:
-        raise AssertionError("engines have one device each")
+    def preemptions(self, sample: SampleId) -> int:
+        return int(self.rng("preempted", sample).random() < self.preemption_rate)
 
     def score(self, command: Score) -> None:
         sample = command.sample
@@ -205,7 +204,11 @@ class World:
     def start_gradients(self, command: StartGradients) -> None:
         assert command.step == self.job.step + 1
         apart = self.job.config.trainer_apart
-        assert apart or not self.running, "one device: gradients once the engine is empty"
+        if command.devices:
+            engines = {device // self.engines.degree for device in command.devices}
+            assert engines <= self.engines.released, "an engine has that device"
+        else:
+            assert apart or not self.running, "all devices: gradients once the engines are empty"
         self.streamed += command.groups
 
     def train(self, command: TrainOn) -> None:
@@ -242,7 +245,8 @@ class World:
         self.finished, self.failed = command.reason, command.failed
 
 
-_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "faults", "sources")
+_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "faults", "sources",
+             "preemption_rate")  # fmt: skip
 
 
 def events_of(world: World, kind: type) -> list:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,12 +66,20 @@ def embedded(folder: Path, config: EngineConfig) -> Engine:
     return make_engine(config=config, **arguments)
 
 
-def in_process(folder: Path, config: EngineConfig) -> Engine:
-    return ProcessEngine(engine_setup(config_of(folder), config, threads=1))
+def in_process(folder: Path, config: EngineConfig, tensor_parallel: int = 1) -> ProcessEngine:
+    setup = engine_setup(
+        config_of(folder), config, threads=tensor_parallel, tensor_parallel=tensor_parallel
+    )
+    return ProcessEngine(setup)
 
 
-def vllm_in_process(folder: Path, config: EngineConfig) -> Engine:
-    return in_process(folder, replace(config, name="vllm", kv_cache_gib=0.05))
+def vllm_in_process(
+    folder: Path, config: EngineConfig, tensor_parallel: int = 1, kv_cache_gib: float = 0.05
+) -> ProcessEngine:
+    config = replace(config, name="vllm", kv_cache_gib=kv_cache_gib)
+    engine = in_process(folder, config, tensor_parallel)
+    asyncio.run(engine.ready())  # which takes longer than any test waits for an output
+    return engine
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,11 @@ ENGINES = {
 if find_spec("vllm") is not None:  # make test-vllm
     ENGINES["vLLM in a process"] = Implementation(
         vllm_in_process, is_embedded=False, pid=lambda engine: engine.child.pid
+    )
+    ENGINES["vLLM of two devices"] = Implementation(
+        partial(vllm_in_process, tensor_parallel=2),
+        is_embedded=False,
+        pid=lambda engine: engine.child.pid,
     )
 
 

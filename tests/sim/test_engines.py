@@ -19,7 +19,7 @@ from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import job_config, machine_of, simulate
 from rollpacker.sim.simulation import Simulation
 from rollpacker.sim.workload import Workload
-from tests.core.test_fleet import Checker
+from tests.core.fleet_checker import Checker
 from tests.sim.test_simulation import SMALL
 
 PLAIN = ("parallelism_planner.enabled=false", "stream_trainer.kinds=[]")

@@ -49,7 +49,9 @@ class Ranks:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(
+        self, size: int, function: Callable[..., Any], *arguments: Any, replicas: int = 1
+    ) -> list[Any]:
         """`function(shards, *arguments)` of the top level of a module, in `size` processes; what
         each returned. Raises `RankError`, with the traceback of the first that failed."""
         if not self._processes:
@@ -58,7 +60,7 @@ class Ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, pipe in enumerate(self._pipes[:size]):
             environment = _environment(rank, size, store.port)
-            pipe.send((environment, self._timeout_s, function, arguments))
+            pipe.send((environment, self._timeout_s, replicas, function, arguments))
         try:
             return self._answers(size)
         except BaseException:
@@ -135,12 +137,12 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            environment, timeout_s, function, arguments = pipe.recv()
+            environment, timeout_s, replicas, function, arguments = pipe.recv()
         except EOFError:
             return
         os.environ.update(environment)
         try:
-            shards = join(torch.device("cpu"), timeout_s)
+            shards = join(torch.device("cpu"), timeout_s, replicas=replicas)
             answer = (True, function(shards, *arguments))
             leave()
         except BaseException:

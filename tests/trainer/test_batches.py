@@ -162,7 +162,8 @@ def test_models_that_cannot_be_packed_say_why():
     foreign.config.layer_types = ["full_attention", "linear_attention"]
     message = (
         r"micro_batches=packed is not possible: Qwen2ForCausalLM has layers of type "
-        r"linear_attention; set it to sorted or auto"
+        r"linear_attention: a row of a pack would begin with what the one before it left; set it "
+        r"to sorted or auto"
     )
     with pytest.raises(ValueError, match=message):
         new_batcher("packed", model=foreign)

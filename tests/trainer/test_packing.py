@@ -354,7 +354,10 @@ def test_this_torchs_varlen_attn_takes_what_is_given_to_it():
 def test_models_whose_attention_is_their_own_are_not_packed():
     model = new_model("qwen2")
     model.config.layer_types = ["full_attention", "linear_attention"]
-    reason = "Qwen2ForCausalLM has layers of type linear_attention"
+    reason = (
+        "Qwen2ForCausalLM has layers of type linear_attention: a row of a pack would begin with "
+        "what the one before it left"
+    )
     assert why_not(model, "grouped", CPU) == reason and best_kind(model, CPU) is None
     assert why_not(nn.Linear(1, 1), "grouped", CPU) == "Linear is no transformers model"
 

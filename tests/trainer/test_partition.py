@@ -69,6 +69,8 @@ class Partition:
     """How a step's samples are dealt out."""
 
     size: int = 1
+    replicas: int = 1
+    """With several, some calls are to one of them alone."""
     layout: str = "sorted"
     budget: int = WHOLE
     gradient_sync: str = "step"
@@ -300,8 +302,14 @@ def gradients(
     for call in calls_of(groups, case, partition, scores):
         if isinstance(call, float):
             learner.rescale(call)
-        else:
-            learner.accumulate(dealt(call, size, draw)[rank])
+            continue
+        called = range(size)
+        if draw is not None and draw.random() < 0.7:
+            share, replica = size // partition.replicas, draw.randrange(partition.replicas)
+            called = range(replica * share, (replica + 1) * share)
+        shares = dealt(call, len(called), draw)
+        if rank in called:
+            learner.accumulate(shares[called.index(rank)])
     outcome = learner.apply()
     found = {}
     for name, trained in learner.trained.items():
@@ -334,10 +342,11 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def partitions(case: Case) -> st.SearchStrategy[Partition]:
+def partitions(case: Case, *sizes: tuple[int, int]) -> st.SearchStrategy[Partition]:
+    """Each of the sizes is of processes and replicas."""
     return st.builds(
-        Partition,
-        size=st.sampled_from([1, 2, 4]),
+        lambda size, **settings: Partition(size=size[0], replicas=size[1], **settings),
+        size=st.sampled_from(sizes),
         layout=st.sampled_from(["sorted", "packed"]),
         budget=st.sampled_from([1, 40, 100, WHOLE]),
         gradient_sync=st.sampled_from(["step", "micro-batch"]),
@@ -352,9 +361,25 @@ def test_any_partition_gives_the_gradient_of_the_whole(name, ranks):
     whole, loss = gradients(None, case, Partition())
 
     @settings(deadline=None, max_examples=3, database=None)
-    @given(partition=partitions(case))
+    @given(partition=partitions(case, (1, 1), (2, 1), (4, 1)))
     def check(partition: Partition) -> None:
         answers = ranks.run(partition.size, gradients, case, partition)
+        assert_equal(answers[0][0], whole)
+        assert sum(part for _, part in answers) == pytest.approx(loss, rel=1e-10, abs=1e-12)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo, [('whiten', False), ('kl_coef', 0.1)]", "lora"])
+def test_replicas_that_accumulate_alone_give_the_gradient_of_the_whole(name, ranks):
+    """A critic and adapters, too."""
+    case = CASES[name]
+    whole, loss = gradients(None, case, Partition())
+
+    @settings(deadline=None, max_examples=4, database=None)
+    @given(partition=partitions(case, (2, 2), (4, 2), (4, 4)))
+    def check(partition: Partition) -> None:
+        answers = ranks.run(partition.size, gradients, case, partition, replicas=partition.replicas)
         assert_equal(answers[0][0], whole)
         assert sum(part for _, part in answers) == pytest.approx(loss, rel=1e-10, abs=1e-12)
 

@@ -65,9 +65,12 @@ def setup_of(folder: Path) -> LearnerSetup:
     )
 
 
-def process_trainer(folder: Path, size: int) -> ProcessTrainer:
+def process_trainer(folder: Path, size: int, replicas: int = 1) -> ProcessTrainer:
     engine = load_model(ModelConfig(path=str(folder), device="cpu")).model
-    return ProcessTrainer(setup_of(folder), Ranks(size), engine.named_parameters())
+    setup = setup_of(folder)
+    train = dataclasses.replace(setup.train, processes=size, replicas=replicas)
+    setup = dataclasses.replace(setup, train=train)
+    return ProcessTrainer(setup, Ranks(size), engine.named_parameters())
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace
+from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace, Resize
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -68,12 +68,15 @@ class Rollout:
         self._tally = tally
         self._work = work
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
-        self._num_engines = None if fleet is None else fleet.num_engines
-        self._incarnations = [0] * (self._num_engines or 1)
+        self._fleet_config = fleet
+        self._incarnations = [0] * machine.gpus
+        """By number, of engines of the degree at hand."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
         """How long that incarnation of that engine lives."""
         self.start_s = 0.0
         """Until a replacement is ready."""
+        self.resize_s = 0.0
+        """Until engines of another degree are."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
         """By degree and by whether the engines decode speculatively."""
         self._fleet: list[Lane] = []
@@ -97,6 +100,7 @@ class Rollout:
             Place: self._place,
             Move: self._move,
             Replace: self._replace,
+            Resize: self._resize,
         }
 
     @property
@@ -195,10 +199,10 @@ class Rollout:
                     machine.prompt_tokens,
                     machine.latency.recompute_token_s(degree),
                 )
-                for _ in range(self._num_engines or machine.gpus // degree)
+                for _ in range(machine.gpus // degree)
             ]
             found = [
-                Lane(engine, number if self._num_engines else 0, self._finish)
+                Lane(engine, number if self._fleet_config else 0, self._finish)
                 for number, engine in enumerate(engines)
             ]
             self._fleets[degree, speculate] = found
@@ -298,7 +302,7 @@ class Rollout:
 
     def begin(self) -> None:
         """The run begins: its engines live from now on."""
-        for number in range(self._num_engines or 0):
+        for number in range(self._fleet_config.num_engines if self._fleet_config else 0):
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
@@ -327,13 +331,21 @@ class Rollout:
                 for request in lane.engine.drain(self._clock.time_s):
                     del self._lane_of[request.key]
             self._live(number, start_s)
-        ready = EngineReady(
-            time_s=0.0,
-            engine=number,
-            incarnation=command.incarnation,
-            version=command.version,
+        self._is_ready(number, command.version, start_s)
+
+    def _resize(self, command: Resize) -> None:
+        """All engines are empty; those of this degree come with the launch."""
+        for number, incarnation in enumerate(command.incarnations):
+            self._incarnations[number] = incarnation
+            self._live(number, self.resize_s)
+            self._is_ready(number, command.version, self.resize_s)
+
+    def _is_ready(self, number: int, version: int, after_s: float) -> None:
+        incarnation = self._incarnations[number]
+        self._clock.after(
+            after_s,
+            EngineReady(time_s=0.0, engine=number, incarnation=incarnation, version=version),
         )
-        self._clock.after(start_s, ready)
 
     def _place(self, command: Place) -> None:
         """Samples start anew; an end that was drawn in place of another stands."""
@@ -372,11 +384,22 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
-        now, machine, launch = self._clock.time_s, self._machine, self._launch
+        now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel
         gone = [self._fleet[i] for i in sorted({device // degree for device in command.devices})]
         self._released = (now, gone)
+        if self._fleet_config is None:
+            self._share_out(gone, now)
+        for lane in gone:
+            lane.last_busy_s = now
+        self._tally.bubble["migration"] += MIGRATION_S * len(command.devices)
+        self._work.have(now, len(command.devices), after_s=MIGRATION_S)
+
+    def _share_out(self, gone: Sequence[Lane], now: float) -> None:
+        """What these engines have goes on in the others, in turn."""
+        machine, launch = self._machine, self._launch
+        assert launch is not None
         # One that finishes at this very moment takes its last token on the other engine.
         moved = [
             request._replace(done_tokens=min(request.done_tokens, request.length - 1))
@@ -384,7 +407,7 @@ class Rollout:
             for request in lane.engine.drain(now)
         ]
         staying = self._staying()
-        token_s = machine.latency.recompute_token_s(degree)
+        token_s = machine.latency.recompute_token_s(launch.tensor_parallel)
         for turn, lane in enumerate(staying):
             requests = moved[turn :: len(staying)]
             if requests:
@@ -392,7 +415,3 @@ class Rollout:
                 lane.engine.submit(now, requests, tokens * token_s)
                 self._clock.expect(lane.engine, lane.finish)
                 self._lane_of.update((request.key, lane) for request in requests)
-        for lane in gone:
-            lane.last_busy_s = now
-        self._tally.bubble["migration"] += MIGRATION_S * len(command.devices)
-        self._work.have(now, len(command.devices), after_s=MIGRATION_S)

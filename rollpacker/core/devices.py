@@ -1,0 +1,100 @@
+"""Who has which device: an engine, a training replica, or nobody.
+
+    Launch of a round, Resize, SyncWeights    all are the engines'
+    Release                                   these are nobody's
+    StartGradients, TrainOn                   these, or all, are the replicas'
+
+With a trainer apart replicas have devices of their own, and these are always the engines'. That no
+device is in two plans is asserted: nothing is given to an engine without its devices, and no
+replica begins on an engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from rollpacker.core.commands import (
+    NOWHERE,
+    Command,
+    Launch,
+    Move,
+    Place,
+    Release,
+    Resize,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
+
+_MOVERS = (Launch, Place, Move, Release, Resize, StartGradients, TrainOn, SyncWeights)
+
+
+class Owner(NamedTuple):
+    kind: Literal["engine", "replica"]
+    number: int
+
+
+class Devices:
+    """Tell it every command, in order."""
+
+    def __init__(
+        self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
+    ) -> None:
+        """`degree`: devices of an engine; `train_group`: of a training replica."""
+        self.owners: list[Owner | None] = [None] * (num_engines * degree)
+        self._degree = degree
+        self._train_group = train_group
+        self._apart = trainer_apart
+        self._round = 0
+        self._to_engines()
+
+    def obey(self, command: Command) -> None:
+        """Raises `AssertionError` where a device would be in two plans."""
+        if type(command) not in _MOVERS:  # most are checks of responses
+            return
+        match command:
+            case Launch(round=number, tensor_parallel=degree, engines=engines):
+                if degree != self._degree:  # the same engines, of more or fewer devices each
+                    self.owners = [None] * (len(self.owners) // self._degree * degree)
+                if number != self._round:
+                    self._round, self._degree = number, degree
+                    self._to_engines()
+                self._have(engines, command)
+            case Place(engines=engines):
+                self._have(engines, command)
+            case Move(engine=engine):
+                self._have((engine,), command)
+            case Release(devices=devices):
+                self._have({device // self._degree for device in devices}, command)
+                for device in devices:
+                    self.owners[device] = None
+            case StartGradients(devices=devices) if devices:
+                for device in devices:
+                    owner = self.owners[device]
+                    assert owner is None or owner.kind == "replica", f"{command}: {owner} has it"
+                self._to_replicas(devices)
+            case StartGradients() | TrainOn():
+                self._to_replicas(range(len(self.owners)))
+            case Resize(tensor_parallel=degree):
+                self._degree = degree
+                self._to_engines()
+            case SyncWeights():
+                self._to_engines()
+
+    def _have(self, engines: Iterable[int], command: Command) -> None:
+        """Assert that these engines have their devices."""
+        for number in set(engines) - {NOWHERE}:
+            first = number * self._degree
+            owners = set(self.owners[first : first + self._degree])
+            assert owners == {Owner("engine", number)}, f"{type(command).__name__}: {owners}"
+
+    def _to_engines(self) -> None:
+        for device in range(len(self.owners)):
+            self.owners[device] = Owner("engine", device // self._degree)
+
+    def _to_replicas(self, devices: Iterable[int]) -> None:
+        if self._apart:
+            return
+        for device in devices:
+            self.owners[device] = Owner("replica", device // self._train_group)

@@ -1,0 +1,40 @@
+"""One of the processes that share an engine of vLLM: how it draws tokens and takes weights.
+
+Each draws every token itself, from logits and noise that all of them have, so that none has to be
+told what another one drew. vLLM imports this by name, in such a process (`rollout/vllm_parallel.py`
+speaks to it), and nothing else does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rollpacker.rollout.vllm_draws import Draws, drawing_with
+from rollpacker.rollout.vllm_engine import pack_output_layer
+from rollpacker.weight_buffer import WeightReader, WeightSource
+
+logging.getLogger("vllm").setLevel(logging.ERROR)
+
+_draws = Draws()
+_reader = WeightReader()
+
+DrawTokens = drawing_with(_draws)
+
+
+class Extension:
+    """Methods that vLLM's worker gets."""
+
+    def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
+        """What was noted of these requests, which are done with; nothing of one that was never
+        drawn for."""
+        _draws.broken.clear()  # nobody looks at it here
+        found = [_draws.by_number.pop(number, None) for number in numbers]
+        return [[] if one is None else one.log_probs for one in found]
+
+    def load_shared(self: Any, source: WeightSource) -> None:
+        """Take this worker's part of these weights. Raises `StaleWeightsError`."""
+        with _reader.reading(source) as weights:
+            self.reload_weights(weights_iterator=iter(weights.items()))
+        self.apply_model(pack_output_layer)
