@@ -43,8 +43,9 @@ ALPHABET = "0123456789+=aeioubcd"
 """Short, so that a random model ends its responses after some 20 tokens: lengths differ."""
 
 
-def write_model(folder: Path) -> None:
-    """A random Qwen2 of about 30 thousand parameters with a character tokenizer."""
+def write_model(folder: Path, **shape: int) -> None:
+    """A random Qwen2 of about 30 thousand parameters with a character tokenizer. `shape`: what is
+    to be otherwise in its config."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -52,14 +53,13 @@ def write_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     tokenizer = write_character_tokenizer(ALPHABET, folder)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, **shape}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         intermediate_size=64,
         tie_word_embeddings=True,
+        **sizes,
         max_position_embeddings=512,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
