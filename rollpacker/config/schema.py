@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.config.devices import check_devices
 from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
@@ -177,11 +178,10 @@ class RunConfig:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
         self._check_quantization()
-        self._check_colocated()
+        check_devices(self.rollout, self.train, self.parallelism_planner, self.model)
         self._check_stream_trainer()
         self._check_adapters()
         self._check_carrying()
-        self._check_engines()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -314,54 +314,10 @@ class RunConfig:
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
-    def _check_engines(self) -> None:
-        if self.rollout.engines > 1 and self.model.quantization is not None:
-            raise ValueError(
-                f"rollout.engines={self.rollout.engines} does not go with model.quantization="
-                f"{self.model.quantization}: what a process of its own would generate with is "
-                "untested. Set rollout.engines=1"
-            )
-
-        self._check_parallelism()
-
-    def _check_parallelism(self) -> None:
-        planner, engine = self.parallelism_planner, self.rollout.engine
-        if not planner.of_several:
-            return
-        if not engine.is_tensor_parallel:
-            raise ValueError(
-                f"parallelism_planner does not go with rollout.engine.name={engine.name}: it runs "
-                "on one device, and puts no sample back for want of memory, by which the planner "
-                "decides. Set rollout.engine.name=vllm, or leave parallelism_planner out"
-            )
-        if planner.enabled and len(planner.degrees) == 1:
-            raise ValueError(
-                f"parallelism_planner.degrees ({planner.degrees[0]}) leaves nothing to choose: "
-                "name several, such as [1, 2]"
-            )
-        num_devices = self.rollout.engines * planner.initial
-        wrong = next((one for one in planner.reachable if num_devices % one), None)
-        if wrong is not None:
-            raise ValueError(
-                f"parallelism_planner.degrees has {wrong}, which does not divide the "
-                f"{num_devices} devices of the engines (rollout.engines={self.rollout.engines} "
-                f"times parallelism_planner.initial={planner.initial}): choose other degrees, or "
-                "another number of engines"
-            )
-
     @property
     def engines_are_apart(self) -> bool:
         """They are in processes of their own."""
         return self.rollout.engines > 1 or self.parallelism_planner.of_several
-
-    def _check_colocated(self) -> None:
-        engines, processes = self.rollout.engines, self.train.processes
-        if self.train.colocate and (engines == 1 or engines != processes):
-            raise ValueError(
-                "train.colocate puts one engine and one process of the trainer on each device, of "
-                f"at least two: set rollout.engines (now {engines}) and train.processes (now "
-                f"{'not set' if processes is None else processes}) to the number of devices"
-            )
 
     @property
     def trainer_apart(self) -> bool:
