@@ -88,6 +88,7 @@ vllm: $(VLLM_VENV)/.installed
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet "pytest>=8" "pytest-timeout>=2.3"
 	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
+	  tests/rollout/test_vllm_parallel.py \
 	  tests/rollout/test_conformance.py
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.
