@@ -28,8 +28,9 @@ pytestmark = needs_vllm
 
 BLOCK_BYTES = 2 * 2 * 32 * 2 * 32 * 4
 """Of the model of these tests: layers, keys and values, tokens, heads, their size, bytes."""
-POISON = 30
-"""A token that the prompts of one test alone have."""
+POISON = 31
+"""A token that the prompt of one sample alone has; not the one that the engine compares weights by,
+whose keys and values would stay in its cache."""
 
 
 @pytest.fixture(scope="module")
