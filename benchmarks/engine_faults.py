@@ -172,8 +172,8 @@ class Saboteur(rollpacker.Callback):
         struck = {(fault.engine, fault.incarnation) for fault in self.faults}
         whole = [
             handle
-            for handle in self.engines.handles.values()
-            if handle.lives and (handle.number, handle.incarnation) not in struck
+            for handle in self.engines.living
+            if (handle.number, handle.incarnation) not in struck
         ]
         return [] if self._one_by_one and len(whole) < len(self.engines.handles) else whole
 
@@ -182,9 +182,7 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
     return (fault.engine, fault.incarnation) == (event.engine, incarnation)
 
 
-def sabotage(
-    folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch"
-) -> Saboteur:
+def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
     """Train in `folder`, which gets model, config and run, until all faults are through, and then
     to the end."""
     from rollpacker.cli import engines
@@ -279,7 +277,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=ENGINES, default="torch")
     parser.add_argument("--faults", type=int, help="110, and 10 with vllm, which has no more")
-    parser.add_argument("--quick", action="store_true", help="6 faults, 2 with vllm; writes nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="6 faults, 2 with vllm; writes nothing"
+    )
     args = parser.parse_args()
     began = time.perf_counter()
     plan = plan_of(args.engine, args.faults, quick=args.quick)

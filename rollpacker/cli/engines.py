@@ -60,6 +60,16 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     return Engines(first, make, planner.initial)
 
 
+async def all_made(engines: Engines) -> None:
+    """Wait for those in processes. Raises `EngineError` if one cannot be made, which is a
+    `ValueError`, too, if that is for the user to mend."""
+    from rollpacker.rollout.process_engine import ProcessEngine
+
+    for handle in engines.living:
+        if isinstance(handle.engine, ProcessEngine):
+            await handle.engine.ready()
+
+
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
     """Raises `ValueError` if the model, by its configuration in transformers, cannot be cut in as
     many parts as an engine may have devices."""

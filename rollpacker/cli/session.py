@@ -115,10 +115,12 @@ class Session:
         self._open(parts, watch, time_s, build.marks(config, policy))
 
     def _engines(self, policy: Policy) -> Engines:
-        from rollpacker.cli.engines import build_engines
+        """Before the run has a folder: what one refuses in its process leaves nothing behind."""
+        from rollpacker.cli.engines import all_made, build_engines
 
         engines = build_engines(self.config, policy)
         self.stack.callback(lambda: Caller().run(engines.close()))
+        Caller().run(all_made(engines))
         return engines
 
     def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:

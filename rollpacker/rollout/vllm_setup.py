@@ -63,7 +63,7 @@ def open_vllm(
     are still random.
 
     Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
-    cannot run, and `ValueError` for versions that nobody tried.
+    cannot run, or not with so little memory, and `ValueError` for versions that nobody tried.
     """
     sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
     if sentence is not None:
@@ -144,7 +144,13 @@ def _open(
     shape.architectures = [type(model).__name__]  # a config that was made by hand may have none
     with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
         shape.save_pretrained(folder)
-        return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+        except ValueError as error:  # such as too little memory for a single token
+            raise UnsupportedModelError(
+                f"vLLM does not start with this model and rollout.engine.kv_cache_gib="
+                f"{config.kv_cache_gib}: {' '.join(str(error).split())}"
+            ) from error
 
 
 def check_versions() -> None:
