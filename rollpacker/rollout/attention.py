@@ -59,8 +59,8 @@ def install_attention(model: PreTrainedModel) -> None:
     if foreign:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(foreign)}, and RollPacker's own engine runs "
-            "models whose layers are all full or sliding-window attention: to train it set "
-            "rollout.engine.name=vllm, or choose a model such as Qwen3, Llama or Mistral"
+            "models whose layers are all full or sliding-window attention: for rollpacker train "
+            "set rollout.engine.name=vllm, or choose a model such as Qwen3, Llama or Mistral"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(

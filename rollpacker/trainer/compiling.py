@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rollpacker.trainer.packing import layers_with_state
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,23 @@ Backend = str | Callable[..., Any]
 def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
     """Run the model's layers through torch.compile, in place. They are compiled when they first
     run; if that fails, then or later, all layers run uncompiled from there on, and one warning says
-    why. Returns whether there is a layer to compile; if not, a warning says so.
+    why. Returns whether there is a layer to compile; if not, a warning says so. A model whose
+    layers keep a state is left as it is, with a warning.
 
     Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache or in
     inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and
     with gradient checkpointing. Parameter names and state stay as they are.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    state = None if transformer is None else layers_with_state(transformer)
+    if state is not None:
+        # Their loop over a row's chunks is another program for each length, and its backward pass
+        # fails at some.
+        log.warning(
+            "train.compile: %s has %s, it runs uncompiled", type(transformer).__name__, state
+        )
+        return False
     if not layers:
         log.warning(
             "train.compile: %s has no layers of transformers' kind, it runs uncompiled",

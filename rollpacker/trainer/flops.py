@@ -91,11 +91,12 @@ class FlopModel:
                 continue
             share = active if ".experts." in name else 1.0
             body += share * _per_parameter(parameter) * num_elements(parameter)
+        windows = _windows(config)
         return cls(
             body=body,
             output=0.0 if head is None else float(_per_parameter(head) * head.numel()),
-            attention=12.0 * decoder_shape(config.to_dict()).query,
-            windows=_windows(config),
+            attention=12.0 * decoder_shape(config.to_dict()).query if windows else 0.0,
+            windows=windows,
         )
 
     def training(self, lengths: Sequence[int], num_predicted: int) -> float:

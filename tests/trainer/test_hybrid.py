@@ -17,6 +17,8 @@ from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.checkpoint import save_model
+from rollpacker.trainer.compiling import compile_layers
+from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.lora import add_adapter
@@ -136,6 +138,27 @@ def test_a_step_trains_every_parameter(optimizer: str) -> None:
     assert metrics["actor/grad_norm"] > 0
     after = model.state_dict()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_it_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = hybrid_model()
+    assert not compile_layers(model, backend="eager")
+    assert "layers of type linear_attention, it runs uncompiled" in caplog.text
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+def test_a_critic_of_the_same_kind_is_trained_beside_it() -> None:
+    model = hybrid_model()
+    critic = from_policy_model(model)
+    nn.init.normal_(critic.value_head.weight)  # it begins at zero
+    found = Batcher(
+        model, layout="auto", max_tokens=64, pad_token_id=PADDING, device=CPU, others=[critic.model]
+    )
+    assert found.layout == "sorted"
+    rows = new_rows()
+    values = critic(found.batch(rows[:3]))
+    parts = [critic(found.batch([row])) for row in rows[:3]]
+    assert (values - torch.cat(parts)).abs().max() < 1e-4 * values.abs().max()
 
 
 @pytest.mark.parametrize(
