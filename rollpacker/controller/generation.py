@@ -17,7 +17,7 @@ from typing import TypeGuard
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
-from rollpacker.controller.engines import Engines, Heard
+from rollpacker.controller.engines import Engines, Heard, Told
 from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
@@ -26,8 +26,6 @@ from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Abort, Launch, Move, Place, Release
 from rollpacker.core.events import (
-    EngineLost,
-    EngineReady,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
@@ -141,7 +139,7 @@ class Generation:
         else:
             self.engines.lose(handle, event.reason)
 
-    def _tell(self, event: EngineLost | EngineReady) -> None:
+    def _tell(self, event: Told) -> None:
         """Engines come and go. What the core does not route finds its place without it, and ends
         with a run that the core gives up."""
         self.bus.take(event)

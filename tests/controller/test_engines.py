@@ -518,6 +518,49 @@ def test_a_move_to_an_engine_that_is_lost_starts_where_the_core_says() -> None:
     assert all(response.tokens == Long().draw(event.sample) for event, response in up)
 
 
+def test_a_move_to_an_engine_that_is_lost_goes_where_the_core_says() -> None:
+    told = Told(3)
+    samples = [request(n).sample for n in range(3)]
+    with told.lock:
+        told.engines.submit([request(n) for n in range(3)])
+    told.has_begun(0)
+    with told.lock:
+        told.engines.move(samples, 1)
+        told.engines.handles[1].engine.kill()
+        told.engines.move(samples[:1], 0)
+        told.engines.move(samples[1:2], 2)
+    up = told.wait(4)
+    moves = [event for event, _ in up if isinstance(event, SampleMoved)]
+    assert [(m.sample, m.engine) for m in moves] == [(samples[0], 0), (samples[1], 2)]
+    assert all(0 < m.num_tokens < 30 for m in moves)
+    with told.lock:  # of the last it has not said anything yet
+        told.engines.place(samples[2:], [2])
+    told.wait(5)
+    ends = {event.sample: (event, r) for event, r in told.up if isinstance(event, SampleGenerated)}
+    assert [ends[sample][0].engine for sample in samples] == [0, 2, 2]
+    for sample, (_, response) in ends.items():
+        assert response.tokens == Long().draw(sample)
+
+
+def test_an_engine_that_is_lost_as_it_is_given_a_moved_sample() -> None:
+    told = Told()
+    sample = request(0).sample
+    with told.lock:
+        told.engines.submit([request(0)])
+        told.engines.move([sample], 1)
+        told.engines.handles[1].engine._closed = True  # and nobody knows yet
+
+        def core(event: Event) -> None:
+            told.losses.append(event)
+            if isinstance(event, EngineLost):
+                told.engines.move([sample], 0)
+
+        told.engines._tell = core
+    ((event, response),) = told.wait(1)
+    assert response.tokens == Long().draw(sample) and event.engine == 0
+    assert [type(event) for event in told.losses] == [EngineLost, SampleMoved]
+
+
 def test_what_was_placed_and_aborted_is_answered_for_once() -> None:
     told = Told(3)
     with told.lock:

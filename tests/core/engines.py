@@ -110,7 +110,8 @@ class Engines:
         """Since the last commit."""
         self.num_unheard = 0
         self.round = 0
-        self.degree = 1
+        devices = None if fleet is None else fleet.num_devices
+        self.degree = (devices or num_engines) // num_engines
         self.released: set[int] = set()
         """Engines whose devices are the trainer's."""
         self.gathering: set[int] = set()

@@ -77,6 +77,7 @@ class Checker:
             for command in record.commands:
                 self.obey(command)
             self.all_are_well()
+            assert self.owed <= self.released, "a released engine that was lost is not replaced"
 
     def all_are_well(self) -> None:
         for sample, engines in self.where.items():
@@ -162,7 +163,7 @@ class Checker:
                 self.settle(sample for sample in samples if not self.where[sample])
             case Replace(engine=engine, incarnation=incarnation):
                 assert (incarnation, self.there[engine]) == (self.incarnations[engine], False)
-                assert engine not in self.released or engine in self.owed
+                assert engine not in self.released
                 self.owed.discard(engine)
             case Release(devices=devices):
                 assert all(self.there.values()) and not self.gathering
@@ -191,7 +192,6 @@ class Checker:
         number, samples = command.round, command.samples
         if number != self.round:
             assert not self.where, "samples are left of the round before"
-            assert not self.owed, "a released engine that was lost is not replaced"
             self.round, self.degree = number, command.tensor_parallel
             self.released.clear()
         self.rounds[number] += 1
