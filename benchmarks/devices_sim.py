@@ -2,8 +2,8 @@
 samples, beside the same where the simulator deals them out in turn; and what engines of another
 degree cost by the seconds that they need to come.
 
-Two published workloads, of which one changes its degree. The same prompts and lengths in all arms of a seed; mean step over that of
-the same arm's system without a release, or with engines that are there at once.
+Two published workloads, of which one changes its degree. The same prompts and lengths in all arms
+of a seed; mean step over that without a release, or with engines that are there at once.
 
     python benchmarks/devices_sim.py [--steps 20] [--seeds 3]
 """

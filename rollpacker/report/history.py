@@ -23,6 +23,7 @@ from rollpacker.core.commands import (
     Launch,
     Move,
     Place,
+    Release,
     Score,
     StartGradients,
     SyncWeights,
@@ -299,6 +300,9 @@ class History:
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
                 step.rounds[-1].is_irregular = True
+            case Release() if step.rounds:
+                degree = step.rounds[-1].tensor_parallel
+                self.engines.release({device // degree for device in command.devices})
             case Abort():
                 if step.rounds:
                     step.rounds[-1].told_to_stop_s = now
@@ -347,6 +351,7 @@ class History:
         else:
             self.live.clear()  # if something is left, lines are missing: its end was never logged
             self._end_round()
+            self.engines.release()
             round_ = RoundHistory(
                 number=command.round,
                 kind=command.kind,
