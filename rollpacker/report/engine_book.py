@@ -66,6 +66,7 @@ class EngineBook:
         """Samples by engine."""
         self.num_engines = 1
         """Of the session at hand."""
+        self._released: frozenset[int] = frozenset()
         self._num_busy = 0
         self._any_since = 0.0
         self._incarnation = Counter[int]()
@@ -100,10 +101,12 @@ class EngineBook:
 
     @property
     def idle_share(self) -> float:
-        """Of the engines that have nothing to do while others do."""
+        """Of the engines that have nothing to do while others do. Those whose devices are the
+        trainer's have."""
         if not self._num_busy:
             return 0.0
-        return 1.0 - self._num_busy / self.num_engines
+        num_busy = self._num_busy + sum(not self._load[number] for number in self._released)
+        return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
         """It is said by an engine that is lost."""
@@ -117,6 +120,10 @@ class EngineBook:
                 self._leave(sample, now)
                 if number != NOWHERE:
                     self._come(sample, number, now)
+
+    def release(self, engines: Iterable[int] = ()) -> None:
+        """The trainer has the devices of these until the next round; no other's."""
+        self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
         """Those of them that no engine has."""

@@ -23,6 +23,7 @@ from rollpacker.core.commands import (
     Launch,
     Move,
     Place,
+    Release,
     Resize,
     Score,
     StartGradients,
@@ -300,6 +301,9 @@ class History:
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
                 step.rounds[-1].is_irregular = True
+            case Release() if step.rounds:
+                degree = step.rounds[-1].tensor_parallel
+                self.engines.release({device // degree for device in command.devices})
             case Resize():
                 self.engines.resize(command, self.last_step + 1, now)
             case Abort():
@@ -350,6 +354,7 @@ class History:
         else:
             self.live.clear()  # if something is left, lines are missing: its end was never logged
             self._end_round()
+            self.engines.release()
             round_ = RoundHistory(
                 number=command.round,
                 kind=command.kind,

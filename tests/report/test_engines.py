@@ -12,6 +12,7 @@ from rollpacker.core.commands import (
     Launch,
     Move,
     Place,
+    Release,
     Replace,
     RoundKind,
     TrainOn,
@@ -155,6 +156,22 @@ def test_a_sample_that_was_aborted_where_an_engine_was_lost_is_over() -> None:
     first, second = told["engines"]
     assert (first["samples"], second["samples"]) == (2, 0)
     assert second["busy_share"] == pytest.approx(2 / 4)
+
+
+def test_released_devices_are_not_idle() -> None:
+    told = summary(
+        (FETCHED, (launch(0, 0, 1, 1),)),
+        (
+            ended(1.0, 0, 0),
+            (Release(devices=(1,)), Move(samples=SAMPLES[2:], engine=0)),
+        ),
+        (ended(3.0, 1, 0), ()),
+        (ended(4.0, 2, 0), ()),
+        (ended(6.0, 3, 0), ()),
+    )
+    seconds = told["seconds"]
+    assert "imbalance" not in seconds
+    assert seconds["decode"] == pytest.approx((4 + 2 * 3 + 2 + 2 * 1) / 4)
 
 
 def test_one_engine_has_no_row() -> None:
