@@ -54,6 +54,31 @@ class RolloutConfig:
         if self.top_k < 0:
             raise ValueError("top_k must not be negative (0 is off)")
 
+    def check(self, parallelism: ParallelismConfig) -> None:
+        """Raises `ValueError` if these engines cannot have that many devices each."""
+        if not parallelism.of_several:
+            return
+        name, num_devices = self.engine.name, self.engines * parallelism.initial
+        if not self.engine.is_tensor_parallel:
+            raise ValueError(
+                f"parallelism_planner does not go with rollout.engine.name={name}: it runs on one "
+                "device, and puts no sample back for want of memory, by which the planner decides. "
+                "Set rollout.engine.name=vllm, or leave parallelism_planner out"
+            )
+        if parallelism.enabled and len(parallelism.degrees) == 1:
+            raise ValueError(
+                f"parallelism_planner.degrees ({parallelism.degrees[0]}) leaves nothing to choose: "
+                "name several, such as [1, 2]"
+            )
+        wrong = next((one for one in parallelism.reachable if num_devices % one), None)
+        if wrong is not None:
+            raise ValueError(
+                f"parallelism_planner.degrees has {wrong}, which does not divide the {num_devices} "
+                f"devices of the engines (rollout.engines={self.engines} times "
+                f"parallelism_planner.initial={parallelism.initial}): choose other degrees, or "
+                "another number of engines"
+            )
+
     @property
     def max_slots(self) -> int | None:
         """Of all engines."""

@@ -321,32 +321,7 @@ class RunConfig:
                 "untested. Set rollout.engines=1"
             )
 
-        self._check_parallelism()
-
-    def _check_parallelism(self) -> None:
-        planner, engine = self.parallelism_planner, self.rollout.engine
-        if not planner.of_several:
-            return
-        if not engine.is_tensor_parallel:
-            raise ValueError(
-                f"parallelism_planner does not go with rollout.engine.name={engine.name}: it runs "
-                "on one device, and puts no sample back for want of memory, by which the planner "
-                "decides. Set rollout.engine.name=vllm, or leave parallelism_planner out"
-            )
-        if planner.enabled and len(planner.degrees) == 1:
-            raise ValueError(
-                f"parallelism_planner.degrees ({planner.degrees[0]}) leaves nothing to choose: "
-                "name several, such as [1, 2]"
-            )
-        num_devices = self.rollout.engines * planner.initial
-        wrong = next((one for one in planner.reachable if num_devices % one), None)
-        if wrong is not None:
-            raise ValueError(
-                f"parallelism_planner.degrees has {wrong}, which does not divide the "
-                f"{num_devices} devices of the engines (rollout.engines={self.rollout.engines} "
-                f"times parallelism_planner.initial={planner.initial}): choose other degrees, or "
-                "another number of engines"
-            )
+        self.rollout.check(self.parallelism_planner)
 
     @property
     def engines_are_apart(self) -> bool:
