@@ -2,8 +2,8 @@
 samples, beside the same where the simulator deals them out in turn; and what engines of another
 degree cost by the seconds that they need to come.
 
-Two published workloads. The same prompts and lengths in all arms of a seed; mean step over that of
-the same arm's system without a release, or with engines that are there at once.
+Two published workloads, of which one changes its degree. The same prompts and lengths in all arms
+of a seed; mean step over that without a release, or with engines that are there at once.
 
     python benchmarks/devices_sim.py [--steps 20] [--seeds 3]
 """
@@ -22,7 +22,6 @@ from rollpacker.core.records import Entry, Record
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 
-SCENARIOS = ("7b-8k", "14b-16k")
 FLEET = ("rollout.routing=spread", "rollout.moves=true")
 FIXED = ("parallelism_planner.enabled=false",)
 KINDS = 'stream_trainer.kinds=["long","flush"]'
@@ -36,6 +35,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "degrees, 10 s": (*PLANNED, *FLEET, "parallelism_planner.resize_s=10"),
     "degrees, 60 s": (*PLANNED, *FLEET, "parallelism_planner.resize_s=60"),
 }
+SCENARIOS = {"7b-8k": tuple(ARMS)[:3], "14b-16k": tuple(ARMS)}
 BASES = dict.fromkeys(ARMS, "no release") | {
     arm: "degrees, at once" for arm in ARMS if arm.startswith("degrees")
 }
@@ -60,17 +60,17 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     rows = []
-    for scenario in SCENARIOS:
-        ratios: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        said = {arm: Counter[type]() for arm in ARMS}
+    for scenario, arms in SCENARIOS.items():
+        ratios: dict[str, list[float]] = {arm: [] for arm in arms}
+        said = {arm: Counter[type]() for arm in arms}
         for seed in range(args.seeds):
             common = ("system=rollpacker-published", f"steps={args.steps}", f"seed={seed}")
             seconds = {}
-            for arm, own in ARMS.items():
-                seconds[arm], counts = step_s(scenario, (*common, *own))
+            for arm in arms:
+                seconds[arm], counts = step_s(scenario, (*common, *ARMS[arm]))
                 said[arm] += counts
                 ratios[arm].append(seconds[arm] / seconds[BASES[arm]])
-        for arm in ARMS:
+        for arm in arms:
             counts = said[arm]
             row = {
                 "scenario": scenario,

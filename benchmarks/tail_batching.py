@@ -42,7 +42,11 @@ from rollpacker.core.commands import (
     FetchPrompts,
     Finish,
     Launch,
+    Move,
+    Place,
     Release,
+    Replace,
+    Resize,
     RoundKind,
     Score,
     StartGradients,
@@ -199,7 +203,7 @@ class Arm:
         self._round_over.set()
 
     def routes(self) -> Routes:
-        surprises = (CancelScore, Drop, Release, StartGradients)
+        surprises = (CancelScore, Drop, Move, Place, Release, Replace, Resize, StartGradients)
         return {
             FetchPrompts: self._fetch,
             Launch: self._launch,

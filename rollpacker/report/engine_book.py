@@ -34,6 +34,12 @@ class EngineCounts:
     """From losses until another engine was in its place."""
 
 
+def engines_of(job: Mapping[str, Any]) -> int:
+    """How many engines a session had, of which this is the `Session.job`."""
+    number: int = (job.get("fleet") or {}).get("num_engines", 1)
+    return number
+
+
 @dataclass(slots=True)
 class Switch:
     """All engines were given another number of devices each."""
@@ -58,7 +64,9 @@ class EngineBook:
         self._at: dict[SampleId, int] = {}
         self._load = Counter[int]()
         """Samples by engine."""
-        self._num_engines = 1
+        self.num_engines = 1
+        """Of the session at hand."""
+        self._released: frozenset[int] = frozenset()
         self._num_busy = 0
         self._any_since = 0.0
         self._incarnation = Counter[int]()
@@ -69,12 +77,11 @@ class EngineBook:
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         """Its engines are new ones."""
-        fleet = job.get("fleet") or {}
-        num_engines = fleet.get("num_engines", 1)
-        if num_engines > 1 or fleet.get("num_devices"):
+        num_engines = engines_of(job)
+        if num_engines > 1 or (job.get("fleet") or {}).get("num_devices"):
             for number in range(num_engines):
                 self.counts.setdefault(number, EngineCounts())
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._incarnation.clear()
         self._lost_since.clear()
         self._awaited.clear()
@@ -84,20 +91,22 @@ class EngineBook:
         """There are other engines, or will be; none of those before."""
         for number in self.counts:
             self._incarnation[number] += 1
-        self._num_engines = len(command.incarnations)
+        self.num_engines = len(command.incarnations)
         for number, incarnation in enumerate(command.incarnations):
             self.counts.setdefault(number, EngineCounts())
             self._incarnation[number] = incarnation
         self._lost_since.clear()
-        self._awaited = set(range(self._num_engines))
+        self._awaited = set(range(self.num_engines))
         self.switches.append(Switch(command.tensor_parallel, step, now))
 
     @property
     def idle_share(self) -> float:
-        """Of the engines that have nothing to do while others do."""
+        """Of the engines that have nothing to do while others do. Those whose devices are the
+        trainer's have."""
         if not self._num_busy:
             return 0.0
-        return 1.0 - self._num_busy / self._num_engines
+        num_busy = self._num_busy + sum(not self._load[number] for number in self._released)
+        return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
         """It is said by an engine that is lost."""
@@ -111,6 +120,10 @@ class EngineBook:
                 self._leave(sample, now)
                 if number != NOWHERE:
                     self._come(sample, number, now)
+
+    def release(self, engines: Iterable[int] = ()) -> None:
+        """The trainer has the devices of these until the next round; no other's."""
+        self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
         """Those of them that no engine has."""

@@ -14,6 +14,7 @@ from rollpacker.core.commands import (
     Launch,
     Move,
     Place,
+    Release,
     Replace,
     Resize,
     RoundKind,
@@ -192,6 +193,22 @@ def test_a_switch_lasts_until_the_last_of_the_new_engines_is_there() -> None:
     (row,) = (line.split() for line in shown.get().splitlines() if "2 each" in line)
     assert row == ["2", "each", "1", "7.5"]
     assert sum(told["seconds"].values()) == pytest.approx(told["wall_s"])
+
+
+def test_released_devices_are_not_idle() -> None:
+    told = summary(
+        (FETCHED, (launch(0, 0, 1, 1),)),
+        (
+            ended(1.0, 0, 0),
+            (Release(devices=(1,)), Move(samples=SAMPLES[2:], engine=0)),
+        ),
+        (ended(3.0, 1, 0), ()),
+        (ended(4.0, 2, 0), ()),
+        (ended(6.0, 3, 0), ()),
+    )
+    seconds = told["seconds"]
+    assert "imbalance" not in seconds
+    assert seconds["decode"] == pytest.approx((4 + 2 * 3 + 2 + 2 * 1) / 4)
 
 
 def test_one_engine_has_no_row() -> None:
