@@ -87,7 +87,7 @@ def config_of(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def rounds(log: Path) -> list[dict[str, Any]]:
-    """Devices of an engine, preemptions, and seconds from the first token's engine on."""
+    """Devices of an engine, preemptions, and seconds, those of a switch before it among them."""
     found: list[dict[str, Any]] = []
     for entry in EventLog(log):
         if not isinstance(entry, Record):
@@ -107,7 +107,9 @@ def rounds(log: Path) -> list[dict[str, Any]]:
                         "start_s": entry.time_s,
                     }
                 )
-    return [{**one, "seconds": round(one.pop("end_s") - one.pop("start_s"), 2)} for one in found]
+    for one in found:
+        one["seconds"] = round(one.pop("end_s") - one.pop("start_s"), 2)
+    return found
 
 
 def main() -> None:

@@ -19,7 +19,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rollpacker.controller.held import Ended, Handle, Held, stamped, taken_along, with_earlier
+from rollpacker.controller.held import (
+    Ended,
+    Handle,
+    Held,
+    Layout,
+    stamped,
+    taken_along,
+    with_earlier,
+)
 from rollpacker.core.commands import NOWHERE
 from rollpacker.core.events import (
     EngineLost,
@@ -56,16 +64,6 @@ class Weights:
     version: int
     hand_over: HandOver | None
     """None: the trainer has not written them yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How devices are shared out among engines."""
-
-    number: int
-    """How often they were shared out anew."""
-    tensor_parallel: int
-    """Devices of each engine."""
 
 
 class Engines:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.controller.engines import Engines, Layout, Weights, end
-from rollpacker.controller.held import Handle
+from rollpacker.controller.engines import Engines, Weights, end
+from rollpacker.controller.held import Handle, Layout
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch

@@ -1,4 +1,4 @@
-"""Who has a sample that was launched, and what it takes along from engine to engine."""
+"""Engines, who has a sample that was launched, and what it takes along from engine to engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
 
 Ended = SampleGenerated | SampleAborted | SampleFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How devices are shared out among engines."""
+
+    number: int
+    """How often they were shared out anew."""
+    tensor_parallel: int
+    """Devices of each engine."""
 
 
 @dataclass(eq=False, slots=True)

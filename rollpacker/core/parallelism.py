@@ -40,6 +40,7 @@ class ParallelismConfig:
     ones, on the same devices."""
 
     enabled: bool = False
+    """Off: every round has the degree `initial`."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""

@@ -34,6 +34,12 @@ class EngineCounts:
     """From losses until another engine was in its place."""
 
 
+def engines_of(job: Mapping[str, Any]) -> int:
+    """How many engines a session had, of which this is the `Session.job`."""
+    number: int = (job.get("fleet") or {}).get("num_engines", 1)
+    return number
+
+
 @dataclass(slots=True)
 class Switch:
     """All engines were given another number of devices each."""
@@ -44,12 +50,6 @@ class Switch:
     start_s: float
     seconds: float | None = None
     """Until the last of the new engines was there. None: it never was."""
-
-
-def engines_of(job: Mapping[str, Any]) -> int:
-    """How many engines a session had, of which this is the `Session.job`."""
-    number: int = (job.get("fleet") or {}).get("num_engines", 1)
-    return number
 
 
 class EngineBook:

@@ -44,7 +44,7 @@ from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
 from rollpacker.rollout.vllm_draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.rollout.vllm_parallel import Workers
-from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
+from rollpacker.rollout.vllm_setup import close_vllm, open_vllm, pack_output_layer
 from rollpacker.weight_buffer import WeightSource
 
 if TYPE_CHECKING:
@@ -439,13 +439,3 @@ def _broken(live: Live) -> Numbered:
 def _carried(entry: Pending) -> tuple[tuple[int, ...], tuple[float, ...]]:
     carried = entry.request.carried
     return ((), ()) if carried is None else (carried.tokens, carried.log_probs)
-
-
-def pack_output_layer(model: torch.nn.Module) -> None:
-    """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
-    reload does not renew where the matrix is the embedding's."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)

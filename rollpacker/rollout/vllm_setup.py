@@ -89,6 +89,16 @@ def close_vllm(engine: LLMEngine) -> None:
     _the_only_one.release()
 
 
+def pack_output_layer(model: torch.nn.Module) -> None:
+    """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
+    reload does not renew where the matrix is the embedding's."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 def _of_workers(tensor_parallel: int) -> dict[str, str]:
     """What vLLM's processes find in their environment: their share of this one's threads."""
     if tensor_parallel == 1:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
-from rollpacker.rollout.vllm_engine import pack_output_layer
+from rollpacker.rollout.vllm_setup import pack_output_layer
 from rollpacker.weight_buffer import WeightReader, WeightSource
 
 logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -326,8 +326,8 @@ def load_run(run: str | Path) -> RunModel:
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
     if config.parallelism_planner.of_several:
         raise ValueError(
-            f"{folder} has parallelism_planner, and a machine is fitted to engines of one device "
-            "each: record a run without it, and simulate that"
+            f"{folder} had engines of several devices each (parallelism_planner), and a machine is "
+            "fitted to engines of one: record a run without that"
         )
     try:
         fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)

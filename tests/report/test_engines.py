@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollpacker.core.commands import (
     NOWHERE,
@@ -14,6 +16,7 @@ from rollpacker.core.commands import (
     Place,
     Release,
     Replace,
+    Resize,
     RoundKind,
     TrainOn,
 )
@@ -156,6 +159,40 @@ def test_a_sample_that_was_aborted_where_an_engine_was_lost_is_over() -> None:
     first, second = told["engines"]
     assert (first["samples"], second["samples"]) == (2, 0)
     assert second["busy_share"] == pytest.approx(2 / 4)
+
+
+def test_a_switch_lasts_until_the_last_of_the_new_engines_is_there() -> None:
+    """Also if that is one that took the place of a lost one."""
+    told = summary(
+        (
+            FETCHED,
+            (
+                Resize(tensor_parallel=2, incarnations=(1, 1), version=0),
+                launch(NOWHERE, NOWHERE, NOWHERE, NOWHERE),
+            ),
+        ),
+        (ended(0.5, 0, 0), ()),  # of an engine that is no more: nobody heeds it
+        (EngineReady(time_s=2.0, engine=0, incarnation=1, version=0), ()),
+        (
+            EngineLost(time_s=3.0, engine=1, incarnation=1, reason="gone"),
+            (
+                Replace(engine=1, incarnation=2, version=0),
+                Place(samples=SAMPLES, engines=(0, 0, 0, 0)),
+            ),
+        ),
+        (EngineReady(time_s=7.5, engine=1, incarnation=2, version=0), ()),
+        *((ended(8.0, n, 0, incarnation=1), ()) for n in range(4)),
+    )
+    assert told["switches"] == [{"before_step": 1, "tensor_parallel": 2, "seconds": 7.5}]
+    first, second = told["engines"]
+    assert (first["samples"], first["losses"]) == (4, 0)
+    assert (second["losses"], second["mean_away_s"]) == (1, 4.5)
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as shown:
+        console.print(render({"run": "x", **told}))
+    (row,) = (line.split() for line in shown.get().splitlines() if "2 each" in line)
+    assert row == ["2", "each", "1", "7.5"]
+    assert sum(told["seconds"].values()) == pytest.approx(told["wall_s"])
 
 
 def test_released_devices_are_not_idle() -> None:

@@ -156,6 +156,14 @@ def test_a_race_of_several_engines_is_simulated_from_its_own_log(
     assert found == pytest.approx(mean_rollout(several.measured()), rel=0.15)
 
 
+def test_engines_of_several_devices_are_no_measure_of_one(tmp_path: Path) -> None:
+    settings = ["rollout.engine.name=vllm", "tail_batching.carry=none", "rollout.engines=2"]
+    planner = ["parallelism_planner.enabled=true", "parallelism_planner.degrees=[1,2]"]
+    run = record(tmp_path / "elastic", *settings, *planner, race=False)
+    with pytest.raises(ValueError, match="had engines of several devices each"):
+        load_run(run)
+
+
 def test_rounds_in_which_an_engine_is_lost_are_left_out(plain: RunModel, tmp_path: Path) -> None:
     unkind = UnkindConfig(engine_life_s=12.0, engine_start_s=0.2)
     run = simulated_run(plain, tmp_path / "lost", "rollout.engines=3", unkind=unkind)
