@@ -224,14 +224,14 @@ def test_deadline_spares_the_samples_that_are_quick(tmp_path: Path) -> None:
                 time.sleep(20)
             return [1.0] * len(completions)
     """
-    one = reward(tmp_path, source, timeout_s=0.2)
+    one = reward(tmp_path, source, timeout_s=1.5)
     started = time.monotonic()
     verdicts = scored(one, [sample(), sample("slow"), sample()])
     assert [getattr(v, "value", None) for v in verdicts] == [1.0, None, 1.0]
     assert verdicts[1] == Failed(
-        reason="f took longer than timeout_s=0.2", parts={"f": None}, cause=Cause.DEADLINE
+        reason="f took longer than timeout_s=1.5", parts={"f": None}, cause=Cause.DEADLINE
     )
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def test_a_shorter_deadline_may_be_asked_for(tmp_path: Path) -> None:
@@ -263,9 +263,7 @@ def test_async_deadline_even_if_it_ignores_being_cancelled(tmp_path: Path) -> No
 
 
 def test_the_loop_stays_free_while_a_function_blocks(tmp_path: Path) -> None:
-    one = reward(
-        tmp_path, "import time\ndef f(completions):\n    time.sleep(0.3)\n    return [1]\n"
-    )
+    one = reward(tmp_path, "import time\ndef f(completions):\n    time.sleep(2)\n    return [1]\n")
 
     async def run() -> int:
         task = asyncio.ensure_future(one.score([sample()]))
@@ -319,7 +317,7 @@ def test_a_function_that_always_hangs_takes_no_more_than_its_workers(tmp_path: P
                 time.sleep(20)
             return [1.0]
     """
-    one = reward(tmp_path, source, timeout_s=0.05)
+    one = reward(tmp_path, source, timeout_s=0.7)
 
     async def run() -> tuple[list[Any], list[int], list[Any]]:
         stuck = [(await one.score([sample()]))[0].reason for _ in range(5)]  # type: ignore[union-attr]
@@ -332,7 +330,7 @@ def test_a_function_that_always_hangs_takes_no_more_than_its_workers(tmp_path: P
         return stuck, alive, after
 
     stuck, alive, after = asyncio.run(run())
-    assert stuck == ["f took longer than timeout_s=0.05"] * 5
+    assert stuck == ["f took longer than timeout_s=0.7"] * 5
     assert alive == []
     assert isinstance(after[0], Scored), "it is called again once it returns"
 
@@ -349,10 +347,10 @@ def test_a_stuck_function_does_not_keep_the_process(tmp_path: Path) -> None:
         "print(asyncio.run(one.score([s])))\n"
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
     assert "took longer" in done.stdout
     assert done.stderr.count("Traceback") == 0, done.stderr
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
 
 
 def test_one_reward_in_several_loops(tmp_path: Path) -> None:
