@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.attention import UnsupportedModelError
+from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
@@ -263,7 +263,15 @@ class VllmEngine(LoopEngine):
             max_positions=self._max_positions,
             can_read=self._endings.can_read,
         )
-        longest = self._vllm.vllm_config.model_config.max_model_len
+        config = self._vllm.vllm_config
+        num_given = len(entry.request.prompt_tokens) + len(_carried(entry)[0])
+        if (
+            num_given == 1
+            and other_layers(self._model)
+            and config.device_config.device_type == "cpu"
+        ):
+            return "vLLM's linear attention on a CPU takes no prompt of a single token"
+        longest = config.model_config.max_model_len
         if reason is None and entry.width >= longest:
             return (
                 f"{entry.width} tokens of keys and values need more memory than "

@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.rollout.vllm_engine import VllmEngine
-from tests.rollout.tiny import group
-from tests.rollout.with_vllm import made, needs_vllm, responses, says
+from tests.rollout.tiny import group, request
+from tests.rollout.with_vllm import made, needs_vllm, responses, says, served
 from tests.trainer.hybrids import hybrid_model
 
 pytestmark = [
@@ -87,6 +88,14 @@ def test_log_probs_are_those_of_a_full_forward_pass(
             assert {one.version for one in found} == {int(update)}
             engines, models = mean_error(model, found, exact)
             assert engines < 1.5 * models + 0.01
+
+
+def test_a_prompt_of_one_token_fails_alone(engine: VllmEngine) -> None:
+    """vLLM's convolution takes none, and would end the engine."""
+    lone, *others = served(engine, [request(0, prompt=[7]), *group(2, 3)])
+    assert isinstance(lone.event, SampleFailed)
+    assert "no prompt of a single token" in lone.event.reason
+    assert [type(one.event) for one in others] == [SampleGenerated] * 3
 
 
 def test_the_same_sample_is_drawn_alike_whoever_it_runs_beside(engine: VllmEngine) -> None:
