@@ -104,12 +104,27 @@ class Engines:
                 case "Move":
                     self._from.update({s: self._at[s] for s in samples})
                     self._at.update(dict.fromkeys(samples, command["engine"]))
+                case "Resize":
+                    problems += self._resize(command["incarnations"])
                 case "Abort":
                     self._aborted.update(samples)
                 case "TrainOn":
                     live = {s for group in command["groups"] for s in group} - self._ended
                     problems += [f"{s} was trained on, and had not ended" for s in live]
         return problems
+
+    def _resize(self, incarnations: list[int]) -> list[str]:
+        """All engines are others from now on, and what the earlier ones had must be over."""
+        over = self._ended | self._aborted
+        live = [sample for sample in self._at if sample not in over]
+        self._incarnation.update(set(self._incarnation))  # one more each
+        used = [n for n, one in enumerate(incarnations) if one < self._incarnation[n]]
+        for number, incarnation in enumerate(incarnations):
+            self._incarnation[number] = incarnation
+        return [
+            *(f"{sample} was in an engine that was laid out anew" for sample in live),
+            *(f"engine {number} was laid out as one that it had been" for number in used),
+        ]
 
     def _event(self, entry: dict[str, Any]) -> list[str]:
         engine, incarnation = entry.get("engine", 0), entry.get("incarnation", 0)

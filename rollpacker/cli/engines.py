@@ -33,6 +33,12 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     if policy.loaded.device.type == "cuda":
         import torch
 
+        if config.train.colocate:
+            raise ValueError(
+                "train.colocate is for a CPU: on CUDA an engine in a process of its own keeps its "
+                "weights and its cache on the device while the trainer needs the room. Leave it "
+                "out, so that the trainer has devices of its own, or set model.device=cpu"
+            )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
 

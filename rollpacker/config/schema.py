@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.config.devices import check_devices
 from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
 from rollpacker.rewards.reward import RewardConfig
@@ -25,9 +26,9 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
-SIMULATED_ONLY = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that say when devices leave a round early. A real run has none
-to release, since engine and trainer each have theirs from beginning to end."""
+OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
+"""Keys of `stream_trainer` that say when devices leave a round early. A run in which engines and
+trainer each have theirs from beginning to end has none to release."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
@@ -156,8 +157,8 @@ class RunConfig:
     that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
     and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
     arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
-    `every`, `released_share` and `min_new_share` say when devices are released, which only
-    `rollpacker simulate` does."""
+    `every`, `released_share` and `min_new_share` say when engines release devices, which happens
+    with `train.colocate` and in `rollpacker simulate`."""
     parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How many devices share one engine. Rounds in which engines run out of memory for keys and
     values and put samples back call for more, rounds without that for fewer. With vLLM only."""
@@ -177,10 +178,10 @@ class RunConfig:
             raise ValueError("rewards must name at least one reward function")
         self._check_algorithm()
         self._check_quantization()
+        check_devices(self.rollout, self.train, self.parallelism_planner, self.model)
         self._check_stream_trainer()
         self._check_adapters()
         self._check_carrying()
-        self._check_engines()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -313,45 +314,15 @@ class RunConfig:
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
-    def _check_engines(self) -> None:
-        if self.rollout.engines > 1 and self.model.quantization is not None:
-            raise ValueError(
-                f"rollout.engines={self.rollout.engines} does not go with model.quantization="
-                f"{self.model.quantization}: what a process of its own would generate with is "
-                "untested. Set rollout.engines=1"
-            )
-
-        self._check_parallelism()
-
-    def _check_parallelism(self) -> None:
-        planner, engine = self.parallelism_planner, self.rollout.engine
-        if not planner.of_several:
-            return
-        if not engine.is_tensor_parallel:
-            raise ValueError(
-                f"parallelism_planner does not go with rollout.engine.name={engine.name}: it runs "
-                "on one device, and puts no sample back for want of memory, by which the planner "
-                "decides. Set rollout.engine.name=vllm, or leave parallelism_planner out"
-            )
-        if planner.enabled and len(planner.degrees) == 1:
-            raise ValueError(
-                f"parallelism_planner.degrees ({planner.degrees[0]}) leaves nothing to choose: "
-                "name several, such as [1, 2]"
-            )
-        num_devices = self.rollout.engines * planner.initial
-        wrong = next((one for one in planner.reachable if num_devices % one), None)
-        if wrong is not None:
-            raise ValueError(
-                f"parallelism_planner.degrees has {wrong}, which does not divide the "
-                f"{num_devices} devices of the engines (rollout.engines={self.rollout.engines} "
-                f"times parallelism_planner.initial={planner.initial}): choose other degrees, or "
-                "another number of engines"
-            )
-
     @property
     def engines_are_apart(self) -> bool:
         """They are in processes of their own."""
         return self.rollout.engines > 1 or self.parallelism_planner.of_several
+
+    @property
+    def trainer_apart(self) -> bool:
+        """The trainer has devices of its own."""
+        return self.train.processes is not None and not self.train.colocate
 
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
@@ -361,14 +332,29 @@ class RunConfig:
         )
 
     @property
+    def layout(self) -> DeviceLayout:
+        """Of engines that share devices with the trainer; else nobody asks for it."""
+        if not self.train.colocate:
+            return DeviceLayout()
+        assert self.train.processes is not None
+        return DeviceLayout(
+            gpus=self.rollout.engines,
+            gpus_per_node=self.rollout.engines,
+            train_group=self.train.processes // self.train.replicas,
+        )
+
+    @property
     def without_effect(self) -> str | None:
         """What is set and changes nothing in a real run, in a sentence; None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
-        keys = [k for k in SIMULATED_ONLY if getattr(stream, k) != getattr(default, k)]
-        if not keys:
+        keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
+        if not keys or self.train.colocate:
             return None
         names = ", ".join(f"stream_trainer.{key}" for key in keys)
-        return f"{names}: without effect, since a run releases no devices; only simulate does"
+        return (
+            f"{names}: without effect, since engines release devices only with train.colocate, and"
+            " in simulate"
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -421,7 +407,8 @@ class RunConfig:
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,
-            trainer_apart=self.train.processes is not None,
+            trainer_apart=self.trainer_apart,
+            layouts=(self.layout,),
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             parallelism=self.parallelism_planner,
             fleet=self.rollout.fleet(self.parallelism_planner),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,9 +41,12 @@ from rollpacker.rollout.engine import (
 from rollpacker.trainer.trainer import HandOver
 
 MakeEngine = Callable[[int, int, int], Engine]
-"""Engine, incarnation and devices -> a new one, without the run's weights. Takes seconds."""
+"""Engine, incarnation and devices -> a new one, without the run's weights, which may load for a
+while yet."""
 
 Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
+
+Told = EngineLost | EngineReady | SampleMoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +88,13 @@ class Engines:
         self._not_numbers: set[Handle] = set()
         """Whose logits were no numbers, with the weights at hand."""
         self._listen: Callable[[Handle], None] = lambda handle: None
-        self._tell: Callable[[EngineLost | EngineReady], None] = lambda event: None
+        self._tell: Callable[[Told], None] = lambda event: None
 
     def start(
         self,
         on_outputs: Callable[[Handle, Sequence[EngineOutput]], None],
         on_error: Callable[[Handle, BaseException], None],
-        tell: Callable[[EngineLost | EngineReady], None],
+        tell: Callable[[Told], None],
     ) -> None:
         """Listen to engines from now on, also to those that come later. `tell` hears of engines
         that come and go."""
@@ -156,12 +159,22 @@ class Engines:
         self._stop(samples)
 
     def move(self, samples: Sequence[SampleId], number: int) -> None:
-        """Stop these, to go on in that engine (see `heard`)."""
+        """Stop these, to go on in that engine (see `heard`), wherever they were to go before. One
+        that was given to an engine which was lost that moment starts there again."""
+        gone = []
         for sample in samples:
             held = self._held.get(sample)
-            if held is not None and held.at is not None:
-                held.moves_to = number
+            if held is not None:
+                held.moves_to, held.anew = number, False
+                if held.at is None:
+                    gone.append(held)
         self._stop(samples)
+        for held in gone:
+            handle = self._living_at(number)
+            held.at, held.moves_to = handle, None
+            if handle is not None:
+                self._tell(_moved(held.request.sample, handle, 0))
+                self._give(handle, [held.request])
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
         """Abort those that an engine has; one that has just ended is ignored there."""
@@ -251,7 +264,7 @@ class Engines:
         self, held: Held, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
         """In the engine that it was to move to. None: that is lost by now; the core is told so, and
-        places the sample again."""
+        says where else."""
         assert held.moves_to is not None
         request = taken_along(held, event, response)
         held.at, held.moves_to = self._living_at(held.moves_to), None
@@ -262,13 +275,7 @@ class Engines:
         if not to.lives:
             return None
         kept = request.carried
-        return SampleMoved(
-            time_s=0.0,
-            sample=event.sample,
-            engine=to.number,
-            incarnation=to.incarnation,
-            num_tokens=0 if kept is None or kept.verify else len(kept.tokens),
-        )
+        return _moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
     def _start_anew(self, held: Held) -> Ended | None:
         """It has been let go of, or has ended there, which nobody asks for any more."""
@@ -287,6 +294,11 @@ class Engines:
             self._give(to, [held.request])
         return None
 
+    def num_at(self, numbers: Collection[int]) -> int:
+        """Samples that these engines have, also those that are to leave and have not yet."""
+        where = (held.at for held in self._held.values())
+        return sum(handle is not None and handle.number in numbers for handle in where)
+
     def blame(self, handle: Handle) -> bool:
         """Its logits were no numbers. Whether that is the policy's fault: it is, if another one
         says so too, or there is no other."""
@@ -303,6 +315,8 @@ class Engines:
         for held in self._held.values():
             if held.at is handle:
                 held.at = held.moves_to = None
+            elif held.moves_to == handle.number:  # until the core says where else
+                held.moves_to, held.anew = NOWHERE, True
         end(handle.engine)
         self._tell(
             EngineLost(
@@ -321,11 +335,14 @@ class Engines:
         self.layout = Layout(self.layout.number + 1, tensor_parallel)
         return gone
 
-    def expect_engine(self, number: int, engine: Engine, layout: Layout) -> None:
-        """It is being made for this slot. Raises `EngineError` if there is another layout by now."""
+    def make_for(self, number: int, incarnation: int, layout: Layout) -> Handle:
+        """One that is to fill this slot, and loads from now on. Raises `EngineError` if there is
+        another layout by now, and what `make` raises."""
+        assert self.make is not None, f"engine {number}: nobody can make it"
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
-        self._coming[number] = engine
+        engine = self._coming[number] = self.make(number, incarnation, layout.tensor_parallel)
+        return Handle(number, incarnation, engine)
 
     def join(self, handle: Handle) -> None:
         """It has the weights at hand, and takes its place. Raises `EngineError` if it has died, or
@@ -413,6 +430,16 @@ class Engines:
             if self.make is None:
                 raise
             self.lose(handle, str(error))
+
+
+def _moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
+    return SampleMoved(
+        time_s=0.0,
+        sample=sample,
+        engine=to.number,
+        incarnation=to.incarnation,
+        num_tokens=num_tokens,
+    )
 
 
 def end(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from typing import TypeGuard
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
-from rollpacker.controller.engines import Engines, Heard
+from rollpacker.controller.engines import Engines, Heard, Told
 from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
@@ -26,8 +26,6 @@ from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Abort, Launch, Move, Place, Release
 from rollpacker.core.events import (
-    EngineLost,
-    EngineReady,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
@@ -70,7 +68,7 @@ class Generation:
             Place: lambda command: self.engines.place(command.samples, command.engines),
             Move: lambda command: self.engines.move(command.samples, command.engine),
             Abort: lambda command: self.engines.abort(command.samples),
-            Release: self._release,
+            Release: lambda command: None,  # the moves of what its engines have come with it
         }
 
     def start(self) -> None:
@@ -103,9 +101,6 @@ class Generation:
         self.desk.round_kind = self.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
         self.engines.submit(requests, command.engines)
-
-    def _release(self, command: Release) -> None:
-        raise AssertionError(f"{command}: the devices of a run cannot be released")
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
         """Called in a thread of the engine's; by one in this process between two decode steps."""
@@ -144,7 +139,7 @@ class Generation:
         else:
             self.engines.lose(handle, event.reason)
 
-    def _tell(self, event: EngineLost | EngineReady) -> None:
+    def _tell(self, event: Told) -> None:
         """Engines come and go. What the core does not route finds its place without it, and ends
         with a run that the core gives up."""
         self.bus.take(event)

@@ -66,9 +66,6 @@ class HandingOver:
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
 
-    def _resize(self, command: Resize) -> None:
-        raise AssertionError(f"{command}: the engines of a run keep their devices")
-
     def _replace(self, command: Replace) -> None:
         self._start_filling(command.engine, command.incarnation, self.engines.layout)
 
@@ -93,20 +90,17 @@ class HandingOver:
 
     def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
         """Whatever keeps a new engine from taking its place is the loss of that one too."""
-        engines, engine = self.engines, None
-        assert engines.make is not None, f"engine {number}: nobody can make it"
+        handle = None
         try:
-            engine = engines.make(number, incarnation, layout.tensor_parallel)
             with self.bus.lock:
-                engines.expect_engine(number, engine, layout)
-            handle = Handle(number, incarnation, engine)
+                handle = self.engines.make_for(number, incarnation, layout)
             while not self._joins(handle):
                 time.sleep(WRITTEN_S)
         except Exception as error:
-            if engine is not None:
-                end(engine)
+            if handle is not None:
+                end(handle.engine)
             with self.bus.lock:
-                engines.failed_to_join(number, incarnation, layout, error)
+                self.engines.failed_to_join(number, incarnation, layout, error)
 
     def _joins(self, handle: Handle) -> bool:
         """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""

@@ -36,6 +36,9 @@ from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.005
+"""Engines that were released are looked at so often, until they have let go of their samples."""
+
 
 @dataclass(eq=False, slots=True)
 class Training:
@@ -57,7 +60,9 @@ class Training:
     rows: SampleRows | None
     """Keeps the samples' texts."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
-    """Groups whose gradients were asked for and are not begun."""
+    """Groups whose gradients were asked for and are not begun ..."""
+    _devices: tuple[int, ...] = field(default=(), init=False)
+    """... and the devices for them, which engines have released. Empty: all."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
     """Warnings that a run gives once."""
 
@@ -66,6 +71,7 @@ class Training:
 
     def _on_start_gradients(self, command: StartGradients) -> None:
         self._to_stream += command.groups
+        self._devices = command.devices
         self.main.later(partial(self._start_gradients, command.step))
 
     def _on_train_on(self, command: TrainOn) -> None:
@@ -75,22 +81,65 @@ class Training:
     async def _start_gradients(self, step: int) -> None:
         """Gradients of groups that the step will certainly train on, while verdicts on others are
         awaited. The denominators of the step are not known yet: the weights are provisional."""
-        with self.bus.lock:
-            groups, self._to_stream = self._to_stream, []
-        if not groups:  # an earlier call took them along, or the whole step is due
-            return
+        while self._to_stream:  # else an earlier call took them along, or the whole step is due
+            if self.config.train.colocate:
+                let_go = self._wait_for_devices()
+                await self.watch.by("generation_s", let_go, f"devices {self._devices} to be free")
+            else:
+                self._check_idle()
+            with self.bus.lock:
+                groups, replicas = self._next_groups(), self._replicas()
+            if groups:
+                await self._begin_gradients(step, groups, replicas)
+
+    def _next_groups(self) -> list[tuple[SampleId, ...]]:
+        """Take some of those to stream: all, as large batches are quicker; but on some devices only
+        what fills about a micro-batch of each, so that these are soon there for the joint rest."""
+        chosen, self._to_stream = self._to_stream, []
+        if self._devices:
+            budget, size = self.config.train.micro_batch_tokens * len(self._devices), 0
+            while size < len(chosen) and budget > 0:
+                responses = [self.desk[sample].response for sample in chosen[size]]
+                budget -= sum(len(r.prompt_tokens) + len(r.tokens) for r in responses)
+                size += 1
+            chosen, self._to_stream = chosen[:size], chosen[size:]
+        return chosen
+
+    def _replicas(self) -> list[int] | None:
+        """Those on the devices for early gradients. None: all."""
+        train = self.config.train
+        assert not self._devices or train.processes is not None
+        size = (train.processes or 1) // train.replicas
+        return sorted({device // size for device in self._devices}) or None
+
+    async def _wait_for_devices(self) -> None:
+        """Until no engine has samples on them, or nothing is to be done there any more."""
+        while self._to_stream:
+            with self.bus.lock:
+                devices = self._devices or range(self.config.rollout.engines)
+                if not self.engines.num_at(devices):
+                    return
+            await asyncio.sleep(LOOK_S)
+
+    def _check_idle(self) -> None:
         status = self.engines.status()
         busy = status.num_running + status.num_waiting
-        apart = self.config.train.processes is not None
+        apart = self.config.trainer_apart
         assert apart or not busy, f"gradients on the engine's device, where {busy} samples run"
+
+    async def _begin_gradients(
+        self, step: int, groups: Sequence[tuple[SampleId, ...]], replicas: Sequence[int] | None
+    ) -> None:
         began = self.bus.clock.now()
         with _diverging(step):
-            scores = await self._ask_scores(groups)
+            scores = await self._ask_scores(groups, replicas)
             scored = self.desk.scored_groups(groups)
             parts = self.desk.reward_parts(groups)
             samples, _ = self.build_samples(scored, scores=scores, partial=True, reward_parts=parts)
             await self.watch.by(
-                "train_s", self.trainer.accumulate(samples), f"the first gradients of step {step}"
+                "train_s",
+                self.trainer.accumulate(samples, replicas),
+                f"the first gradients of step {step}",
             )
         for sample in samples:
             self.desk[sample.sample].streamed = sample
@@ -163,13 +212,13 @@ class Training:
             await self.trainer.accumulate(rest)
 
     async def _ask_scores(
-        self, groups: Sequence[Sequence[SampleId]]
+        self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
     ) -> dict[SampleId, TokenScores]:
         """What the advantages need to know of these samples besides rewards; each is asked about
         once."""
         if not self.config.algorithm.needs_scores:
             return {}
-        return await self._ask(groups)
+        return await self._ask(groups, replicas)
 
     async def _ask_old(
         self, groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
@@ -180,7 +229,9 @@ class Training:
             return {}
         return await self._ask([g for g, u in zip(groups, updates, strict=True) if u > 0])
 
-    async def _ask(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TokenScores]:
+    async def _ask(
+        self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
+    ) -> dict[SampleId, TokenScores]:
         known = [self.desk[sample] for group in groups for sample in group]
         unasked = [one for one in known if one.scores is None]
         requests = [
@@ -192,7 +243,7 @@ class Training:
             for one in unasked
         ]
         if requests:
-            found = await self.watch.by("train_s", self.trainer.score(requests))
+            found = await self.watch.by("train_s", self.trainer.score(requests, replicas))
             for one, scores in zip(unasked, found, strict=True):
                 one.scores = scores
         return {one.response.sample: one.scores for one in known if one.scores is not None}

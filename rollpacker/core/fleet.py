@@ -52,7 +52,7 @@ from rollpacker.core.events import (
     SampleMoved,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.plain import OMIT_DEFAULT
+from rollpacker.core.plain import OMIT_DEFAULT, absent
 from rollpacker.core.routing import CARRIED_COST, Engine, Known, Router, Seat
 
 Routing = Literal["spread", "group"]
@@ -70,7 +70,9 @@ class FleetConfig:
     """`spread`: each sample goes to the engine with the least work. `group`: samples of one prompt
     go together, so that its prefill is made once, as long as their engine is not overloaded."""
     max_losses: int = 3
-    """So many losses of engines without a committed step between them end the run."""
+    """So many losses of one engine without a committed step between them end the run."""
+    losses_of_all: bool = field(default=False, metadata=absent(True))
+    """Losses of all engines together count, as they did in older logs."""
     moves: bool = False
     """Samples under way may move to an engine that has joined, and from one that is released; the
     engines can go on with each other's tokens."""
@@ -131,8 +133,8 @@ class Fleet:
         """Of the last round that brought something."""
         self._seen = Known()
         """Of this round."""
-        self._losses: list[str] = []
-        """Since the last commit, in words."""
+        self._losses: list[tuple[int, str]] = []
+        """Since the last commit: the engine, and why."""
 
     @property
     def num_ready(self) -> int:
@@ -149,7 +151,7 @@ class Fleet:
         which = "the only engine" if count == 1 else f"any of the {count} engines, all lost,"
         if any(engine.released for engine in self.engines):
             which = "an engine whose devices were not released"
-        return f"{which} to be replaced ({'; '.join(self._losses) or 'it was lost'})"
+        return f"{which} to be replaced ({_listed(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
         """Why no engine can be released now, in words; or nothing."""
@@ -218,12 +220,15 @@ class Fleet:
         engine = self._slots[event.engine]
         if event.incarnation != engine.incarnation:
             return []  # known already, or its layout is no more
-        self._losses.append(f"engine {engine.number}: {event.reason}")
-        if len(self._losses) >= self.config.max_losses:
-            self.given_up = (
-                f"{len(self._losses)} engines were lost without a committed step between them "
-                f"({'; '.join(self._losses)})"
-            )
+        number = engine.number
+        self._losses.append((number, event.reason))
+        counted = [one for one in self._losses if self.config.losses_of_all or one[0] == number]
+        if len(counted) >= self.config.max_losses:
+            who = f"engine {number} was lost {len(counted)} times"
+            if self.config.losses_of_all:
+                who = f"{len(counted)} engines were lost"
+            why = _listed(counted)
+            self.given_up = f"{who} without a committed step between them ({why})"
             return []
         engine.incarnation += 1
         engine.ready = False
@@ -439,3 +444,7 @@ class Fleet:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._known = Known(state["num_finished"], state["num_tokens"])
+
+
+def _listed(losses: Sequence[tuple[int, str]]) -> str:
+    return "; ".join(f"engine {number}: {reason}" for number, reason in losses)

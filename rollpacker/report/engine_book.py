@@ -46,6 +46,12 @@ class Switch:
     """Until the last of the new engines was there. None: it never was."""
 
 
+def engines_of(job: Mapping[str, Any]) -> int:
+    """How many engines a session had, of which this is the `Session.job`."""
+    number: int = (job.get("fleet") or {}).get("num_engines", 1)
+    return number
+
+
 class EngineBook:
     """Belongs to the history, which feeds it."""
 
@@ -58,7 +64,8 @@ class EngineBook:
         self._at: dict[SampleId, int] = {}
         self._load = Counter[int]()
         """Samples by engine."""
-        self._num_engines = 1
+        self.num_engines = 1
+        """Of the session at hand."""
         self._num_busy = 0
         self._any_since = 0.0
         self._incarnation = Counter[int]()
@@ -69,12 +76,11 @@ class EngineBook:
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         """Its engines are new ones."""
-        fleet = job.get("fleet") or {}
-        num_engines = fleet.get("num_engines", 1)
-        if num_engines > 1 or fleet.get("num_devices"):
+        num_engines = engines_of(job)
+        if num_engines > 1 or (job.get("fleet") or {}).get("num_devices"):
             for number in range(num_engines):
                 self.counts.setdefault(number, EngineCounts())
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._incarnation.clear()
         self._lost_since.clear()
         self._awaited.clear()
@@ -84,12 +90,12 @@ class EngineBook:
         """There are other engines, or will be; none of those before."""
         for number in self.counts:
             self._incarnation[number] += 1
-        self._num_engines = len(command.incarnations)
+        self.num_engines = len(command.incarnations)
         for number, incarnation in enumerate(command.incarnations):
             self.counts.setdefault(number, EngineCounts())
             self._incarnation[number] = incarnation
         self._lost_since.clear()
-        self._awaited = set(range(self._num_engines))
+        self._awaited = set(range(self.num_engines))
         self.switches.append(Switch(command.tensor_parallel, step, now))
 
     @property
@@ -97,7 +103,7 @@ class EngineBook:
         """Of the engines that have nothing to do while others do."""
         if not self._num_busy:
             return 0.0
-        return 1.0 - self._num_busy / self._num_engines
+        return 1.0 - self._num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
         """It is said by an engine that is lost."""

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
+    NOWHERE,
     Abort,
     Command,
     Commit,
@@ -252,6 +253,7 @@ class History:
         self.engines.place(command.samples, command.engines, now)
         self.live.update(command.samples)
         round_ = self.step.rounds[-1]
+        round_.is_irregular = True
         self._emptied_s = round_.end_s = None
         round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)
@@ -297,6 +299,7 @@ class History:
                 self._place(command, now)
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
+                step.rounds[-1].is_irregular = True
             case Resize():
                 self.engines.resize(command, self.last_step + 1, now)
             case Abort():
@@ -355,6 +358,9 @@ class History:
                 samples=samples,
                 start_s=now,
                 slots=None if step.session is None else step.session.slots,
+                num_engines=self.engines.num_engines,
+                engines=command.engines,
+                is_irregular=NOWHERE in command.engines,
             )
             step.rounds.append(round_)
         known = step.samples

@@ -330,9 +330,7 @@ class VllmEngine(LoopEngine):
         """Those whose newest token was drawn from logits that are not numbers."""
         broken, self._draws.broken = self._draws.broken, []
         numbers = [
-            number
-            for number in broken
-            if number in self._live and self._live[number].is_broken
+            number for number in broken if number in self._live and self._live[number].is_broken
         ]
         return [_broken(live) for live in self._abandon(numbers)]
 

@@ -10,6 +10,7 @@ them as an argument may not be tensors.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -41,7 +42,8 @@ class Workers:
         self._is_closing = False
         executor: Any = engine.engine_core.engine_core.model_executor
         self._processes = [worker.proc for worker in executor.workers]
-        for path in set().union(*(_shared_memory(one.pid) for one in self._processes)):
+        family = [os.getpid(), *(one.pid for one in self._processes)]
+        for path in {path for pid in family for path in _shared_memory(pid)}:
             path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
         threading.Thread(target=self._watch, args=(on_error,), daemon=True).start()
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.imports import MissingPackageError, missing
-from rollpacker.rollout.attention import UnsupportedModelError
+from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_parallel import WORKER
@@ -35,6 +36,11 @@ BLOCK_TOKENS = 32
 """Prompts that are shorter share no keys and values."""
 KV_CACHE_GIB = 1.0
 """On a CPU; on a GPU vLLM takes what is left of the memory."""
+_NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Hybrids whose code vLLM shares with models that see."""
+_HYBRIDS_ON_CPU = ("qwen3_5_text",)
+_STATE_SIZES_ON_CPU = (64, 128)
+"""Heads of linear attention that its CPU kernels know, the same for keys and values."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -106,6 +112,8 @@ def _open(
     on_cpu = _platform_is_cpu()
     if on_cpu:
         _check_head_size(model)
+    if other_layers(model):
+        check_hybrid(model, on_cpu=on_cpu)
     gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
     arguments: dict[str, Any] = {
         "runner": "generate",
@@ -193,6 +201,37 @@ def _check_head_size(model: PreTrainedModel) -> None:
             f"vLLM's attention on a CPU has no kernel for heads of size {size}, which this model "
             f"has; it has {', '.join(map(str, known))}. The quickstart's model in a shape that it "
             "can run: configs/quickstart-vllm.yaml. Or set rollout.engine.name=torch"
+        )
+
+
+def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
+    """Raise `UnsupportedModelError` if this vLLM lacks what a model needs that has other layers
+    than attention."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kind = config.model_type
+    if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:
+        raise UnsupportedModelError(
+            f"vLLM's code for {name} imports torchvision, which is not installed: install the "
+            f"build of it that belongs to torch {torch.__version__}"
+        )
+    if not on_cpu:
+        return
+    if kind not in _HYBRIDS_ON_CPU:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(other_layers(model))}: of such models vLLM's "
+            f"CPU build runs those of type {', '.join(_HYBRIDS_ON_CPU)} alone, and this one is "
+            f"{kind}; use a GPU"
+        )
+    if model.dtype != torch.bfloat16:
+        raise UnsupportedModelError(
+            "vLLM computes linear attention on a CPU in bfloat16 only: set model.dtype=bfloat16"
+        )
+    sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
+    if len(sizes) > 1 or not sizes <= set(_STATE_SIZES_ON_CPU):
+        raise UnsupportedModelError(
+            "vLLM's linear attention on a CPU has kernels for heads of size "
+            f"{' and '.join(map(str, _STATE_SIZES_ON_CPU))}, the same for keys and values; this "
+            f"model has {config.linear_key_head_dim} and {config.linear_value_head_dim}"
         )
 
 

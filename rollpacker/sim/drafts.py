@@ -1,9 +1,14 @@
-"""Drafts: tokens guessed from siblings and from a response's own text, and verified in one decode
-step. Exact, so that they change nothing but the time of a step."""
+"""Tokens guessed, and verified in one decode step: drafts from siblings and from a response's own
+text, or speculation as a property of the engine. Exact, so that they change nothing but the time of
+a step."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from rollpacker.core.commands import RoundKind
+from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +47,22 @@ class Drafts:
         if not num_running:
             return 1.0
         return max(1.0, self.tokens_per_step(num_running) / (1 + self.overhead))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Speculative decoding as a property of the engine (`rollout.speculation.*`)."""
+
+    speedup: float
+    """Decode steps are this much faster ..."""
+    max_live: int
+    """... while an engine runs at most so many sequences ..."""
+    kinds: tuple[str, ...] = ("long", "flush")
+    """... in these kinds of round."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speedup) and self.speedup >= 1):
+            raise ValueError(f"speedup must be at least 1, not {self.speedup}")
+        at_least_one(self, "max_live")
+        for kind in self.kinds:
+            check_known("kinds", kind, [known.value for known in RoundKind])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
-from rollpacker.sim.scenario import Speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +21,8 @@ class Machine:
     """Sequences that one engine decodes at once."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
+    resize_s: float = 0.0
+    """Until engines of another degree are there, where the core lays them out anew."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
     """By source of the prompt: how much longer a check keeps its worker than the workload says."""
     checks: RecordedChecks | None = None

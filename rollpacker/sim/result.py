@@ -13,7 +13,7 @@ BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",
     "reward_wait": "everything was generated, verdicts were still out",
     "migration": "devices that handed their requests over and waited for them to settle",
-    "sync": "new weights on their way to the engines",
+    "sync": "new weights on their way to the engines, and engines laid out anew",
 }
 """Every cause of idle device time, with what it means."""
 

@@ -7,7 +7,6 @@ A scenario is a YAML file, checked like a run's config. `system` names a preset 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, Literal
 from rollpacker.config.check import Checker, field_types
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.load import load_config
-from rollpacker.core.commands import RoundKind
 from rollpacker.core.fleet import Routing
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
-from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
@@ -87,25 +85,6 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """Speculative decoding as a property of the engine (`rollout.speculation.*`)."""
-
-    speedup: float
-    """Decode steps are this much faster ..."""
-    max_live: int
-    """... while an engine runs at most so many sequences ..."""
-    kinds: tuple[str, ...] = ("long", "flush")
-    """... in these kinds of round."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.speedup) and self.speedup >= 1):
-            raise ValueError(f"speedup must be at least 1, not {self.speedup}")
-        at_least_one(self, "max_live")
-        for kind in self.kinds:
-            check_known("kinds", kind, [known.value for known in RoundKind])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
     """One round of generation (`rollout.*`)."""
 
@@ -128,7 +107,8 @@ class RolloutSpec:
     """`spread`: each sample to the engine with the least work; `group`: a prompt's together. None:
     in turn, to engines that the core does not tell apart, and that cannot be lost."""
     moves: bool = False
-    """With `routing`: samples under way move to an engine that has taken a lost one's place."""
+    """With `routing`: samples under way move to an engine that has taken a lost one's place, and
+    from those whose devices are released."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
@@ -197,6 +177,11 @@ class ParallelismSwitch:
 
     enabled: bool = True
     """Off: every round has the degree of `rollout.tensor_parallel`."""
+    resize_s: float = 0.0
+    """With `rollout.routing`: until the engines of another degree are there."""
+
+    def __post_init__(self) -> None:
+        check_seconds("resize_s", self.resize_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,7 @@ def check_engines(scenario: Scenario) -> None:
     if rollout.routing is None:
         for what, is_set in (
             ("rollout.moves", rollout.moves),
+            ("parallelism_planner.resize_s", scenario.parallelism_planner.resize_s > 0),
             ("unkind.engine_life_s", unkind is not None and unkind.engine_life_s > 0),
         ):
             if is_set:
@@ -98,13 +99,8 @@ def check_engines(scenario: Scenario) -> None:
                     f"{what} is set, but without rollout.routing the core tells no engines apart: "
                     "set rollout.routing=spread or group"
                 )
-    elif scenario.parallelism_planner.enabled:
+    elif stream.enabled and stream.kinds and not rollout.moves:
         raise ValueError(
-            "rollout.routing is set, but parallelism_planner changes the number of engines from "
-            "round to round: set parallelism_planner.enabled=false"
-        )
-    elif stream.enabled and stream.kinds:
-        raise ValueError(
-            "rollout.routing is set, but stream_trainer releases devices, whose samples the "
-            "simulator moves by itself: set stream_trainer.kinds=[]"
+            "rollout.routing is set, and stream_trainer.kinds, but devices are released only where "
+            "samples can move: set rollout.moves=true or stream_trainer.kinds=[]"
         )

@@ -73,6 +73,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         drafts=rollout.drafts,
         check_slowdown={"judge": 1 / share},
         mismatch=scenario.carry.mismatch,
+        resize_s=scenario.parallelism_planner.resize_s,
     )
 
 
@@ -111,6 +112,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
             num_engines=scenario.cluster.gpus // rollout.tensor_parallel,
             routing=rollout.routing,
             moves=rollout.moves,
+            num_devices=scenario.cluster.gpus if scenario.parallelism_planner.enabled else None,
         ),
     )
 

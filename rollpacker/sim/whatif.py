@@ -143,7 +143,7 @@ class RunModel:
             warm=not in_order,
         )
         slots = rollout.engine.max_slots
-        # Each engine has a device like the run's own; the trainer has one of them.
+        # Each engine has a device like one of the run's; the trainer has one of them.
         latency, engines = self.latency(), rollout.engines
         machine = Machine(
             latency=replace(latency, train_token_s=latency.train_token_s * engines),
@@ -157,7 +157,7 @@ class RunModel:
 
     def measured(self) -> SystemResult:
         """The run itself, in the terms of a simulation."""
-        accounting = Accounting(slots=self.fitted.slots)
+        accounting, engines = Accounting(), self.config.rollout.engines
         steps: list[StepResult] = []
         trained: list[int] = []
         for entry in EventLog(events_path(self.folder)):
@@ -171,9 +171,9 @@ class RunModel:
         bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         seconds = accounting.seconds()
         bubble |= {
-            "tail": seconds["tail_idle"],
-            "reward_wait": seconds["reward_wait"],
-            "sync": seconds["sync"],
+            "tail": engines * (seconds["tail_idle"] + seconds["imbalance"]),
+            "reward_wait": engines * seconds["reward_wait"],
+            "sync": engines * seconds["sync"],
         }
         return SystemResult(
             steps=tuple(steps),
@@ -184,7 +184,7 @@ class RunModel:
             policy_length_p95=p95,
             tail_trained_share=float(np.mean(np.asarray(trained) > p95)),
             bubble=bubble,
-            device_seconds=sum(step.total_s for step in steps),
+            device_seconds=engines * sum(step.total_s for step in steps),
             num_releases=0,
         )
 
@@ -324,11 +324,10 @@ def load_run(run: str | Path) -> RunModel:
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
-    if config.engines_are_apart:
+    if config.parallelism_planner.of_several:
         raise ValueError(
-            f"{folder} had engines in processes of their own (rollout.engines, or "
-            "parallelism_planner), and a machine is fitted to runs of one, on one device: record a "
-            "run with rollout.engines=1, and simulate that with more"
+            f"{folder} has parallelism_planner, and a machine is fitted to engines of one device "
+            "each: record a run without it, and simulate that"
         )
     try:
         fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)

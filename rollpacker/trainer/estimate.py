@@ -145,6 +145,14 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
             f"prompt and response may reach {longest} tokens, the model's context is "
             f"{shape.max_positions}: longer prompts are left out"
         )
+    if shape and shape.attention_layers < shape.layers:
+        notes.append(
+            f"{shape.layers - shape.attention_layers} of {shape.layers} layers are no attention: "
+            "the sizes of their matrices and activations are counted as attention's, which is a "
+            "guess. Without the kernels of flash-linear-attention linear attention keeps two to "
+            "four times as much for its backward pass; model.gradient_checkpointing=true keeps it "
+            "of one layer at a time"
+        )
     element = 2 if dtype == "bfloat16" else 4
     notes += tail_notes(config) + micro_batch_notes(config)
     run, process = _memory(config, shape, parameters, element, on_cuda, notes)
@@ -243,7 +251,7 @@ def _cache_memory(
         return []
     engine = config.rollout.engine
     batch = batch_arithmetic(config)
-    per_token = 2 * shape.layers * shape.key_value * element
+    per_token = 2 * max(shape.attention_layers, 1) * shape.key_value * element
     longest = longest_sample(config)
     rows = min(batch.most_samples, engine.max_slots or 1024)
     wanted = rows * longest * per_token

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_NOT_TEXT = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mtp)\."
+)
+"""Weights that a text model does not load: of pictures and sound, and those that guess tokens
+ahead."""
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
 
 
@@ -22,6 +27,8 @@ class DecoderShape:
     """Widths of a decoder, as a model's config tells them."""
 
     layers: int
+    attention_layers: int
+    """Those that keep keys and values. The others keep a state of one size for every row."""
     hidden: int
     feed_forward: int
     query: int
@@ -64,8 +71,8 @@ def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
     """From `config.json`. None if it does not tell; `notes` then say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config") or config
-        return decoder_shape(text)
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        return decoder_shape(tied | (config.get("text_config") or config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         notes.append(f"{folder / 'config.json'} does not tell the model's shape ({error!r})")
         return None
@@ -86,8 +93,10 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     head_size = config.get("head_dim") or hidden // heads
     key_value_heads = config.get("num_key_value_heads") or heads
     positions = config.get("max_position_embeddings") or config.get("n_positions")
+    layers = first("num_hidden_layers", "n_layer")
     return DecoderShape(
-        layers=first("num_hidden_layers", "n_layer"),
+        layers=layers,
+        attention_layers=_attention_layers(config, layers),
         hidden=hidden,
         feed_forward=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         query=heads * head_size,
@@ -96,6 +105,16 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
         tied=bool(config.get("tie_word_embeddings", True)),
         max_positions=positions,
     )
+
+
+def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
+    kinds = config.get("layer_types")
+    if kinds:
+        return sum(
+            kind == "hybrid" or (kind.endswith("attention") and not kind.startswith("linear"))
+            for kind in kinds
+        )
+    return layers // int(config.get("full_attention_interval") or 1)
 
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
@@ -136,5 +155,7 @@ def _parameters_in(file: Path) -> int:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
     return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        math.prod(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__" and not _NOT_TEXT.search(name)
     )

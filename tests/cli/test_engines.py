@@ -7,10 +7,12 @@ import re
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.cli.engines import engine_setup, make_engine, one_device_each
+from rollpacker.cli.engines import check_heads, devices_of_engines, engine_setup, make_engine
+from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.messages import codec
 from rollpacker.trainer.setup import LearnerSetup, build_learner
@@ -59,11 +61,27 @@ def test_a_model_that_is_not_there_is_the_users_to_mend(tmp_path):
         made(ModelConfig(path=str(tmp_path)))
 
 
-def test_each_engine_has_a_device_of_its_own():
-    def names(*arguments):
-        return [one["CUDA_VISIBLE_DEVICES"] for one in one_device_each(*arguments)]
-
-    assert names(2, 2, None) == ["0", "1"]
-    assert names(2, 3, "5, 7,1") == ["5", "7"]
+def test_each_engine_has_devices_of_its_own():
+    assert devices_of_engines(2, 1, 2, None) == ["0", "1"]
+    assert devices_of_engines(2, 1, 3, "5, 7,1") == ["5", "7"]
+    assert devices_of_engines(2, 2, 4, None) == ["0", "1", "2", "3"]
     with pytest.raises(ValueError, match=r"rollout.engines=2, but torch sees 1 CUDA device, and"):
-        one_device_each(2, 1, None)
+        devices_of_engines(2, 1, 1, None)
+    with pytest.raises(ValueError, match=r"needs 2 of its own: set rollout.engines=1, or"):
+        devices_of_engines(2, 2, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fits"),
+    [((1, 2), True), ((1, 4), True), ((1, 3), False), ((1, 8), False)],
+)
+def test_a_degree_that_does_not_divide_the_heads_is_refused(degrees, fits):
+    """Of 4 heads, and 2 of keys and values, which may be kept twice."""
+    model = Qwen2Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    planner = ParallelismConfig(enabled=True, degrees=degrees)
+    if fits:
+        check_heads(model, planner)
+        return
+    with pytest.raises(ValueError, match=rf"{degrees[1]} devices cannot share .* 4 attention hea"):
+        check_heads(model, planner)
+    check_heads(model, ParallelismConfig(degrees=degrees))  # which nobody chooses from

@@ -269,7 +269,7 @@ def test_a_script_gets_the_run_and_a_second_interrupt_raises(folder: Path) -> No
             wait_for_steps(folder, name, 3)
             for _ in range(num_interrupts):
                 process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=120)
         finally:
             process.kill()
         if num_interrupts == 1:

@@ -391,6 +391,8 @@ def make(
             rewards=rewards or RewardScheduleConfig(),
             parallelism=config.parallelism_planner,
             fleet=config.rollout.fleet(config.parallelism_planner),
+            trainer_apart=config.trainer_apart,
+            layouts=(config.layout,),
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,

@@ -180,7 +180,8 @@ class Slow(Callback):
     def on_step(self, run, step, metrics) -> None:
         self._sleep(0.1, "step")
 
-    on_evaluation = on_step
+    def on_evaluation(self, run, step, metrics) -> None:
+        self._sleep(0.1, "evaluation")
 
     def on_start(self, run) -> None:
         self._sleep(0.2, "start")
@@ -192,7 +193,7 @@ def test_the_seconds_of_slow_ones_are_shown(config: Path) -> None:
     seconds = run.summary["seconds"]
     (start,), (one, two, three, four), (first, second, third) = slow.took.values()
     all_s = start + one + two + three + four + first + second + third
-    assert all_s <= seconds["callbacks"] < 1.5 * all_s
+    assert all_s <= seconds["callbacks"] < all_s + 2.0
     assert sum(seconds.values()) == pytest.approx(run.summary["wall_s"], abs=1e-6)
     steps = steps_of(run.folder)
     for step in range(1, 5):
@@ -200,7 +201,7 @@ def test_the_seconds_of_slow_ones_are_shown(config: Path) -> None:
         told = {1: start + first + one, 2: two + second, 3: three, 4: four + third}[step]
         assert told <= steps[step]["timing_s/callbacks"] + 1e-3
     rows_s = sum(row["timing_s/callbacks"] for row in steps.values())
-    print(rows_s, seconds["callbacks"])
+    assert rows_s == pytest.approx(seconds["callbacks"], abs=1e-3)
     evaluations = [row["timing_s/callbacks"] for row in rows_of(run.folder) if "eval/pass@1" in row]
     pairs = zip(evaluations, (first, second, third), strict=True)
     assert all(took <= told_s + 1e-3 for told_s, took in pairs)

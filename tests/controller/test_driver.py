@@ -335,12 +335,6 @@ def test_no_number_in_early_gradients_names_the_step(tmp_path: Path) -> None:
         drive(controller)
 
 
-def test_one_device_cannot_be_released(tmp_path: Path) -> None:
-    controller, _ = make(tmp_path, run_config())
-    with pytest.raises(AssertionError, match="cannot be released"):
-        controller._generation.routes()[Release](Release(devices=(0,)))
-
-
 # -- loss weights, deadlines of checks -------------------------------------------------
 
 

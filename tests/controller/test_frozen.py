@@ -211,7 +211,7 @@ def _session(case: Case, folder: Path, ticks: Ticks, before: Any) -> tuple[list[
     if before is not None:
         checkpoint = newest_checkpoint(folder / "checkpoints")
         trainer.load(checkpoint.folder)
-        (handle,) = controller.parts.engines.handles
+        (handle,) = controller.parts.engines.handles.values()
         asyncio.run(handle.engine.update_weights(trainer.version))
     if case.stop_at is not None:
         feed = recorder.feed

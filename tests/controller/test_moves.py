@@ -73,7 +73,7 @@ class Moving:
         self._at: dict[SampleId, int] = {}
         self._moving: set[SampleId] = set()
         self._lock = threading.RLock()
-        self._engines = Engines(engines, lambda number, incarnation: pytest.fail("none is lost"))
+        self._engines = Engines(engines, lambda *_: pytest.fail("none is lost"))
         self._engines.start(self._listen, lambda handle, error: print(error), print)
 
     def run(self, requests: Sequence[GenerationRequest], rng: random.Random) -> None:

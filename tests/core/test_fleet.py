@@ -244,14 +244,29 @@ def test_a_resumed_run_goes_on_where_it_was() -> None:
 
 
 def test_three_losses_without_a_commit_end_the_run() -> None:
-    world = world_of(2, 0.3, most_between_commits=9, seed=1).run()
-    assert world.failed
-    assert (world.finished or "").startswith("3 engines were lost without a committed step between")
-    assert world.finished is not None and world.finished.count("it is ") == 3
+    world = world_of(3, 0.3, most_between_commits=9, seed=1).run()
+    assert world.failed and world.finished is not None
     last = world.log[-1]
     assert isinstance(last.event, EngineLost) and [type(c) for c in last.commands] == [Finish]
-    losses = [r.event for r in world.log if isinstance(r.event, EngineLost | Committed)]
-    assert [type(e) for e in losses[-3:]] == [EngineLost] * 3
+    number = last.event.engine
+    message = f"engine {number} was lost 3 times without a committed step between them (engine "
+    assert world.finished.startswith(message) and world.finished.count(f"engine {number}: ") == 3
+    events = [r.event for r in world.log if isinstance(r.event, EngineLost | Committed)]
+    commits = [place for place, event in enumerate(events) if isinstance(event, Committed)]
+    since = [e.engine for e in events[max(commits, default=-1) + 1 :] if isinstance(e, EngineLost)]
+    assert since.count(number) == 3 and max(map(since.count, since)) == 3 < len(since)
+
+
+def test_older_logs_count_the_losses_of_all_engines() -> None:
+    plain = config_of(2).to_plain()
+    assert plain["fleet"].pop("losses_of_all") is False
+    job = Job(JobConfig.from_plain(plain))
+    job.handle(RunStarted(time_s=0.0))
+    for event in (lost(0), lost(1)):
+        job.handle(event)
+    (finish,) = job.handle(lost(0, 1))
+    assert isinstance(finish, Finish)
+    assert finish.reason.startswith("3 engines were lost without a committed step between them")
 
 
 def test_a_commit_between_them_is_enough() -> None:

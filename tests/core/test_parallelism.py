@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import RoundKind
@@ -89,6 +89,7 @@ def stationary(draw):
     return {(kind, degree): draw(counts) for kind in (SHORT, LONG) for degree in DEGREES}
 
 
+@settings(deadline=None)
 @given(stationary(), st.sampled_from(DEGREES))
 def test_a_constant_workload_sees_a_finite_number_of_changes(counts, initial):
     planner = planner_of(initial, calm_rounds=1)

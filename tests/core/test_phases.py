@@ -54,7 +54,7 @@ WORLDS = {
     "nothing to do": World(config(max_steps=0), num_rows=3),
     **{
         f"at most {max_losses} engines are lost while {phase}": World(
-            config(fleet=FleetConfig(num_engines=2, max_losses=max_losses)),
+            config(fleet=FleetConfig(num_engines=2, max_losses=max_losses, losses_of_all=True)),
             num_rows=60,
             faults=Faults(loss_rate=0.5, during=(phase,), notice_s=0.0),
         )

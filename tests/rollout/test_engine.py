@@ -405,7 +405,8 @@ def test_models_that_cannot_run_are_refused_with_the_reason() -> None:
             model=AutoModelForCausalLM.from_config(sinks), tokenizer=None, config=EngineConfig()
         )
     mamba = AutoConfig.for_model("mamba", vocab_size=48, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+    says = r"linear_attention.*set rollout\.engine\.name=vllm"
+    with pytest.raises(UnsupportedModelError, match=says):
         TorchEngine(
             model=AutoModelForCausalLM.from_config(mamba), tokenizer=None, config=EngineConfig()
         )

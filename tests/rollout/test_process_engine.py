@@ -300,6 +300,12 @@ def test_a_request_that_cannot_be_sent_ends_the_engine(started):
     assert "no message can hold a object" in heard.wait_for_error()
 
 
+def test_a_setup_that_cannot_be_sent_is_refused_at_once():
+    """Its process was waited for, for ever."""
+    with pytest.raises(TypeError, match="no message can hold a object"):
+        ProcessEngine(setup(step_s=object()))
+
+
 OWNER = """
 import sys, time
 from rollpacker.rollout.process_engine import ProcessEngine

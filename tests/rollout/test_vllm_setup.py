@@ -18,6 +18,7 @@ from rollpacker.rollout.rows import Pending, RowTable
 from rollpacker.rollout.sampling import draw, sample_key
 from rollpacker.rollout.vllm_draws import Draw
 from tests.rollout.tiny import tiny_model
+from tests.trainer.hybrids import hybrid_model
 
 VOCABULARY = 100
 
@@ -138,6 +139,38 @@ def test_a_model_with_code_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch
     model.config.auto_map = {"AutoModelForCausalLM": "modeling.Mine"}
     with pytest.raises(UnsupportedModelError, match="auto_map"):
         vllm_setup.open_vllm(model, EngineConfig(name="vllm"), vllm_draws.Draws())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "dtype", "torchvision", "says"),
+    [
+        ("qwen3_5_text", {}, torch.bfloat16, False, "imports torchvision, which is not installed"),
+        ("qwen3_5_text", {}, torch.float32, True, "set model.dtype=bfloat16"),
+        ("qwen3_5_text", {}, torch.bfloat16, True, "of size 64 and 128, .* this model has 8 and 8"),
+        ("qwen3_5_text", {"linear_key_head_dim": 64}, torch.bfloat16, True, "has 64 and 8"),
+        ("bamba", {}, torch.bfloat16, True, "of type qwen3_5_text alone, and this one is bamba"),
+    ],
+)
+def test_what_a_hybrid_lacks_in_vllm_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    settings: dict[str, int],
+    dtype: torch.dtype,
+    torchvision: bool,
+    says: str,
+) -> None:
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: object() if torchvision else None)
+    model = hybrid_model(family, **settings).to(dtype)
+    with pytest.raises(UnsupportedModelError, match=says):
+        vllm_setup.check_hybrid(model, on_cpu=True)
+
+
+def test_a_hybrid_that_vllm_can_run_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: object())
+    vllm_setup.check_hybrid(hybrid_model("bamba"), on_cpu=False)
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    model = hybrid_model("qwen3_5_text", **heads).to(torch.bfloat16)
+    vllm_setup.check_hybrid(model, on_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ import pytest
 
 from rollpacker.config.document import ConfigError
 from rollpacker.controller.replay import replay
-from rollpacker.core.commands import Launch, Move, Place, Replace, TrainOn
+from rollpacker.core.commands import (
+    Launch,
+    Move,
+    Place,
+    Release,
+    Replace,
+    Resize,
+    StartGradients,
+    TrainOn,
+)
 from rollpacker.core.events import EngineLost, EngineReady, SampleGenerated, SampleMoved
 from rollpacker.core.fleet import ZOMBIE
 from rollpacker.core.records import Record, Session
@@ -105,18 +114,88 @@ def test_samples_move_to_an_engine_that_has_joined(make):
     assert simulate(make(*settings)) != moved
 
 
+MANY = ("cluster.gpus=8", "rollout.routing=spread", "rollout.moves=true")
+RELEASING = (*MANY, "system=rollpacker", "stream_trainer.enabled=true")
+
+
+def changing(*overrides: str) -> tuple[str, ...]:
+    """The planner leaves the degree that it begins with, in short rounds before it does in long
+    ones."""
+    settings = ("parallelism_planner.enabled=true", "rollout.tensor_parallel=4", "steps=30")
+    return (*MANY, *settings, *overrides)
+
+
+def commands_of(records: list[Record], kind: type) -> list:
+    return [c for r in records for c in r.commands if isinstance(c, kind)]
+
+
+@pytest.mark.parametrize("losses", [(), LOST])
+def test_samples_of_released_engines_move_by_the_cores_command(make, losses):
+    kinds = 'stream_trainer.kinds=["long","flush","plain","short"]'
+    made = make(*RELEASING, kinds, "steps=40", *losses)
+    simulation, result, records = run(made)
+    releases, moves = commands_of(records, Release), commands_of(records, Move)
+    assert result.num_releases == len(releases) > 5 and len(moves) > 5
+    assert any(c.devices for c in commands_of(records, StartGradients))
+    assert result.bubble["migration"] > 0
+    checker = Checker(8)
+    checker.read(records)
+    assert set(checker.num_ends.values()) == {1}
+    session = Session(started_at="", time_s=0.0, step=0, job=simulation.job.config.to_plain())
+    assert replay([session, *records]).difference is None
+
+
+def test_a_release_is_worth_as_much_as_one_in_turn(make):
+    """The simulator's own way, for engines of which the core does not know."""
+    settings = ('stream_trainer.kinds=["short"]', "stream_trainer.enabled=true", "steps=40")
+    own = simulate(make("system=rollpacker", *settings))
+    core = simulate(make(*RELEASING, *settings))
+    assert core.num_releases == own.num_releases > 3
+    assert core.device_seconds == pytest.approx(own.device_seconds, rel=0.02)
+
+
+def test_engines_of_another_degree_take_time_to_come(make):
+    totals = []
+    for seconds in (0, 40):
+        made = make(*changing(f"parallelism_planner.resize_s={seconds}"))
+        simulation, result, records = run(made)
+        resizes = commands_of(records, Resize)
+        assert len(resizes) > 1
+        checker = Checker(8 // made.rollout.tensor_parallel)
+        checker.degree = made.rollout.tensor_parallel
+        checker.read(records)
+        assert set(checker.num_ends.values()) == {1}
+        assert {step.tensor_parallel for step in result.steps} >= {4, 2}
+        session = Session(started_at="", time_s=0.0, step=0, job=simulation.job.config.to_plain())
+        assert replay([session, *records]).difference is None
+        totals.append(result.device_seconds - 8 * seconds * len(resizes))
+    assert totals[1] == pytest.approx(totals[0])
+
+
+def test_engines_of_any_degree_are_lost(make):
+    made = make(*changing("parallelism_planner.resize_s=10", *LOST))
+    _, result, records = run(made)
+    checker = Checker(8 // made.rollout.tensor_parallel)
+    checker.degree = made.rollout.tensor_parallel
+    checker.read(records)
+    assert set(checker.num_ends.values()) == {1} and len(result.steps) == 30
+    resizes = [r for r in records if any(isinstance(c, Resize) for c in r.commands)]
+    assert resizes and commands_of(records, Replace)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (("rollout.moves=true",), "rollout.moves .* is set, but without rollout.routing"),
         (("unkind.engine_life_s=60",), "unkind.engine_life_s .* is set, but without"),
+        (("parallelism_planner.resize_s=9",), "resize_s .* is set, but without rollout.routing"),
         (
-            ("rollout.routing=spread", "parallelism_planner.enabled=true"),
-            "set parallelism_planner.enabled=false",
+            ("rollout.routing=group", "stream_trainer.kinds=[long]", "stream_trainer.enabled=true"),
+            r"set rollout.moves=true or stream_trainer.kinds=\[\]",
         ),
         (
-            ("rollout.routing=group", "stream_trainer.kinds=[long]"),
-            r"set stream_trainer.kinds=\[\]",
+            ("rollout.routing=spread", "parallelism_planner.resize_s=-1"),
+            "resize_s .* must be 0 or more",
         ),
         (("rollout.routing=best",), "routing"),
     ],
@@ -127,6 +206,6 @@ def test_what_does_not_go_together_is_refused(make, settings, message):
 
 
 def test_too_many_losses_say_what_to_lower(make):
-    made = make("rollout.routing=spread", "unkind.engine_life_s=50")
+    made = make("rollout.routing=spread", "unkind.engine_life_s=15")
     with pytest.raises(ValueError, match=r"without a committed step between .* lower the rates"):
         simulate(made)

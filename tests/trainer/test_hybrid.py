@@ -3,16 +3,37 @@ of them, what is refused, and what training does with them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from benchmarks.resume import ALPHABET, write_config
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
 from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.checkpoint import save_model
+from rollpacker.trainer.estimate import estimate
+from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.lora import add_adapter
-from rollpacker.trainer.model import ModelError, check_padding
-from rollpacker.trainer.trainer import LoraConfig
-from tests.trainer.families import CPU, log_probs_of, new_rows
-from tests.trainer.hybrids import FAMILIES, hybrid_model, in_double
+from rollpacker.trainer.model import (
+    ModelError,
+    check_padding,
+    load_model,
+    write_character_tokenizer,
+)
+from rollpacker.trainer.model_shape import num_parameters, read_shape
+from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.sharding import Shards, full_tensors, same_number, shard
+from rollpacker.trainer.trainer import LoraConfig, ModelConfig
+from rollpacker.weight_buffer import WeightBuffer
+from tests.trainer.families import CPU, SHAPE, log_probs_of, new_rows
+from tests.trainer.hybrids import DELTA_NET, FAMILIES, hybrid_model, in_double
+from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import gradient_of, largest, largest_difference, samples, step, trainer
 
 PADDING = 7
@@ -86,7 +107,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         return output + 0.1 * output.mean(1, keepdim=True)
 
     model.model.layers[0].linear_attn.register_forward_hook(look_ahead)
-    with pytest.raises(ModelError, match="here cannot be trained: .* depends on what comes after"):
+    with pytest.raises(ModelError, match=r"here cannot be trained: .* depends on what comes after"):
         check_padding(model, "here")
 
 
@@ -139,3 +160,119 @@ def test_adapters_reach_the_matrices_of_linear_attention(
             assert not torch.equal(before[name], value)
         elif "lora_A" not in name:
             assert torch.equal(before[name], value)
+
+
+# -- several processes, and weights on their way ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, timeout_s=240) as group:  # they import what this test is about
+        yield group
+
+
+def gradients_of_shares(shards: Shards | None) -> dict[str, Tensor]:
+    """Each process takes some of the rows. Layers are checkpointed where there are several."""
+    model = in_double(hybrid_model())
+    batcher = batcher_of(model, max_tokens=64)
+    if shards is not None:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    policy = Policy(model)
+    rows = new_rows()
+    batches = [batcher.batch([rows[i] for i in run]) for run in batcher.plan([*map(len_of, rows)])]
+    if shards is None:
+        for batch in batches:
+            policy(batch, 1.0)[0].sum().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    sums = shard(policy, shards, param_dtype=None, gradient_sync="step")
+    mine = batches[: len(batches) - 1] if shards.rank == 0 else batches[-1:]
+    mine += [batcher.filler()] * (same_number(len(mine), shards) - len(mine))
+    real = len(batches) - 1 if shards.rank == 0 else 1
+    for place, batch in enumerate(mine):
+        (policy(batch, 1.0)[0].sum() * float(place < real)).backward()
+    sums.finish(lambda: (policy(batcher.filler(), 1.0)[0].sum() * 0.0).backward())
+    named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    return dict(full_tensors(named, shards))
+
+
+def len_of(row: tuple[list[int], list[int]]) -> int:
+    return len(row[0]) + len(row[1]) - 1
+
+
+def test_two_processes_compute_the_gradient_of_one(ranks: Ranks) -> None:
+    got, expected = ranks.run(2, gradients_of_shares)[0], gradients_of_shares(None)
+    assert largest_difference(got, expected) < 1e-10 * largest(expected)
+
+
+def test_weights_arrive_whole_through_the_buffer() -> None:
+    model, other = hybrid_model(seed=1), hybrid_model(seed=2)
+    buffer = WeightBuffer.create(model.named_parameters())
+    with buffer.writing(1) as tensors, torch.no_grad():
+        for name, value in model.named_parameters():
+            tensors[name].copy_(value)
+    with buffer.reading(1) as tensors, torch.no_grad():
+        for name, value in other.named_parameters():
+            value.copy_(tensors[name])
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_of_a_multimodal_folder_the_text_model_is_loaded_and_saved(tmp_path: Path) -> None:
+    vision = {
+        **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+        **{"out_hidden_size": 32, "num_position_embeddings": 16},
+    }
+    text = SHAPE | DELTA_NET | {"vocab_size": 40}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    tokenizer = write_character_tokenizer("abcdefghij", tmp_path / "whole")
+    ids = torch.arange(30)[None]
+    wanted = whole(input_ids=ids).logits
+    loaded = load_model(ModelConfig(path=str(tmp_path / "whole"), device="cpu")).model
+    assert torch.equal(loaded(input_ids=ids).logits, wanted)
+    assert not any("visual" in name for name, _ in loaded.named_parameters())
+    counted = num_parameters(tmp_path / "whole", "whole", [])
+    assert counted == sum(p.numel() for p in loaded.parameters())
+    save_model(loaded, tokenizer, tmp_path / "text")
+    again = load_model(ModelConfig(path=str(tmp_path / "text"), device="cpu")).model
+    assert torch.equal(again(input_ids=ids).logits, wanted)
+
+
+def test_flops_count_attention_in_the_layers_that_have_it() -> None:
+    model = hybrid_model(tie_word_embeddings=False)
+    flops = FlopModel.of(model)
+    in_layers = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim > 1]
+    assert any(p.ndim == 3 for p in in_layers)  # the convolution, which each token goes through
+    assert flops.body == 6 * sum(p.numel() for p in in_layers)
+    assert flops.windows == (None,)
+    assert flops.attention == 12 * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+
+
+@pytest.mark.parametrize("told", ["layer_types", "full_attention_interval"])
+def test_the_estimate_knows_which_layers_keep_keys_and_values(tmp_path: Path, told: str) -> None:
+    folder = tmp_path / "model"
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 2
+    tokenizer = write_character_tokenizer(ALPHABET, folder)
+    model = hybrid_model(
+        num_hidden_layers=8, layer_types=kinds, vocab_size=len(tokenizer), tie_word_embeddings=True
+    )
+    model.save_pretrained(folder)
+    if told != "layer_types":
+        settings = json.loads((folder / "config.json").read_text())
+        del settings["layer_types"]
+        (folder / "config.json").write_text(json.dumps(settings | {told: 4}))
+    notes: list[str] = []
+    shape = read_shape(folder, notes)
+    assert shape is not None and (shape.layers, shape.attention_layers) == (8, 2)
+    found = estimate(load_config(write_config(tmp_path, steps=1), [], RunConfig), has_cuda=False)
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    (cache,) = [part for part in found.memory if part.name == "kv cache"]
+    heads = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    assert f"x {2 * 2 * heads * 4} bytes" in cache.formula
+    assert any("6 of 8 layers are no attention" in note for note in found.notes)

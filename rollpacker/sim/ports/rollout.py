@@ -75,8 +75,6 @@ class Rollout:
         """How long that incarnation of that engine lives."""
         self.start_s = 0.0
         """Until a replacement is ready."""
-        self.resize_s = 0.0
-        """Until engines of another degree are."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
         """By degree and by whether the engines decode speculatively."""
         self._fleet: list[Lane] = []
@@ -335,10 +333,12 @@ class Rollout:
 
     def _resize(self, command: Resize) -> None:
         """All engines are empty; those of this degree come with the launch."""
+        machine = self._machine
+        self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
             self._incarnations[number] = incarnation
-            self._live(number, self.resize_s)
-            self._is_ready(number, command.version, self.resize_s)
+            self._live(number, machine.resize_s)
+            self._is_ready(number, command.version, machine.resize_s)
 
     def _is_ready(self, number: int, version: int, after_s: float) -> None:
         incarnation = self._incarnations[number]

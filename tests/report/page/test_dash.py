@@ -126,6 +126,19 @@ def test_a_finished_run_tells_its_state_once(tmp_path: Path) -> None:
         assert page.locator("main .pill").all_inner_texts() == ["done"]
 
 
+@pytest.mark.parametrize("reason", ["every step is done", "interrupted"])
+def test_an_interrupted_run_is_not_green(tmp_path: Path, reason: str) -> None:
+    run = write_run(tmp_path / "one", steps=3)
+    log = run / "events.jsonl"
+    log.write_text(log.read_text().replace('"done"', f'"{reason}"'))
+    assert main(["report", str(run)]) == 0
+    kind = "warning" if reason == "interrupted" else "good"
+    with served(tmp_path) as port:
+        for path in ("", "run/one"):
+            with opened(f"http://127.0.0.1:{port}/{path}") as (page, _):
+                page.wait_for_selector(f"main .pill.{kind} >> text={reason}")
+
+
 def test_a_run_that_begins_anew_or_goes_away_while_it_is_looked_at(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
