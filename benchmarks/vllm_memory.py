@@ -83,8 +83,7 @@ def measured(wave: Wave, count: int) -> dict[str, Any]:
         "aborted": aborted,
         f"memory_mb_every_{MEASURED_EVERY}": in_use,
         "growth_mb_by_10000": [
-            round(later - earlier, 1)
-            for earlier, later in itertools.pairwise(by_10000)
+            round(later - earlier, 1) for earlier, later in itertools.pairwise(by_10000)
         ],
     }
 
