@@ -9,29 +9,22 @@ which waiting for a core does not change.
 Updates: 20 of a tied and 20 of an untied model; after each, the largest difference between the
 log-probabilities of sampled responses and those of a full forward pass of the new weights.
 
-Requests: 30,000 with random aborts, what they leave behind, and how memory grows, without what the
-C library keeps for itself of what was freed (`malloc_trim`).
-
-Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_requests`).
+Each writes a result of its own (`vllm_speed`, `vllm_updates`).
 
     make vllm
-    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [requests] [--quick]
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import gc
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,12 +34,10 @@ import torch
 from machine import versions, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollpacker.core.events import SampleAborted
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.collect import collect
 from rollpacker.rollout.engine import (
     EngineConfig,
-    EngineOutput,
     GenerationRequest,
     Response,
     SamplingParams,
@@ -57,8 +48,6 @@ from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
 BATCH = 64
 LENGTH = 128
 KV_CACHE_GIB = 0.5
-SMALL_CACHE_GIB = 0.02
-MEASURED_EVERY = 5000
 ROUNDS = 5
 UPDATES = 20
 SHAPES: dict[str, dict[str, int]] = {
@@ -249,73 +238,9 @@ def difference(model: PreTrainedModel, response: Response) -> float:
     return float((wanted - torch.tensor(response.log_probs)).abs().max())
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
-def many_requests(count: int) -> dict[str, Any]:
-    """In waves of 500, each of which is aborted at random while it runs."""
-    chance, files = random.Random(0), 0
-    engine = make_engine(make_model("quickstart-vllm"), SMALL_CACHE_GIB)
-    aborted, in_use = 0, []
-    for wave in range(1 + count // 500):
-        texts = [[1 + chance.randrange(17) for _ in range(1 + row % 20)] for row in range(500)]
-        asked = requests(texts, 1 + chance.randrange(40), seed=wave)
-        outputs = with_aborts(engine, asked, chance)
-        assert {output.event.sample for output in outputs} == {one.sample for one in asked}
-        assert len(outputs) == len(asked)
-        if wave == 0:  # a first one, which brings everything up
-            files = len(os.listdir("/proc/self/fd"))
-        else:
-            aborted += sum(isinstance(output.event, SampleAborted) for output in outputs)
-        if wave * 500 % MEASURED_EVERY == 0:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            in_use.append(resident_mb())
-    assert not engine._live and not engine._draws.by_number and not engine._scheduler.requests
-    assert not engine._vllm.output_processor.request_states
-    assert engine._vllm.reset_prefix_cache(), "blocks were left behind"
-    assert len(os.listdir("/proc/self/fd")) == files, "descriptors were left behind"
-    asyncio.run(engine.close())
-    return {
-        "requests": count,
-        "aborted": aborted,
-        f"memory_mb_every_{MEASURED_EVERY}": in_use,
-        "growth_mb_by_10000": [
-            round(later - earlier, 1)
-            for earlier, later in zip(in_use[:-2:2], in_use[2::2], strict=True)
-        ],
-    }
-
-
-def with_aborts(
-    engine: VllmEngine, asked: list[GenerationRequest], chance: random.Random
-) -> list[EngineOutput]:
-    done, outputs, errors = threading.Event(), [], []
-
-    def listen(new: Sequence[EngineOutput]) -> None:
-        outputs.extend(new)
-        engine.abort([one.sample for one in chance.sample(asked, 10)])
-        if len(outputs) == len(asked):
-            done.set()
-
-    def fail(error: BaseException) -> None:
-        errors.append(error)
-        done.set()
-
-    engine.start(listen, fail)
-    engine.submit(asked)
-    assert done.wait(300) and not errors, errors
-    return outputs
-
-
-def resident_mb() -> float:
-    status = Path("/proc/self/status").read_text()
-    return round(int(status.split("VmRSS:")[1].split()[0]) / 1024, 1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "requests", []])
+    parser.add_argument("parts", nargs="*", choices=["speed", "updates", []])
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
     options = parser.parse_args()
     quick = options.quick
@@ -336,7 +261,6 @@ def main() -> None:
         return {"batch": BATCH, "tokens": LENGTH, **found}
 
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "requests": lambda: many_requests(500 if quick else 30_000),
         "updates": all_updates,
         "speed": all_speeds,
     }
