@@ -34,6 +34,12 @@ class EngineCounts:
     """From losses until another engine was in its place."""
 
 
+def engines_of(job: Mapping[str, Any]) -> int:
+    """How many engines a session had, of which this is the `Session.job`."""
+    number: int = (job.get("fleet") or {}).get("num_engines", 1)
+    return number
+
+
 class EngineBook:
     """Belongs to the history, which feeds it."""
 
@@ -45,7 +51,8 @@ class EngineBook:
         self._at: dict[SampleId, int] = {}
         self._load = Counter[int]()
         """Samples by engine."""
-        self._num_engines = 1
+        self.num_engines = 1
+        """Of the session at hand."""
         self._num_busy = 0
         self._any_since = 0.0
         self._incarnation = Counter[int]()
@@ -54,11 +61,11 @@ class EngineBook:
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         """Its engines are new ones."""
-        num_engines = (job.get("fleet") or {}).get("num_engines", 1)
+        num_engines = engines_of(job)
         if num_engines > 1:
             for number in range(num_engines):
                 self.counts.setdefault(number, EngineCounts())
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._incarnation.clear()
         self._lost_since.clear()
         self.clear()
@@ -68,7 +75,7 @@ class EngineBook:
         """Of the engines that have nothing to do while others do."""
         if not self._num_busy:
             return 0.0
-        return 1.0 - self._num_busy / self._num_engines
+        return 1.0 - self._num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
         """It is said by an engine that is lost."""

@@ -23,6 +23,7 @@ from rollpacker.report.decode_fit import (
     fit_table,
     nonnegative_least_squares,
 )
+from rollpacker.report.engine_book import engines_of
 from rollpacker.report.fitted_run import (
     FORMS,
     CommitFit,
@@ -38,6 +39,7 @@ from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepH
 from rollpacker.report.token_clock import (
     ClockError,
     Stretch,
+    by_engine,
     finished_rounds,
     iterate_rounds,
     stretches,
@@ -52,7 +54,9 @@ REWARD_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 def fit_run(
     entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> FittedRun:
-    """Fit a run's log. `slots` None: as the log says, or as many as samples were launched.
+    """Fit a run's log. `slots`: of each engine; None: as the log says, or as many as samples were
+    launched. Of several engines the constants are those of one as it was beside the others.
+
     `may_draft`: the engine may have given several tokens of a sample in a step; whether it did is
     seen in the order of ends.
 
@@ -81,7 +85,8 @@ def predict_rounds(
     return _round_errors(fit, clocked.rounds)
 
 
-ClockedRounds = list[tuple[RoundKind, list[Stretch]]]
+ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
+"""Of each round, what each of its engines did."""
 
 
 @dataclass(slots=True)
@@ -89,7 +94,7 @@ class _Clocked:
     """Rounds whose token clock can be told."""
 
     slots: int | None
-    """Of the engine; None: as the log says."""
+    """Of each engine; None: as the log says."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
@@ -102,15 +107,20 @@ class _Clocked:
     _as_drafted: ClockedRounds = field(default_factory=list)
 
     def add(self, round_: RoundHistory) -> None:
-        slots = round_.slots if self.slots is None else self.slots
         if self.may_draft:
             with contextlib.suppress(ClockError):
-                self._as_drafted.append((round_.kind, stretches(round_, slots=slots, drafted=True)))
+                self._as_drafted.append((round_.kind, self._parts(round_, drafted=True)))
         try:
-            self.rounds.append((round_.kind, stretches(round_, slots=slots)))
+            self.rounds.append((round_.kind, self._parts(round_, drafted=False)))
         except ClockError as error:
             self.num_skipped += 1
             self.reason = str(error)
+
+    def _parts(self, round_: RoundHistory, *, drafted: bool) -> list[list[Stretch]]:
+        return [
+            stretches(one, slots=one.slots if self.slots is None else self.slots, drafted=drafted)
+            for one in by_engine(round_)
+        ]
 
     def settle(self) -> None:
         """Take the engine for one that drafts, if it may and rounds contradict the other one."""
@@ -186,6 +196,14 @@ class _Measured:
     """By whether there was a checkpoint."""
     between: list[float] = field(default_factory=list)
 
+    @property
+    def slots(self) -> int | None:
+        """Of each engine; None: as many as samples."""
+        session, given = self.session, self.clocked.slots
+        if given is not None or session is None or session.slots is None:
+            return given
+        return session.slots // engines_of(session.job)
+
     def add(self, step: StepHistory) -> None:
         rounds = finished_rounds(step)
         for round_ in rounds:
@@ -233,8 +251,7 @@ def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float
 
 def _fit(measured: _Measured) -> FittedRun:
     clocked, session = measured.clocked, measured.session
-    known = None if session is None else session.slots
-    parts = [parts for _, parts in clocked.rounds]
+    parts = [part for _, parts in clocked.rounds for part in parts]
     if clocked.drafted is None:
         fits = {
             "step": fit_line(parts, full=False),
@@ -246,7 +263,7 @@ def _fit(measured: _Measured) -> FittedRun:
     with_checkpoint, without = measured.committed[True], measured.committed[False]
     return FittedRun(
         job={} if session is None else session.job,
-        slots=known if clocked.slots is None else clocked.slots,
+        slots=measured.slots,
         num_steps=measured.num_steps,
         num_rounds=len(clocked.rounds),
         num_skipped=clocked.num_skipped,
@@ -290,8 +307,7 @@ def _check(measured: _Measured) -> None:
             f"at least {MIN_ROUNDS}: let the run go on; {usable}"
         )
     if len(clocked.rounds) < max(MIN_ROUNDS, num_rounds / 2):
-        logged = None if measured.session is None else measured.session.slots
-        known = logged if clocked.slots is None else clocked.slots
+        known = measured.slots
         had = "one slot for every sample" if known is None else f"{known} slots"
         raise ValueError(
             f"{clocked.num_skipped} of {num_rounds} rounds do not fit an engine with {had} "
@@ -299,7 +315,8 @@ def _check(measured: _Measured) -> None:
             "(fit_run takes it as slots=...), or lines of the log are missing or "
             f"changed (rollpacker replay tells); {usable}"
         )
-    if not any(part.seconds > 0 for _, parts in clocked.rounds for part in parts):
+    some = (stretch for _, parts in clocked.rounds for part in parts for stretch in part)
+    if not any(stretch.seconds > 0 for stretch in some):
         raise ValueError(f"the log's rounds take no time: nothing can be fitted; {usable}")
     if len(measured.trained) < MIN_ROUNDS:
         raise ValueError(
@@ -312,8 +329,11 @@ def _check(measured: _Measured) -> None:
 
 
 def _round_errors(fit: DecodeFit, clocked: ClockedRounds) -> dict[str, RoundErrors]:
-    predicted = np.array([fit.seconds(parts).sum() for _, parts in clocked])
-    measured = np.array([sum(part.seconds for part in parts) for _, parts in clocked])
+    # A round is over when its last engine is.
+    predicted, measured = (
+        np.array([max(map(seconds_of, parts)) for _, parts in clocked])
+        for seconds_of in (lambda part: fit.seconds(part).sum(), _measured_s)
+    )
     kinds = np.array([str(kind) for kind, _ in clocked])
     groups = {kind: kinds == kind for kind in sorted(set(kinds.tolist()))}
     groups["all"] = np.ones(len(kinds), np.bool_)
@@ -326,6 +346,10 @@ def _round_errors(fit: DecodeFit, clocked: ClockedRounds) -> dict[str, RoundErro
         )
         for kind, which in groups.items()
     }
+
+
+def _measured_s(part: Sequence[Stretch]) -> float:
+    return sum(stretch.seconds for stretch in part)
 
 
 def _fit_training(trained: Sequence[tuple[int, float]]) -> TrainFit:

@@ -101,7 +101,7 @@ class FittedRun:
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, of the last session."""
     slots: int | None
-    """Samples that the engine decodes at the same time; None: all that are launched."""
+    """Samples that an engine decodes at the same time; None: all that it is given."""
     num_steps: int
     num_rounds: int
     """Rounds that the constants were fitted to."""

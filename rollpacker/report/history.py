@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.commands import (
+    NOWHERE,
     Abort,
     Command,
     Commit,
@@ -251,6 +252,7 @@ class History:
         self.engines.place(command.samples, command.engines, now)
         self.live.update(command.samples)
         round_ = self.step.rounds[-1]
+        round_.is_irregular = True
         self._emptied_s = round_.end_s = None
         round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)
@@ -296,6 +298,7 @@ class History:
                 self._place(command, now)
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
+                step.rounds[-1].is_irregular = True
             case Abort():
                 if step.rounds:
                     step.rounds[-1].told_to_stop_s = now
@@ -352,6 +355,9 @@ class History:
                 samples=samples,
                 start_s=now,
                 slots=None if step.session is None else step.session.slots,
+                num_engines=self.engines.num_engines,
+                engines=command.engines,
+                is_irregular=NOWHERE in command.engines,
             )
             step.rounds.append(round_)
         known = step.samples

@@ -109,13 +109,16 @@ class RoundHistory:
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Of the engine, as the session told."""
+    """Of all engines, as the session told."""
+    num_engines: int = 1
+    engines: tuple[int, ...] = ()
+    """Where its samples began, aligned with them; empty: all in the first."""
     end_s: float | None = None
     """When the last of the samples ended or failed; None: some have not, as far as the log says."""
     ends: list[SampleHistory] = field(default_factory=list)
     """In the order in which they finished or were stopped; those that failed are not here."""
     is_irregular: bool = False
-    """A sample failed, or was launched once more in the same round."""
+    """A sample failed, or was launched once more in the same round, or changed its engine."""
     peak_live: int = 0
     """Samples that were live at once, at most."""
     told_to_stop_s: float | None = None

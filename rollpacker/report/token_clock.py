@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollpacker.core.ids import SampleId
@@ -59,10 +60,28 @@ def finished_rounds(step: StepHistory) -> list[RoundHistory]:
     return [round_ for round_ in step.rounds if round_.end_s is not None and round_.ends]
 
 
+def by_engine(round_: RoundHistory) -> list[RoundHistory]:
+    """The round as each of its engines had it, without those that had no sample; the round itself
+    where there is one."""
+    if round_.num_engines == 1:
+        return [round_]
+    engines = round_.engines or (0,) * len(round_.samples)
+    at = dict(zip(round_.samples, engines, strict=False))
+    return [
+        replace(
+            round_,
+            samples=tuple(sample for sample in round_.samples if at.get(sample) == number),
+            ends=[end for end in round_.ends if at.get(end.sample) == number],
+            slots=None if round_.slots is None else round_.slots // round_.num_engines,
+        )
+        for number in sorted(set(engines))
+    ]
+
+
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
-    """The round between its ends, in order; `slots` None: everything is admitted at once. With
-    `drafted` a step is one token of the furthest sample, and ends that were drawn once more are
-    reckoned in.
+    """What the one engine of a round did between its ends, in order; `slots` None: everything is
+    admitted at once. With `drafted` a step is one token of the furthest sample, and ends that were
+    drawn once more are reckoned in.
 
     Raises `ClockError` if the ends contradict such an engine.
     """

@@ -94,7 +94,8 @@ class ProcessEngine:
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the process. `environment` is added to this process's own. Raises `OSError`."""
+        """Starts the process. `environment` is added to this process's own. Raises `OSError`, and
+        `TypeError` for a setup that cannot be sent."""
         self.name = name
         self.last_answer_s = time.monotonic()
         """When the process last answered, on the monotonic clock."""
@@ -107,6 +108,7 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._is_heard = self._is_over = False
+        told = codec().encode(setup)  # here: in the thread, nobody would hear that it cannot be
         self._line, theirs = Line.pair()
         with theirs:
             self.child = Child.start(
@@ -117,7 +119,7 @@ class ProcessEngine:
                 env={**os.environ, **(environment or {})},
             )
         self._loop = asyncio.SelectorEventLoop()
-        self._loop.call_soon(self._begin, setup, start_s)
+        self._loop.call_soon(self._begin, told, start_s)
         self._thread = threading.Thread(target=self._work, name=f"rollpacker-{name}", daemon=True)
         self._thread.start()
 
@@ -198,9 +200,9 @@ class ProcessEngine:
             self.child.close()
             self._loop.close()
 
-    def _begin(self, setup: EngineSetup, start_s: float) -> None:
+    def _begin(self, setup: bytes, start_s: float) -> None:
         self._line.attach(self._loop, self._heard, self._hung_up)
-        self._line.post(SETUP, payload=codec().encode(setup))
+        self._line.post(SETUP, payload=setup)
         self._loop.call_later(start_s, self._must_be_ready, start_s)
         self._look(time.monotonic())
 

@@ -228,6 +228,7 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
     """For below the table of a run's simulation: `config` is what was simulated, with what
     outcome."""
     told = [
+        *_other_engines(model, config),
         *_more_at_once(model, config, predicted),
         *_more_trained(model, predicted),
         *_more_responses(model, config),
@@ -247,15 +248,29 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
     return " ".join(filter(None, (text, drafted)))
 
 
+def _other_engines(model: RunModel, config: RunConfig) -> Sequence[str]:
+    before, now = model.config.rollout.engines, config.rollout.engines
+    if now == before:
+        return []
+    return [
+        f"{_engines(now)}, {_engines(before)} measured (each is taken to be as fast "
+        "as one was there, on a device of its own)"
+    ]
+
+
+def _engines(count: int) -> str:
+    return f"{count} engine{'' if count == 1 else 's'}"
+
+
 def _most_at_once(config: RunConfig) -> int:
-    """Samples that its engine decodes at once, at most."""
+    """Samples that an engine decodes at once, at most, where each has its share."""
     rollout = config.rollout
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     tail = config.tail_batching
     if tail.enabled:
         prompts = tail.factors.num_prompts(prompts)
         samples = tail.factors.num_samples(samples)
-    launched = prompts * samples
+    launched = -(-prompts * samples // rollout.engines)
     slots = rollout.engine.max_slots
     return launched if slots is None else min(slots, launched)
 

@@ -146,22 +146,24 @@ class RunModel:
             warm=not in_order,
         )
         slots = rollout.engine.max_slots
-        # Each engine has a device like the run's own; the trainer has one of them, or shares all.
+        # Each engine has a device like one of the run's; the trainer has one of them, or all.
         latency, engines = self.latency(), rollout.engines
-        not_shared = 1 if config.train.colocate else engines
+        was_shared = self.config.rollout.engines if self.config.train.colocate else 1
+        in_turn = was_shared if config.train.colocate else engines
         machine = Machine(
-            latency=replace(latency, train_token_s=latency.train_token_s * not_shared),
+            latency=replace(latency, train_token_s=latency.train_token_s * in_turn),
             gpus=engines,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
             checks=checks,
             mismatch=self.mismatch if mismatch is None else mismatch,
+            migration_s=0.0,
         )
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
     def measured(self) -> SystemResult:
         """The run itself, in the terms of a simulation."""
-        accounting = Accounting(slots=self.fitted.slots)
+        accounting, engines = Accounting(), self.config.rollout.engines
         steps: list[StepResult] = []
         trained: list[int] = []
         for entry in EventLog(events_path(self.folder)):
@@ -175,9 +177,9 @@ class RunModel:
         bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         seconds = accounting.seconds()
         bubble |= {
-            "tail": seconds["tail_idle"],
-            "reward_wait": seconds["reward_wait"],
-            "sync": seconds["sync"],
+            "tail": engines * (seconds["tail_idle"] + seconds["imbalance"]),
+            "reward_wait": engines * seconds["reward_wait"],
+            "sync": engines * seconds["sync"],
         }
         return SystemResult(
             steps=tuple(steps),
@@ -188,7 +190,7 @@ class RunModel:
             policy_length_p95=p95,
             tail_trained_share=float(np.mean(np.asarray(trained) > p95)),
             bubble=bubble,
-            device_seconds=sum(step.total_s for step in steps),
+            device_seconds=engines * sum(step.total_s for step in steps),
             num_releases=0,
         )
 
@@ -328,11 +330,6 @@ def load_run(run: str | Path) -> RunModel:
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}: give the whole folder of a run")
     config = load_config(folder / CONFIG_FILE, [], RunConfig)
-    if config.rollout.engines > 1:
-        raise ValueError(
-            f"{folder} had {config.rollout.engines} engines, and a machine is fitted to runs of "
-            "one: record a run with rollout.engines=1, and simulate that with more"
-        )
     try:
         fitted = fit_run(EventLog(path), may_draft=config.rollout.engine.draft_tokens > 0)
     except LogError:

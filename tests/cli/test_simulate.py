@@ -305,10 +305,13 @@ def test_ctrl_c_ends_all_processes(folder):
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 2:  # it has begun
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        out, err = process.communicate(timeout=20)  # the workers hold the pipes too
+        out, err = process.communicate(timeout=60)  # the workers hold the pipes too
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

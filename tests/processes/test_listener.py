@@ -52,7 +52,7 @@ def test_who_has_the_token_talks_in_both_directions() -> None:
 
 
 def test_silent_strangers_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KNOCK_S", 0.5)
+    monkeypatch.setattr(module, "KNOCK_S", 2.0)
     listener = Listener("127.0.0.1")
     half = HEADER.pack(HELLO, 0, 100) + b"x"
     strangers = [knock(listener), knock(listener, b"\x00"), knock(listener, half)]
@@ -60,8 +60,8 @@ def test_silent_strangers_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -
     line = connect(listener.host, listener.port, listener.token, b"")
     began = time.monotonic()
     ours, _ = accepted(listener)
-    assert time.monotonic() - began < 0.4
-    time.sleep(0.5)
+    assert time.monotonic() - began < 1.5
+    time.sleep(2.0)
     assert listener.accept(0.1) == []
     assert all(map(is_turned_away, strangers))
     for one in (*strangers, line, ours, listener):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from rollpacker.rollout import threads
 from rollpacker.rollout.attention import UnsupportedModelError, install_attention
 from rollpacker.rollout.buckets import MAX_BUCKETS, Bucket, bucket_cost, plan_buckets
 from rollpacker.rollout.kv_slots import KVSlots, LayerShape
@@ -99,18 +101,21 @@ def test_wider_slots_become_fewer_and_more_become_narrower_when_memory_is_short(
     assert not slots.fits(4, 21)
 
 
-def test_threads_are_chosen_by_time_and_restored() -> None:
-    before = torch.get_num_threads()
+def test_threads_are_chosen_by_time_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = torch.get_num_threads(), 0.0
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now))
 
-    def slower_with_more() -> None:
-        time.sleep(0.002 * torch.get_num_threads())
+    def takes(seconds: Callable[[int], float]) -> Callable[[], None]:
+        def step() -> None:
+            nonlocal now
+            now += seconds(torch.get_num_threads())
 
-    def faster_with_two() -> None:
-        time.sleep(0.004 / torch.get_num_threads())
+        return step
 
+    slower_with_more = takes(lambda count: 0.002 * count)
     assert measure_threads(slower_with_more, (2, 1)) == 1
-    assert measure_threads(faster_with_two, (1, 2)) == 2
-    assert measure_threads(lambda: time.sleep(0.002), (1, 2)) == 1
+    assert measure_threads(takes(lambda count: 0.004 / count), (1, 2)) == 2
+    assert measure_threads(takes(lambda count: 0.0021 - 0.0001 * count), (1, 2)) == 1
     assert measure_threads(slower_with_more) == 1
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="at least 1"):

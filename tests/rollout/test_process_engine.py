@@ -47,8 +47,9 @@ from tests.rollout.tiny import request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-KILL_SEEN_S = 1.0
-"""`benchmarks/engine_process.py` says how long it takes on a machine that is not overloaded."""
+KILL_SEEN_S = 20.0
+"""A tenth of the heartbeat there, since machines may be busy.
+`benchmarks/engine_process.py` says how long it takes on a machine that is not overloaded."""
 
 
 def setup(make: str = "counting", **arguments: object) -> EngineSetup:
@@ -140,7 +141,9 @@ def test_calls_are_answered_one_after_the_other(started):
 
 @pytest.mark.parametrize("when", ["loading", "idle", "decoding"])
 def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
-    engine, heard = started("slow") if when == "loading" else started(step_s=0.01)
+    options = {} if when == "loading" else {"step_s": 0.01}
+    make = "slow" if when == "loading" else "counting"
+    engine, heard = started(make, heartbeat_s=200.0, **options)
     if when == "loading":
         while engine.child.pid == engine.child.process.pid:
             time.sleep(0.01)
@@ -203,7 +206,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_noticed_too(started):
 
 
 def test_a_short_stop_is_survived(started):
-    engine, heard = started(heartbeat_s=2.0)
+    engine, heard = started(heartbeat_s=10.0)
     ready(engine)
     engine.submit([request(0, max_response_tokens=50)])
     os.kill(engine.child.pid, signal.SIGSTOP)
@@ -232,14 +235,20 @@ def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
 def test_a_process_answers_while_it_idles_and_in_the_middle_of_a_step(started):
     engine, heard = started(step_s=30.0, heartbeat_s=5.0)
     ready(engine)
-    idle_s = time.monotonic()
-    time.sleep(2.0)
-    assert engine.last_answer_s > idle_s
+
+    def answers() -> None:
+        looked_s = time.monotonic()
+        while engine.last_answer_s <= looked_s:
+            assert time.monotonic() < looked_s + 5.0
+            time.sleep(0.01)
+
+    answers()
     engine.submit([request(0)])
-    time.sleep(2.0)  # its second step is still to come
-    looked_s, tokens = time.monotonic(), engine.status().generated_tokens
-    time.sleep(2.0)
-    assert engine.last_answer_s > looked_s and engine.status().generated_tokens == tokens
+    while not engine.status().generated_tokens:
+        time.sleep(0.01)
+    answers()
+    answers()
+    assert engine.status().generated_tokens == 1  # its second step is still to come
     assert not heard.errors
 
 
@@ -289,6 +298,12 @@ def test_a_request_that_cannot_be_sent_ends_the_engine(started):
     engine, heard = started()
     engine.submit([request(0, temperature=object())])
     assert "no message can hold a object" in heard.wait_for_error()
+
+
+def test_a_setup_that_cannot_be_sent_is_refused_at_once():
+    """Its process was waited for, for ever."""
+    with pytest.raises(TypeError, match="no message can hold a object"):
+        ProcessEngine(setup(step_s=object()))
 
 
 OWNER = """
@@ -463,13 +478,13 @@ def test_a_call_that_comes_twice_is_made_once_and_answered_until_the_next():
 
 
 def test_without_news_the_answer_comes_when_its_time_is_over():
-    host = hosted(step_s=0.1)
+    host = hosted(step_s=0.2)
     start_s = time.monotonic()
-    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=2.0))
-    while time.monotonic() - start_s < 1.0:  # more to say does not put the answer off
-        host.obey(Exchange(sequence=2, wait_s=2.0))
+    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=4.0))
+    while time.monotonic() - start_s < 3.0:  # more to say does not put the answer off
+        host.obey(Exchange(sequence=2, wait_s=4.0))
         time.sleep(0.01)
     report = host.report()
     assert report.sequence == 2 and not report.outputs
-    assert 2.0 <= time.monotonic() - start_s < 2.9
+    assert 4.0 <= time.monotonic() - start_s < 6.9
     assert 1 <= report.status.generated_tokens <= 40

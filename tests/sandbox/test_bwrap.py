@@ -366,13 +366,21 @@ def test_unknown_profile_is_refused() -> None:
         one(HELLO, profile="pyhton")
 
 
+async def begun(box: Sandbox, count: int = 1) -> None:
+    """Until so many workers have been given a program, and have had a moment to begin with it."""
+    async with asyncio.timeout(30.0):
+        while sum(call.worker is not None for call in box._calls.values()) < count:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+
+
 @needs_bwrap
 def test_cancelling_ends_the_run_and_the_worker_goes_on() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
         before = await zygotes(box)
         running = asyncio.create_task(box.run("while True: pass", limits=Limits(wall_s=60.0)))
-        await asyncio.sleep(0.3)
+        await begun(box)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -391,10 +399,8 @@ def test_a_failed_worker_is_named_and_replaced(
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
         (victim,) = await zygotes(box)
-        slow = asyncio.create_task(
-            box.run("import time; time.sleep(0.5)", limits=Limits(wall_s=1.0))
-        )
-        await asyncio.sleep(0.2)
+        slow = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
+        await begun(box)
         os.kill(victim, how)
         result = await slow
         assert result.status is Status.SANDBOX_ERROR
@@ -418,7 +424,7 @@ def test_a_stopped_worker_is_noticed_long_before_the_limit(
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
         stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
-        await asyncio.sleep(0.2)
+        await begun(box)
         (victim,) = await zygotes(box)
         os.kill(victim, signal.SIGSTOP)
         async with asyncio.timeout(10.0):
@@ -451,7 +457,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_noticed() -> None:
 def test_a_failed_worker_is_replaced_before_anyone_asks() -> None:
     async def use(box: Sandbox) -> None:
         running = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
-        await asyncio.sleep(0.3)
+        await begun(box)
         (victim,) = await zygotes(box)
         os.kill(victim, signal.SIGKILL)
         assert (await running).status is Status.SANDBOX_ERROR
@@ -490,7 +496,7 @@ def test_cancelling_does_not_wait_for_a_stopped_worker() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
         stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=100.0)))
-        await asyncio.sleep(0.2)
+        await begun(box)
         (victim,) = await zygotes(box)
         os.kill(victim, signal.SIGSTOP)
         stuck.cancel()
@@ -531,8 +537,8 @@ def test_a_worker_that_sends_no_reply_is_replaced() -> None:
     async def use(box: Sandbox) -> None:
         await box.run(HELLO)
         (victim,) = await zygotes(box)
-        running = asyncio.create_task(box.run("import time; time.sleep(1)"))
-        await asyncio.sleep(0.2)
+        running = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
+        await begun(box)
         (worker,) = [call.worker for call in box._calls.values()]
         worker._reader.feed_data(b"x" * 4096)
         result = await running
@@ -549,7 +555,7 @@ def test_a_closed_sandbox_runs_nothing() -> None:
     async def use() -> None:
         async with open_sandbox("bwrap", workers=1) as box:
             running = [asyncio.ensure_future(box.run("while True: pass")) for _ in range(3)]
-            await asyncio.sleep(0.1)
+            await begun(box)
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert ends[0].status is Status.KILLED
         assert [type(end) for end in ends[1:]] == [RuntimeError, RuntimeError]
@@ -563,7 +569,7 @@ def test_a_stopped_worker_delays_nobody_else() -> None:
         both = [asyncio.create_task(box.run("import time; time.sleep(0.4)")) for _ in range(2)]
         await asyncio.gather(*both)
         stuck = asyncio.create_task(box.run(ENDLESS, limits=Limits(wall_s=60.0)))
-        await asyncio.sleep(0.2)
+        await begun(box)
         (call,) = box._calls.values()
         os.kill(call.worker.pid, signal.SIGSTOP)
         for _ in range(20):
@@ -637,7 +643,6 @@ from rollpacker.sandbox import open_sandbox
 async def main():
     async with open_sandbox("bwrap") as box:
         runs = [asyncio.create_task(box.run("while True: pass")) for _ in range(2)]
-        await asyncio.sleep(0.5)
         print("ready", flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
@@ -649,14 +654,15 @@ asyncio.run(main())
         )
         assert owner.stdout is not None
         assert await owner.stdout.readline() == b"ready\n"
-        below = set(descendants(owner.pid))
+        async with asyncio.timeout(30.0):
+            while len(below := set(descendants(owner.pid))) < 6:
+                await asyncio.sleep(0.01)
         owner.kill()
         await owner.wait()
         return below
 
     below = asyncio.run(kill_one())
-    assert len(below) >= 6
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 30.0
     while (left := [pid for pid in below if os.path.exists(f"/proc/{pid}")]) and (
         time.monotonic() < until
     ):

@@ -12,9 +12,11 @@ from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.records import Record, Session, encode
 from rollpacker.core.reward_schedule import RewardKindConfig
+from rollpacker.sim.fitted_range import outside_of_run
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.simulation import Simulation
+from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.whatif import RunModel, load_run, what_if
 from rollpacker.sim.workload import Workload
 from tests.report.costed_run import CostedRun
@@ -90,7 +92,7 @@ def test_engines_and_replicas_that_share_devices(plain: RunModel) -> None:
         plain.simulate([two, "train.processes=2"])
 
 
-def test_more_engines_share_the_samples(plain: RunModel, tmp_path: Path) -> None:
+def test_more_engines_share_the_samples(plain: RunModel) -> None:
     one = plain.simulate()
     found = [plain.simulate([f"rollout.engines={n}"]) for n in (1, 2, 4)]
     assert found[0] == one
@@ -105,8 +107,81 @@ def test_more_engines_share_the_samples(plain: RunModel, tmp_path: Path) -> None
         assert 0 < sum(result.bubble.values()) < result.device_seconds
     group = plain.simulate(["rollout.engines=4", "rollout.routing=group"])
     assert mean_rollout(group) != mean_rollout(found[2])
-    with pytest.raises(ValueError, match="had 2 engines, and a machine is fitted to runs of one"):
-        load_run(record(tmp_path / "two", "rollout.engines=2", race=False))
+    config = plain.with_overrides(["rollout.engines=4"])
+    assert "4 engines, 1 engine measured" in outside_of_run(plain, config, found[2])
+
+
+def simulated_run(
+    model: RunModel, folder: Path, *settings: str, unkind: UnkindConfig | None = None
+) -> Path:
+    """A run on this machine, with its log."""
+    config = model.with_overrides(settings)
+    entries = [Session(started_at="", time_s=0.0, step=0, job=config.job().to_plain(), slots=None)]
+    entries[0] = replace(entries[0], slots=config.rollout.max_slots)
+    machine = Machine(
+        latency=model.latency(),
+        gpus=config.rollout.engines,
+        prompt_tokens=0,
+        max_running=config.rollout.engine.max_slots,
+    )
+    workload = Workload.from_pools(
+        model._pools,
+        max_response_tokens=config.rollout.max_response_tokens,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        source="train",
+    )
+    job = config.job()
+    Simulation(job, machine, workload, unkind=unkind, observe=entries.append).run(STEPS)
+    folder.mkdir()
+    save_config(config, folder / "config.yaml")
+    (folder / "events.jsonl").write_text("\n".join(map(encode, entries)) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("slots", [None, 12])
+@pytest.mark.parametrize("routing", ["spread", "group"])
+def test_a_run_with_several_engines_gives_the_constants_of_one(
+    plain: RunModel, tmp_path: Path, routing: str, slots: int | None
+) -> None:
+    settings = ["rollout.engines=3", f"rollout.routing={routing}"]
+    if slots is not None:
+        settings.append(f"rollout.engine.max_slots={slots}")
+    several = load_run(simulated_run(plain, tmp_path / "three", *settings))
+    fitted = several.fitted
+    assert (fitted.num_rounds, fitted.num_skipped, fitted.slots) == (STEPS, 0, slots)
+    for n, cached in ((3, 150), (8, 400)):
+        one = plain.latency().step_cost(1).step_s(n, cached)
+        assert several.latency().step_cost(1).step_s(n, cached) == pytest.approx(one, rel=0.05)
+    assert fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
+    measured, again = several.measured(), several.simulate()
+    for real, predicted in zip(measured.steps, again.steps, strict=True):
+        assert predicted.rollout_s == pytest.approx(real.rollout_s, rel=0.05)
+    total_s = sum(step.total_s for step in measured.steps)
+    assert measured.device_seconds == pytest.approx(3 * total_s)
+    for engines in (1, 4):  # as from the run of one
+        there = several.simulate([f"rollout.engines={engines}"])
+        here = plain.simulate([*settings, f"rollout.engines={engines}"])
+        assert mean_rollout(there) == pytest.approx(mean_rollout(here), rel=0.05)
+
+
+def test_a_race_of_several_engines_is_simulated_from_its_own_log(
+    plain: RunModel, tmp_path: Path
+) -> None:
+    settings = "rollout.engines=2", "tail_batching.enabled=true"
+    several = load_run(simulated_run(plain, tmp_path / "race", *settings))
+    assert several.fitted.num_skipped == 0
+    assert several.fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
+    found = mean_rollout(several.simulate())
+    assert found == pytest.approx(mean_rollout(several.measured()), rel=0.15)
+
+
+def test_rounds_in_which_an_engine_is_lost_are_left_out(plain: RunModel, tmp_path: Path) -> None:
+    unkind = UnkindConfig(engine_life_s=12.0, engine_start_s=0.2)
+    run = simulated_run(plain, tmp_path / "lost", "rollout.engines=3", unkind=unkind)
+    assert '"Place"' in (run / "events.jsonl").read_text()
+    several = load_run(run)
+    assert 0 < several.fitted.num_skipped < STEPS / 2
+    assert several.fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
 
 
 def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:

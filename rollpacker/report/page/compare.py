@@ -114,6 +114,7 @@ def _groups(groups: Sequence[SeedGroup], width: int | None) -> Iterator[Renderab
     names = [{"name": ", ".join(group.names)} for group in groups]
     rows = [
         ("runs", [f"{len(group.names):,}" for group in groups]),
+        ("seeds", [f"{group.seeds:,}" for group in groups]),
         ("last evaluation, after step", [group.told_steps for group in groups]),
         ("its pass@1, mean over seeds", [_number(group.means, 3) for group in groups]),
         ("standard deviation over seeds", [_number(group.deviations, 3) for group in groups]),

@@ -20,11 +20,13 @@ class SeedGroup:
     """Runs of the same settings, and their last pass@1 on held-out prompts."""
 
     names: tuple[str, ...]
+    seeds: int
+    """So many different ones. Runs of one seed are no independent draws: their mean counts."""
     steps: tuple[int, ...]
     """The steps after which it was evaluated, each once, sorted."""
     mean: float | None
     deviation: float | None
-    """Over the runs. None: fewer than two of them were evaluated."""
+    """Over the seeds. None: runs of fewer than two of them were evaluated."""
     difference: float | None
     """The mean minus the first group's. None for the first group."""
     error: float | None
@@ -54,6 +56,7 @@ class SeedGroup:
         """For the page."""
         return {
             "names": list(self.names),
+            "seeds": self.seeds,
             "steps": self.told_steps,
             "mean": self.mean,
             "deviation": self.deviation,
@@ -77,13 +80,20 @@ def seed_groups(runs: Sequence[Mapping[str, Any]]) -> list[SeedGroup]:
     found: list[SeedGroup] = []
     first: list[float] = []
     for group in gathered.values():
-        last = [row for row in map(_last, group) if row is not None]
-        passes = [passed for _, passed in last]
+        steps: set[int] = set()
+        by_seed: dict[str | None, list[float]] = {}
+        for run in group:
+            last = _last(run)
+            if last is not None:
+                steps.add(last[0])
+                by_seed.setdefault(_seed(run), []).append(last[1])
+        passes = [statistics.fmean(passed) for passed in by_seed.values()]
         first = first if found else passes
         found.append(
             SeedGroup(
                 names=tuple(run["name"] for run in group),
-                steps=tuple(sorted({step for step, _ in last})),
+                seeds=len({_seed(run) for run in group}),
+                steps=tuple(sorted(steps)),
                 mean=statistics.fmean(passes) if passes else None,
                 deviation=statistics.stdev(passes) if len(passes) > 1 else None,
                 **_difference(first, passes if found else []),

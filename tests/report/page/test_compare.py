@@ -217,6 +217,24 @@ def test_runs_that_differ_in_their_seed_are_one_group() -> None:
     assert len(seed_groups([unknown, unknown, *runs])) == 6
 
 
+def test_runs_of_one_seed_are_not_independent() -> None:
+    """The same run three times told as much as three seeds."""
+    runs = [
+        *(told(f"a{n}", 0.5 + n / 100, lr="1") for n in range(3)),
+        told("a3", 0.7, lr="1", seed="1"),
+        told("b", 0.9, lr="2", seed="1"),
+        told("b2", 0.7, lr="2", seed="2"),
+        told("c", 0.9, lr="3", seed="1"),
+        told("c again", 0.7, lr="3", seed="1"),
+    ]
+    one, two, same = seed_groups(runs)
+    assert (len(one.names), one.seeds, two.seeds, same.seeds) == (4, 2, 2, 1)
+    assert one.mean == pytest.approx(0.605)  # of 0.51 and 0.7
+    assert one.deviation == pytest.approx(0.19 / 2**0.5)
+    assert two.error == pytest.approx(((0.19**2 + 0.2**2) / 4) ** 0.5)
+    assert same.mean == pytest.approx(0.8) and same.deviation is None and same.error is None
+
+
 def test_groups_are_shown(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runs = [write_run(tmp_path / f"arm{seed}", steps=2) for seed in range(3)]

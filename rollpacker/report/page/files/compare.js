@@ -42,7 +42,7 @@ function comparedResults(runs) {
 /** Runs that differ in their seeds alone, and how far groups of them lie apart. */
 function comparedGroups(groups) {
   if (!groups.length) return null;
-  const rows = groups.map((group) => [group.names.join(", "), count(group.names.length), group.steps, number(group.mean, 3), number(group.deviation, 3), group.difference]);
+  const rows = groups.map((group) => [group.names.join(", "), count(group.seeds), group.steps, number(group.mean, 3), number(group.deviation, 3), group.difference]);
   return h("div", { class: "card", style: { "margin-top": "14px" } }, h("h3", {}, "The same settings, other seeds"),
     table([["runs"], ["seeds", true], ["last evaluation, after step", true], ["its pass@1, mean", true], ["standard deviation over seeds", true], ["minus the first group's (± standard error over seeds)", true]], rows));
 }

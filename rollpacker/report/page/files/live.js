@@ -30,8 +30,9 @@ function liveList() {
   return every(async () => {
     let rows;
     try { rows = await ask("/api/runs"); } catch { body.replaceChildren(h("p", { class: "message" }, "The dashboard does not answer: was it ended?")); return; }
-    const state = (row) => (row.quiet_s < 60 ? h("span", { class: "pill live" }, "running") : row.finished ? h("span", { class: "pill good" }, row.finished) : h("span", { class: "pill" }, `quiet for ${seconds(row.quiet_s)}`));
-    const told = rows.map((row) => [h("a", { href: row.link }, row.name), row.finished && row.quiet_s < 60 ? h("span", { class: "pill good" }, row.finished) : state(row), count(row.steps), row.wall_s === undefined ? "–" : seconds(row.wall_s), number(row.reward, row.reward === null || row.reward === undefined ? undefined : 3), number(row.passed, row.passed === null || row.passed === undefined ? undefined : 3)]);
+    const pill = ([level, text]) => h("span", { class: "pill " + level }, text);
+    const state = (row) => pill(row.finished ? ended(row.finished) : row.quiet_s < 60 ? ["live", "running"] : ["", `quiet for ${seconds(row.quiet_s)}`]);
+    const told = rows.map((row) => [h("a", { href: row.link }, row.name), state(row), count(row.steps), row.wall_s === undefined ? "–" : seconds(row.wall_s), number(row.reward, row.reward === null || row.reward === undefined ? undefined : 3), number(row.passed, row.passed === null || row.passed === undefined ? undefined : 3)]);
     body.replaceChildren(rows.length ? table([["run"], ["state"], ["steps", true], ["wall time", true], ["reward", true], ["pass@1", true]], told) : h("p", { class: "message" }, "There is no run here yet."));
   });
 }

@@ -2,9 +2,12 @@
 
 const share = (value) => percent(value, 1);
 
+/** Why a run is over, and the colour of that: one that was interrupted has not done what it was to do. */
+const ended = (reason) => [reason === "interrupted" ? "warning" : "good", reason];
+
 function stateOf(run) {
   const { summary } = run;
-  if (summary.finished) return ["good", summary.finished];
+  if (summary.finished) return ended(summary.finished);
   if (run.gone) return ["bad", "the run's folder is gone"];
   if (run.quiet_s !== null && run.quiet_s < 120) return ["live", `running, ${words(run.phase)}`];
   return ["warning", "not finished"];

@@ -1,0 +1,114 @@
+"""Two engines, simulated against real: runs with tail batching, each from its own log.
+
+`rollpacker train` on the quickstart's model with two embedded engines, each in a process of its own
+with one thread, once with `rollout.routing=spread` and once with `group`; the policy is kept as it
+is by a learning rate of next to nothing. Compared are the mean seconds of generation, launch to
+last end, with those of `rollpacker simulate --from RUN`, which are to be within 15 %. Beside that
+stands the same of one engine, and what each run's log says of the other routing.
+
+    python benchmarks/two_engines_simulated.py [--steps 120] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT, write_result
+from sim_vs_real import COMMON, MEAN_BOUND, real_seconds
+
+ARMS = {
+    "spread": ("rollout.engines=2", "rollout.routing=spread", "train.threads=2"),
+    "group": ("rollout.engines=2", "rollout.routing=group", "train.threads=2"),
+    "one engine": ("rollout.engines=1",),
+}
+BOUND = ("spread", "group")
+OTHER = {"spread": "group", "group": "spread"}
+
+
+def record(config: Path, folder: Path, name: str, num_steps: int) -> Path:
+    """A real run; its folder."""
+    import rollpacker
+
+    run = folder / name.replace(" ", "-")
+    overrides = [*COMMON, *ARMS[name], "tail_batching.enabled=true", f"train.steps={num_steps}"]
+    overrides += [f"name={run.name}", f"runs_dir={folder.resolve()}"]
+    with (folder / f"{run.name}.txt").open("w") as said, contextlib.redirect_stdout(said):
+        rollpacker.train(config, overrides)
+    return run
+
+
+def compare(run: Path, name: str) -> dict[str, Any]:
+    """A row of results."""
+    from rollpacker.sim.whatif import load_run
+
+    model = load_run(run)
+    real = real_seconds(run)["mean"]
+    same = rollout_s(model.simulate().steps)
+    other = None
+    if name in OTHER:
+        other = rollout_s(model.simulate([f"rollout.routing={OTHER[name]}"]).steps)
+    mean = statistics.fmean(real)
+    return {
+        "arm": name,
+        "rounds": len(real),
+        "rounds_left_out_of_the_fit": model.fitted.num_skipped,
+        "drafted": model.fitted.drafted,
+        "real_s": mean,
+        "real_s_standard_error": statistics.stdev(real) / len(real) ** 0.5,
+        "simulated_s": same,
+        "ratio": same / mean,
+        "simulated_with_the_other_routing_s": other,
+        "met": abs(same / mean - 1) <= MEAN_BOUND if name in BOUND else None,
+    }
+
+
+def rollout_s(steps: Sequence[Any]) -> float:
+    return statistics.fmean(step.rollout_s for step in steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--steps", type=int, help="steps of each run (default: 120)")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
+    args = parser.parse_args()
+    num_steps = args.steps or (15 if args.quick else 120)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ARMS:
+            row = compare(record(args.config, folder, name, num_steps), name)
+            rows.append(row)
+            print(
+                f"{name:11}{row['rounds']:5} rounds  real {row['real_s']:.4f} s "
+                f"+- {row['real_s_standard_error']:.4f}  simulated {row['simulated_s']:.4f} s  "
+                f"ratio {row['ratio']:.3f}",
+                flush=True,
+            )
+    met = all(row["met"] for row in rows if row["arm"] in BOUND)
+    print(f"within {MEAN_BOUND:.0%}: {'yes' if met else 'NO'}")
+    if args.quick:
+        return 0
+    payload = {
+        "config": args.config.name,
+        "steps": num_steps,
+        "bound": MEAN_BOUND,
+        "met": met,
+        "rows": rows,
+    }
+    print(f"written: {write_result('two_engines_simulated', payload).name}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
