@@ -40,7 +40,7 @@ from rollpacker.core.records import Record
 from rollpacker.sim import latency, presets, workload
 from rollpacker.sim import simulate as simulating
 from rollpacker.sim.cache_limits import KV_WATERMARK
-from rollpacker.sim.ports.rollout import MIGRATION_S
+from rollpacker.sim.machine import MIGRATION_S
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import load_scenario
 

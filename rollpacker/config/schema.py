@@ -344,10 +344,21 @@ class RunConfig:
         )
 
     @property
+    def _releases(self) -> bool:
+        return bool(self.layout.releasable(self.stream_trainer.released_share))
+
+    @property
     def without_effect(self) -> str | None:
         """What is set and changes nothing in a real run, in a sentence; None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
+        if self.train.colocate and stream.enabled and not self._releases:
+            return (
+                "stream_trainer with train.colocate: no engine will release its device, since "
+                f"train.replicas={self.train.replicas} leaves each replica more of them than "
+                "stream_trainer.released_share; train.replicas="
+                f"{self.train.processes} gives each device its own"
+            )
         if not keys or self.train.colocate:
             return None
         names = ", ".join(f"stream_trainer.{key}" for key in keys)

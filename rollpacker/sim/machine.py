@@ -9,6 +9,9 @@ from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
 
+MIGRATION_S = 3.0
+"""At most this, says the RollPacker paper, section 4.4."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -21,6 +24,8 @@ class Machine:
     """Sequences that one engine decodes at once."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
+    migration_s: float = MIGRATION_S
+    """From a release to the moment when the trainer can use the devices."""
     resize_s: float = 0.0
     """Until engines of another degree are there, where the core lays them out anew."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)

@@ -47,6 +47,8 @@ MODELLED = (
     *("tail_batching", "stream_trainer", "train.steps"),
 )
 """Keys of a run's config that a simulation of it can follow."""
+COLOCATED = ("train.colocate", "train.processes", "train.replicas")
+"""These, too, if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Lengths drawn for every row beside the recorded ones."""
@@ -83,11 +85,12 @@ class RunModel:
         """The run's config with these changes. Raises `ConfigError` for a key that a simulation
         does not follow."""
         config = load_config(self.folder / CONFIG_FILE, overrides, RunConfig)
+        modelled = MODELLED + (COLOCATED if config.train.colocate else ())
         for key, _, _ in differences(to_plain(self.config), to_plain(config)):
-            if not any(key == known or key.startswith(f"{known}.") for known in MODELLED):
+            if not any(key == known or key.startswith(f"{known}.") for known in modelled):
                 raise ConfigError(
                     f"{key} changes nothing that is simulated. What can be changed here: "
-                    f"{', '.join(MODELLED)}"
+                    f"{', '.join(modelled)}"
                 )
         cap = self.fitted.workload.max_response_tokens
         if cap is not None and config.rollout.max_response_tokens > cap:
@@ -143,15 +146,18 @@ class RunModel:
             warm=not in_order,
         )
         slots = rollout.engine.max_slots
-        # Each engine has a device like one of the run's; the trainer has one of them.
+        # Each engine has a device like one of the run's; the trainer has one of them, or all.
         latency, engines = self.latency(), rollout.engines
+        was_shared = self.config.rollout.engines if self.config.train.colocate else 1
+        in_turn = was_shared if config.train.colocate else engines
         machine = Machine(
-            latency=replace(latency, train_token_s=latency.train_token_s * engines),
+            latency=replace(latency, train_token_s=latency.train_token_s * in_turn),
             gpus=engines,
             prompt_tokens=0,
             max_running=self.fitted.slots if slots is None else slots,
             checks=checks,
             mismatch=self.mismatch if mismatch is None else mismatch,
+            migration_s=0.0,
         )
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 

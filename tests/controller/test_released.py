@@ -120,7 +120,10 @@ def test_engines_and_processes_are_as_many() -> None:
         train = replace(config.train, processes=processes, replicas=1)
         with pytest.raises(ValueError, match=r"train.colocate puts one engine and one process"):
             replace(config, rollout=replace(config.rollout, engines=engines), train=train)
-    assert colocated(steps=1).without_effect is None
+    config = colocated(steps=1)
+    assert config.without_effect is None
+    told = replace(config, train=replace(config.train, replicas=1)).without_effect
+    assert told is not None and "train.replicas=2 gives each device its own" in told
     assert replace(config, train=replace(config.train, colocate=False)).without_effect
 
 

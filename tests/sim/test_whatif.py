@@ -73,6 +73,25 @@ def test_a_run_that_fills_its_steps_up_can_be_simulated(tmp_path: Path) -> None:
     assert max(step.num_trained for step in found.steps) == 16
 
 
+def test_engines_and_replicas_that_share_devices(plain: RunModel) -> None:
+    """Training is on both devices, and begins early on the one that is released."""
+    two, shared = "rollout.engines=2", ["train.colocate=true", "train.processes=2"]
+    apart = plain.simulate([two])
+    kept = plain.simulate([two, *shared])
+    stream = "stream_trainer={enabled: true, kinds: [plain]}"
+    released = plain.simulate([two, *shared, "train.replicas=2", stream])
+    of_one_replica = plain.simulate([two, *shared, stream])  # which a release would split
+    assert mean_rollout(kept) == pytest.approx(mean_rollout(apart))
+    for one, other in zip(kept.steps, apart.steps, strict=True):
+        assert one.train_s < other.train_s
+    assert of_one_replica.steps == kept.steps
+    assert released.num_releases == STEPS
+    for one, other in zip(released.steps, kept.steps, strict=True):
+        assert one.num_streamed > 0 and one.train_s < other.train_s
+    with pytest.raises(ValueError, match=r"train\.processes changes nothing"):
+        plain.simulate([two, "train.processes=2"])
+
+
 def test_more_engines_share_the_samples(plain: RunModel) -> None:
     one = plain.simulate()
     found = [plain.simulate([f"rollout.engines={n}"]) for n in (1, 2, 4)]

@@ -25,10 +25,6 @@ from rollpacker.sim.ports.training import GradientWork
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 
-MIGRATION_S = 3.0
-"""From a release to the moment when the trainer can use the devices: at most this, says the
-RollPacker paper, section 4.4."""
-
 
 class Lane:
     """One engine of a fleet."""
@@ -292,7 +288,7 @@ class Rollout:
         idle_s = sum(now - lane.last_busy_s for lane in self._fleet) * launch.tensor_parallel
         if self._released is not None:
             when, lanes = self._released
-            settling_s = min(MIGRATION_S, now - when) * len(lanes) * launch.tensor_parallel
+            settling_s = min(machine.migration_s, now - when) * len(lanes) * launch.tensor_parallel
             idle_s -= self._work.done_s + settling_s
         self._tally.bubble["tail"] += max(idle_s, 0.0)
 
@@ -393,8 +389,9 @@ class Rollout:
             self._share_out(gone, now)
         for lane in gone:
             lane.last_busy_s = now
-        self._tally.bubble["migration"] += MIGRATION_S * len(command.devices)
-        self._work.have(now, len(command.devices), after_s=MIGRATION_S)
+        migration_s = self._machine.migration_s
+        self._tally.bubble["migration"] += migration_s * len(command.devices)
+        self._work.have(now, len(command.devices), after_s=migration_s)
 
     def _share_out(self, gone: Sequence[Lane], now: float) -> None:
         """What these engines have goes on in the others, in turn."""
