@@ -592,6 +592,8 @@ def test_a_move_to_an_engine_that_is_lost_goes_where_the_core_says() -> None:
         told.engines.handles[1].engine.kill()
         told.engines.move(samples[:1], 0)
         told.engines.move(samples[1:2], 2)
+    for number in (0, 2):
+        told.engine(number).go_on()
     up = told.wait(4)
     moves = [event for event, _ in up if isinstance(event, SampleMoved)]
     assert [(m.sample, m.engine) for m in moves] == [(samples[0], 0), (samples[1], 2)]
@@ -610,6 +612,8 @@ def test_an_engine_that_is_lost_as_it_is_given_a_moved_sample() -> None:
     sample = request(0).sample
     with told.lock:
         told.engines.submit([request(0)])
+    told.has_begun(0)
+    with told.lock:
         told.engines.move([sample], 1)
         told.engines.handles[1].engine._closed = True  # and nobody knows yet
 
@@ -619,6 +623,7 @@ def test_an_engine_that_is_lost_as_it_is_given_a_moved_sample() -> None:
                 told.engines.move([sample], 0)
 
         told.engines._tell = core
+    told.engine(0).go_on()
     ((event, response),) = told.wait(1)
     assert response.tokens == Long().draw(sample) and event.engine == 0
     assert [type(event) for event in told.losses] == [EngineLost, SampleMoved]
