@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import rollpacker
 from benchmarks.resume import write_config, write_model
+from rollpacker.cli.engines import build_engines
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.engines import Engines
 from rollpacker.controller.replay import replay
@@ -125,6 +127,12 @@ def test_engines_and_processes_are_as_many() -> None:
     told = replace(config, train=replace(config.train, replicas=1)).without_effect
     assert told is not None and "train.replicas=2 gives each device its own" in told
     assert replace(config, train=replace(config.train, colocate=False)).without_effect
+
+
+def test_on_cuda_it_is_refused() -> None:
+    policy: Any = SimpleNamespace(loaded=SimpleNamespace(device=torch.device("cuda")), threads=2)
+    with pytest.raises(ValueError, match=r"train.colocate is for a CPU.*model.device=cpu"):
+        build_engines(colocated(steps=1), policy)
 
 
 # --- for real -------------------------------------------------------------------------------------
