@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[ProcessEngine]:
-    """Each device has memory for 24 blocks of 32 tokens, at degree 1; cut in two, for 48."""
-    kv_cache_gib = 24 * BLOCK_BYTES / 2**30
+    """Each device has memory for 12 blocks of 32 tokens, at degree 1; cut in two, for 24."""
+    kv_cache_gib = 12 * BLOCK_BYTES / 2**30
     config = EngineConfig(max_slots=12)
     engine = vllm_in_process(folder, config, tensor_parallel=2, kv_cache_gib=kv_cache_gib)
     yield engine
@@ -69,13 +69,13 @@ def shared_memory() -> set[str]:
 def test_cut_in_two_a_cache_holds_twice_as_much_and_who_is_put_back_is_counted(
     engine: ProcessEngine,
 ) -> None:
-    """Six samples of 240 tokens need 48 blocks less one that vLLM keeps, twelve far more."""
-    few = serve(engine, [asked(row, length=210) for row in range(6)])
-    many = serve(engine, [asked(row, length=210) for row in range(12)])
+    """Five samples of 103 tokens need 20 blocks of the 23 that vLLM gives away, twelve 48."""
+    few = serve(engine, [asked(row, length=100) for row in range(5)])
+    many = serve(engine, [asked(row, length=100) for row in range(12)])
     assert sum(output.event.preemptions for output in few.values()) == 0
     assert sum(output.event.preemptions for output in many.values()) > 0
     same = sum(many[sample].response.tokens == one.response.tokens for sample, one in few.items())
-    assert same >= 5  # but for near ties
+    assert same >= 4  # but for near ties
 
 
 def test_a_sample_whose_logits_are_no_numbers_fails_alone(
@@ -89,7 +89,7 @@ def test_a_sample_whose_logits_are_no_numbers_fails_alone(
             tensors[name].copy_(value)
         tensors["model.embed_tokens.weight"][POISON] = float("nan")
     asyncio.run(engine.update_weights(1, buffer.source(1)))
-    good, bad = asked(0, 5, 6), asked(1, 5, POISON, 6)
+    good, bad = asked(0, 5, 6, length=5), asked(1, 5, POISON, 6)
     found = serve(engine, [good, bad])
     assert isinstance(found[good.sample].event, SampleGenerated)
     failed = found[bad.sample].event
