@@ -168,9 +168,8 @@ def of_vllm_alone(count: int, *, aborts: bool) -> dict[str, Any]:
             engine.add_request(name, tokens_input(text), params)
         ended = 0
         while engine.has_unfinished_requests():
-            done = len(engine.step())
-            ended += done
-            if done and aborts:
+            ended += len(engine.step())
+            if aborts:
                 engine.abort_request(chance.sample(names, 10))
         return len(names) - ended
 

@@ -117,6 +117,24 @@ def test_a_part_that_a_row_does_not_need_leaves_it_bit_for_bit() -> None:
     assert torch.equal(plain[1], every[1])
 
 
+def test_rows_that_are_drawn_in_parts_come_out_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, size = 13, 300
+    logits = 2 * torch.randn(rows, size, generator=torch.Generator().manual_seed(3))
+    logits[4, 7] = float("nan")
+    columns = [
+        torch.tensor([0.0, 0.7, 1.0, 1.3])[torch.arange(rows) % 4].double(),
+        torch.tensor([size, 5, 1])[torch.arange(rows) % 3],
+        torch.tensor([1.0, 0.4])[torch.arange(rows) % 2].double(),
+    ]
+    for mode in (DrawMode(), DrawMode(greedy=True, tempered=True, truncated=True)):
+        found = []
+        for at_once in (1, 4 * size, 1 << 30):
+            monkeypatch.setattr("rollpacker.rollout.sampling.AT_ONCE", at_once)
+            tokens, log_probs = draw(logits, _noise(rows, size), *columns, mode)
+            found.append((tokens.tolist(), log_probs.nan_to_num(1.0).tolist()))
+        assert found[0] == found[1] == found[2]
+
+
 def test_greedy_takes_the_likeliest_with_its_plain_log_probability() -> None:
     logits = torch.randn(16, 30, generator=torch.Generator().manual_seed(1))
     _, top_k, top_p = _plain_columns(16, 30)
