@@ -103,13 +103,15 @@ def draw(
     log-probability under the plain softmax. Returns int64 and float64 [rows]; the log-probability
     is NaN if the row's logits hold a NaN.
     """
-    columns = (logits, noise, temperature, top_k, top_p)
     at_once = max(AT_ONCE * torch.get_num_threads() // logits.shape[1], 1)
     if logits.device.type != "cpu" or len(logits) <= at_once:
-        return _draw(*columns, mode)
-    parts = zip(*(column.split(at_once) for column in columns), strict=True)
-    tokens, log_probs = zip(*(_draw(*part, mode) for part in parts), strict=True)
-    return torch.cat(tokens), torch.cat(log_probs)
+        return _draw(logits, noise, temperature, top_k, top_p, mode)
+    found = []
+    for start in range(0, len(logits), at_once):
+        part = slice(start, start + at_once)
+        settings = (temperature[part], top_k[part], top_p[part])
+        found.append(_draw(logits[part], noise[part], *settings, mode))
+    return torch.cat([tokens for tokens, _ in found]), torch.cat([said for _, said in found])
 
 
 def _draw(
