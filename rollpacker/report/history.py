@@ -300,7 +300,8 @@ class History:
                 self._place(command, now)
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
-                step.rounds[-1].is_irregular = True
+                if step.rounds:
+                    step.rounds[-1].is_irregular = True
             case Release() if step.rounds:
                 degree = step.rounds[-1].tensor_parallel
                 self.engines.release({device // degree for device in command.devices})
