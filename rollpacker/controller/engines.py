@@ -333,14 +333,12 @@ class Engines:
         self.layout = Layout(self.layout.number + 1, tensor_parallel)
         return gone
 
-    def make_for(self, number: int, incarnation: int, layout: Layout) -> Handle:
-        """One that is to fill this slot, and loads from now on. Raises `EngineError` if there is
-        another layout by now, and what `make` raises."""
-        assert self.make is not None, f"engine {number}: nobody can make it"
+    def awaits(self, number: int, engine: Engine, layout: Layout) -> None:
+        """It loads, and is to fill this slot. Raises `EngineError` if there is another layout by
+        now."""
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
-        engine = self._coming[number] = self.make(number, incarnation, layout.tensor_parallel)
-        return Handle(number, incarnation, engine)
+        self._coming[number] = engine
 
     def join(self, handle: Handle) -> None:
         """It has the weights at hand, and takes its place. Raises `EngineError` if it has died, or

@@ -90,17 +90,20 @@ class HandingOver:
 
     def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
         """Whatever keeps a new engine from taking its place is the loss of that one too."""
-        handle = None
+        engines, engine = self.engines, None
+        assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
+            engine = engines.make(number, incarnation, layout.tensor_parallel)
             with self.bus.lock:
-                handle = self.engines.make_for(number, incarnation, layout)
+                engines.awaits(number, engine, layout)
+            handle = Handle(number, incarnation, engine)
             while not self._joins(handle):
                 time.sleep(WRITTEN_S)
         except Exception as error:
-            if handle is not None:
-                end(handle.engine)
+            if engine is not None:
+                end(engine)
             with self.bus.lock:
-                self.engines.failed_to_join(number, incarnation, layout, error)
+                engines.failed_to_join(number, incarnation, layout, error)
 
     def _joins(self, handle: Handle) -> bool:
         """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""

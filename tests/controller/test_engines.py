@@ -510,7 +510,7 @@ class Told:
 
     def wait(self, count: int) -> list[tuple[Any, Any]]:
         """What came up, once it is so much. The engines go on."""
-        for handle in self.engines.handles:
+        for handle in self.engines.handles.values():
             self.engine(handle.number).go_on()
         until = time.monotonic() + 60
         while len(self.up) < count:
