@@ -27,7 +27,8 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     count, planner = config.rollout.engines, config.parallelism_planner
     if not config.engines_are_apart:
         return Engines([policy.engine])
-    check_heads(policy.loaded.model.config, planner)
+    if planner.of_several:
+        check_heads(policy.loaded.model.config, planner)
     num_devices = count * planner.initial
     devices = [""] * num_devices
     if policy.loaded.device.type == "cuda":
