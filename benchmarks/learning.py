@@ -61,7 +61,7 @@ def run_script(*arguments: str) -> str:
     return done.stdout
 
 
-def warm_up(seed: int, folder: Path) -> Path:
+def warm_up(seed: int, folder: Path, config: str = "configs/quickstart-warmup.yaml") -> Path:
     """The warmed-up model of a seed."""
     demonstrations, model = folder / f"demonstrations-{seed}", folder / f"warm-{seed}"
     if (model / "config.json").exists():
@@ -70,7 +70,7 @@ def warm_up(seed: int, folder: Path) -> Path:
     run_script(str(script), "--output", str(demonstrations), "--seed", str(seed))
     rollpacker(
         "warmup",
-        "configs/quickstart-warmup.yaml",
+        config,
         f"seed={seed}",
         f"output={model}",
         f"stages.0.path={demonstrations / 'steps.jsonl'}",

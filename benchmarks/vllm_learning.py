@@ -22,28 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from learning import STUDENT_95, rollpacker, run_script
-from machine import ROOT, write_result
+from learning import STUDENT_95, rollpacker, warm_up
+from machine import write_result
 
 ENGINES = {"vllm": "vllm", "embedded": "torch"}
 GAIN = 0.30
 """By so much pass@1 should rise on every seed."""
-
-
-def warm_up(seed: int, folder: Path) -> Path:
-    """The warmed-up model of a seed."""
-    demonstrations, model = folder / f"demonstrations-{seed}", folder / f"warm-{seed}"
-    script = ROOT / "examples" / "quickstart" / "make_demonstrations.py"
-    run_script(str(script), "--output", str(demonstrations), "--seed", str(seed))
-    rollpacker(
-        "warmup",
-        "configs/quickstart-vllm-warmup.yaml",
-        f"seed={seed}",
-        f"output={model}",
-        f"stages.0.path={demonstrations / 'steps.jsonl'}",
-        f"stages.1.path={demonstrations / 'hesitant.jsonl'}",
-    )
-    return model
 
 
 def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
@@ -73,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for seed in options.seeds:
-            model = warm_up(seed, folder)
+            model = warm_up(seed, folder, "configs/quickstart-vllm-warmup.yaml")
             arms = tuple(ENGINES) if seed % 2 else tuple(ENGINES)[::-1]
             found = {arm: train(seed, model, folder, arm) for arm in arms}
             seeds.append({"seed": seed, **found})

@@ -104,24 +104,13 @@ def draw(
     is NaN if the row's logits hold a NaN.
     """
     at_once = max(AT_ONCE * torch.get_num_threads() // logits.shape[1], 1)
-    if logits.device.type != "cpu" or len(logits) <= at_once:
-        return _draw(logits, noise, temperature, top_k, top_p, mode)
-    found = []
-    for start in range(0, len(logits), at_once):
-        part = slice(start, start + at_once)
-        settings = (temperature[part], top_k[part], top_p[part])
-        found.append(_draw(logits[part], noise[part], *settings, mode))
-    return torch.cat([tokens for tokens, _ in found]), torch.cat([said for _, said in found])
-
-
-def _draw(
-    logits: torch.Tensor,
-    noise: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    mode: DrawMode,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.device.type == "cpu" and len(logits) > at_once:
+        found = []
+        for start in range(0, len(logits), at_once):
+            part = slice(start, start + at_once)
+            settings = (temperature[part], top_k[part], top_p[part])
+            found.append(draw(logits[part], noise[part], *settings, mode))
+        return torch.cat([tokens for tokens, _ in found]), torch.cat([said for _, said in found])
     scores = logits
     if mode.tempered:
         divisor = torch.where(temperature > 0, temperature, 1.0)
