@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import resource
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -323,8 +324,7 @@ def test_large_batches_and_slow_readers(tmp_path: Path) -> None:
 
 
 def test_a_call_costs_little(tmp_path: Path) -> None:
-    """Twenty short completions. The bound is for a busy machine, and for calls that it left in
-    peace; docs have the measured number."""
+    """Twenty short completions. The bound is for a busy machine; docs have the measured number."""
     one = reward(tmp_path, "def f(completions):\n    return [1.0] * len(completions)\n")
     samples = [sample(f"answer {i}") for i in range(20)]
 
@@ -337,4 +337,4 @@ def test_a_call_costs_little(tmp_path: Path) -> None:
         await one.close()
         return seconds
 
-    assert sorted(asyncio.run(run()))[10] < 0.01
+    assert statistics.median(asyncio.run(run())) < 0.01

@@ -85,7 +85,7 @@ def test_a_step_appears_within_two_seconds(tmp_path: Path) -> None:
             now, began = until, time.monotonic()
             page.wait_for_selector(f"html[data-step='{step}']", state="attached")
             took.append(time.monotonic() - began)
-        assert min(took) < 2.0  # a browser on a busy machine takes what it takes
+        assert max(took) < 2.0
         assert "8 steps" in page.inner_text("#overview")
         assert (
             page.input_value("[aria-label=Metric]") == "grad_norm"
