@@ -419,7 +419,7 @@ class Fleet:
         return [Place(samples=tuple(samples), engines=self._route(samples))]
 
     def _place_waiting(self) -> list[Command]:
-        return self._place(self._seats.under_way({NOWHERE}))
+        return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
         """Have these, whose work is nobody's, go on elsewhere with what they have: where they come
