@@ -45,7 +45,6 @@ from rollpacker.core.events import (
     Committed,
     EngineLost,
     EngineReady,
-    Event,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
@@ -59,6 +58,9 @@ from rollpacker.core.seats import Seats
 
 ZOMBIE = "zombie"
 """Under this name `Job.num_late` counts what engines say of samples that they do not have."""
+
+HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
+"""Events of which the fleet says whether they are heeded."""
 
 _DIRECTED = frozenset({Abort, *MOVERS})
 """Commands that are about engines or their devices; most are checks of responses."""
@@ -96,8 +98,8 @@ class FleetConfig:
 
 
 class Fleet:
-    """Tell it every event (`heeds`) and every command (`direct`); `on_engine` answers to events of
-    engines."""
+    """Tell it every event that it heeds, and every command (`direct`); `on_engine` answers to
+    events of engines."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Fleet:
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Those that there are, at the degree of the round."""
         self.given_up = ""
-        """Why the run cannot go on, in words; nothing is heeded any more."""
+        """Why the run cannot go on, in words; nothing is to be heeded any more."""
         self._slots = list(self.engines)
         """Those of all degrees that there were."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
@@ -126,8 +128,9 @@ class Fleet:
         self._late = Counter[str]() if late is None else late
         self._seats = Seats()
         """Of the round."""
-        self._unanswered = deque[SampleAborted]()
-        """What the job is to hear of samples that were aborted and that nobody will answer for."""
+        self.unanswered = deque[SampleAborted]()
+        """What the job is to hear, by `direct`, of samples that were aborted and that nobody will
+        answer for."""
         self._gathering: set[int] = set()
         """Engines of a new layout that are still to come; all samples wait for them."""
         self._round = 0
@@ -164,31 +167,12 @@ class Fleet:
 
     # -- what engines say --------------------------------------------------------------
 
-    def heeds(self, event: Event) -> bool:
-        """Whether the job is to hear this event. Called once with every event, in order."""
-        if self.given_up:
-            return False
-        if isinstance(event, (SampleGenerated, SampleAborted, SampleFailed)):
-            return self._ends(event)
+    def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
+        """Whether the job is to hear this event. Called once with every one of `HEEDED`, in
+        order."""
         if isinstance(event, Committed):
             self._losses.clear()
-        return True
-
-    def on_engine(
-        self, event: EngineLost | EngineReady | SampleMoved, version: int
-    ) -> list[Command]:
-        """The answer; `version`: of the weights that engines should have now. Sets `given_up` where
-        that is what follows."""
-        match event:
-            case EngineLost():
-                return self._on_lost(event, version)
-            case EngineReady():
-                return self._on_ready(event, version)
-            case SampleMoved():
-                self._on_moved(event)
-        return []
-
-    def _ends(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
+            return True
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         sample, number, seats = event.sample, event.engine, self._seats
         seat = seats.engine.get(sample, number)
@@ -207,6 +191,20 @@ class Fleet:
                 seen.num_finished += 1
                 seen.num_tokens += event.num_tokens
         return True
+
+    def on_engine(
+        self, event: EngineLost | EngineReady | SampleMoved, version: int
+    ) -> list[Command]:
+        """The answer; `version`: of the weights that engines should have now. Sets `given_up` where
+        that is what follows."""
+        match event:
+            case EngineLost():
+                return self._on_lost(event, version)
+            case EngineReady():
+                return self._on_ready(event, version)
+            case SampleMoved():
+                self._on_moved(event)
+        return []
 
     def _on_moved(self, event: SampleMoved) -> None:
         sample, seats = event.sample, self._seats
@@ -307,11 +305,11 @@ class Fleet:
     ) -> list[Command]:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
-        if not self._unanswered and _DIRECTED.isdisjoint(map(type, commands)):
+        if not self.unanswered and _DIRECTED.isdisjoint(map(type, commands)):
             return commands
         commands = self._assign(commands)
-        while self._unanswered:
-            commands += self._assign(on_aborted(self._unanswered.popleft()))
+        while self.unanswered:
+            commands += self._assign(on_aborted(self.unanswered.popleft()))
         for command in commands:
             self.devices.obey(command)
         return commands
@@ -391,7 +389,7 @@ class Fleet:
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
         num_tokens = seats.carried.get(sample, 0)
-        self._unanswered.append(SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
+        self.unanswered.append(SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
 
     # -- where samples go --------------------------------------------------------------
 
