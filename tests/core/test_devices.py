@@ -102,7 +102,7 @@ def config_of(
     degrees=st.sampled_from(((1,), (2,), (1, 2), (2, 1), (1, 2, 4))),
     train_group=st.sampled_from((1, 2)),
     release=st.booleans(),
-    routing=st.sampled_from(("spread", "group")),
+    routing=st.sampled_from(("spread", "group", "turns")),
     loss_rate=st.sampled_from((0.0, 0.02, 0.1)),
     p0=st.integers(1, 5),
     tail=st.sampled_from((OFF, TailBatchingConfig(prompt_factor=1.5))),
