@@ -74,8 +74,8 @@ class Router:
         """The engine of each of these samples, of which each is so much work that is nobody's yet;
         it is the engines' afterwards. All of them, at least one, take samples."""
         if self._routing == "turns":
-            for turn, engine in enumerate(engines):
-                engine.tokens += sum(work[turn :: len(engines)])
+            for turn, one in enumerate(engines):
+                one.tokens += sum(work[turn :: len(engines)])
             return tuple(islice(cycle([engine.number for engine in engines]), len(samples)))
         least = _least_loaded(engines)
         together = self._routing == "group"
