@@ -170,10 +170,10 @@ class Fleet:
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
         """Whether the job is to hear this event. Called once with every one of `HEEDED`, in
         order."""
+        # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
             return True
-        # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         sample, number, seats = event.sample, event.engine, self._seats
         seat = seats.engine.get(sample, number)
         if event.incarnation != self._slots[number].incarnation or (
