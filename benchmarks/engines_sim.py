@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 
 from machine import ROOT, write_result
 
+from rollpacker.core.commands import Move
 from rollpacker.core.events import EngineLost
 from rollpacker.core.records import Entry, Record
 from rollpacker.sim.scenario import load_scenario
@@ -35,32 +37,45 @@ ARMS: dict[str, tuple[str, ...]] = {
     "in turn": (),
     "spread": ("rollout.routing=spread",),
     "group": ("rollout.routing=group",),
-    "spread, losses": ("rollout.routing=spread", LOSSES),
+    "spread, losses": ("rollout.routing=spread", "rollout.moves=false", LOSSES),
     "spread, losses, moves": ("rollout.routing=spread", "rollout.moves=true", LOSSES),
 }
 
 
-def rollout_s(scenario: str, overrides: tuple[str, ...]) -> tuple[float, int]:
-    """Mean of a step, and how many engines were lost."""
-    file = ROOT / f"configs/scenarios/{scenario.split()[0]}.yaml"
-    changes, life_s = SCENARIOS[scenario]
-    given = [f"{LOSSES}={life_s:g}" if one == LOSSES else one for one in overrides]
-    made = load_scenario(file, [*given, *changes])
-    num_losses = 0
+def simulated(scenario: str, overrides: tuple[str, ...], stage: str) -> tuple[float, Counter[type]]:
+    """Mean seconds of a step, or of one of its stages; and how often each event came and each
+    command was said (of moves, samples)."""
+    made = load_scenario(ROOT / f"configs/scenarios/{scenario}.yaml", list(overrides))
+    seen = Counter[type]()
 
     def count(entry: Entry) -> None:
-        nonlocal num_losses
-        num_losses += isinstance(entry, Record) and isinstance(entry.event, EngineLost)
+        if isinstance(entry, Record):
+            seen[type(entry.event)] += 1
+            for command in entry.commands:
+                seen[type(command)] += len(command.samples) if isinstance(command, Move) else 1
 
     result = simulate(made, observe=count)
-    return statistics.mean(step.rollout_s for step in result.steps), num_losses
+    return statistics.mean(getattr(step, stage) for step in result.steps), seen
+
+
+def rollout_s(scenario: str, overrides: tuple[str, ...]) -> tuple[float, int]:
+    """Mean of a step, and how many engines were lost."""
+    changes, life_s = SCENARIOS[scenario]
+    given = [f"{LOSSES}={life_s:g}" if one == LOSSES else one for one in overrides]
+    seconds, seen = simulated(scenario.split()[0], (*given, *changes), "rollout_s")
+    return seconds, seen[EngineLost]
+
+
+def arguments(about: str) -> argparse.Namespace:
+    """`steps` and `seeds`."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     rows = []
     for scenario in SCENARIOS:
         for system in SYSTEMS:

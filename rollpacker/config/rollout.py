@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
-from rollpacker.core.fleet import FleetConfig, Routing
+from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.routing import Routing
 from rollpacker.rollout.engine import EngineConfig
 
 
@@ -38,7 +39,7 @@ class RolloutConfig:
     routing: Routing = "spread"
     """With several engines: spread gives each sample to the engine with the least work. group keeps
     the samples of a prompt together, so that its prefill is made once, as long as their engine has
-    not much more work than others."""
+    not much more work than others. turns gives each to the next engine, whatever they have."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")

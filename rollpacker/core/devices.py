@@ -27,7 +27,8 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 
-_MOVERS = (Launch, Place, Move, Release, Resize, StartGradients, TrainOn, SyncWeights)
+MOVERS = frozenset({Launch, Place, Move, Release, Resize, StartGradients, TrainOn, SyncWeights})
+"""Commands that give devices to somebody, or need somebody to have them."""
 
 
 class Owner(NamedTuple):
@@ -51,7 +52,7 @@ class Devices:
 
     def obey(self, command: Command) -> None:
         """Raises `AssertionError` where a device would be in two plans."""
-        if type(command) not in _MOVERS:  # most are checks of responses
+        if type(command) not in MOVERS:
             return
         match command:
             case Launch(round=number, tensor_parallel=degree, engines=engines):

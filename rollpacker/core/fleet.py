@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from rollpacker.core.commands import (
     NOWHERE,
@@ -40,25 +40,30 @@ from rollpacker.core.commands import (
     Replace,
     Resize,
 )
-from rollpacker.core.devices import Devices
+from rollpacker.core.devices import MOVERS, Devices
 from rollpacker.core.events import (
     Committed,
     EngineLost,
     EngineReady,
-    Event,
     SampleAborted,
     SampleFailed,
     SampleGenerated,
     SampleMoved,
 )
 from rollpacker.core.ids import SampleId
+from rollpacker.core.losses import Losses
 from rollpacker.core.plain import OMIT_DEFAULT, absent
-from rollpacker.core.routing import CARRIED_COST, Engine, Known, Router, Seat
-
-Routing = Literal["spread", "group"]
+from rollpacker.core.routing import Engine, Known, Router, Routing
+from rollpacker.core.seats import Seats
 
 ZOMBIE = "zombie"
 """Under this name `Job.num_late` counts what engines say of samples that they do not have."""
+
+HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
+"""Events of which the fleet says whether they are heeded."""
+
+_DIRECTED = frozenset({Abort, *MOVERS})
+"""Commands that are about engines or their devices; most are checks of responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +72,7 @@ class FleetConfig:
 
     num_engines: int = 1
     routing: Routing = "spread"
-    """`spread`: each sample goes to the engine with the least work. `group`: samples of one prompt
-    go together, so that its prefill is made once, as long as their engine is not overloaded."""
+    """How each sample is given its engine: `core/routing.py`."""
     max_losses: int = 3
     """So many losses of one engine without a committed step between them end the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
@@ -94,8 +98,8 @@ class FleetConfig:
 
 
 class Fleet:
-    """Tell it every event (`heeds`) and every command (`direct`); `on_engine` answers to events of
-    engines."""
+    """Tell it every event that it heeds, and every command (`direct`); `on_engine` answers to
+    events of engines."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Fleet:
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Those that there are, at the degree of the round."""
         self.given_up = ""
-        """Why the run cannot go on, in words; nothing is heeded any more."""
+        """Why the run cannot go on, in words; nothing is to be heeded any more."""
         self._slots = list(self.engines)
         """Those of all degrees that there were."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
@@ -120,12 +124,13 @@ class Fleet:
             train_group=train_group,
             trainer_apart=trainer_apart,
         )
-        self._router = Router(together=config.routing == "group")
+        self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
-        self._seats: dict[SampleId, Seat] = {}
-        """Of the round, by sample, in launch order."""
-        self._unanswered = deque[SampleAborted]()
-        """What the job is to hear of samples that were aborted and that nobody will answer for."""
+        self._seats = Seats()
+        """Of the round."""
+        self.unanswered = deque[SampleAborted]()
+        """What the job is to hear, by `direct`, of samples that were aborted and that nobody will
+        answer for."""
         self._gathering: set[int] = set()
         """Engines of a new layout that are still to come; all samples wait for them."""
         self._round = 0
@@ -133,8 +138,7 @@ class Fleet:
         """Of the last round that brought something."""
         self._seen = Known()
         """Of this round."""
-        self._losses: list[tuple[int, str]] = []
-        """Since the last commit: the engine, and why."""
+        self._losses = Losses(config.max_losses, of_all=config.losses_of_all)
 
     @property
     def num_ready(self) -> int:
@@ -151,7 +155,7 @@ class Fleet:
         which = "the only engine" if count == 1 else f"any of the {count} engines, all lost,"
         if any(engine.released for engine in self.engines):
             which = "an engine whose devices were not released"
-        return f"{which} to be replaced ({_listed(self._losses) or 'it was lost'})"
+        return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
         """Why no engine can be released now, in words; or nothing."""
@@ -163,14 +167,29 @@ class Fleet:
 
     # -- what engines say --------------------------------------------------------------
 
-    def heeds(self, event: Event) -> bool:
-        """Whether the job is to hear this event. Called once with every event, in order."""
-        if self.given_up:
-            return False
-        if isinstance(event, (SampleGenerated, SampleAborted, SampleFailed)):
-            return self._ends(event)
+    def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
+        """Whether the job is to hear this event. Called once with every one of `HEEDED`, in
+        order."""
+        # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
+            return True
+        sample, number, seats = event.sample, event.engine, self._seats
+        seat = seats.engine.get(sample, number)
+        if event.incarnation != self._slots[number].incarnation or (
+            number != seat and number != seats.source.get(sample)
+        ):
+            self._late[ZOMBIE] += 1
+            return False
+        # One that was not launched, or had ended, is for the round to refuse: its engine is
+        # current.
+        tokens = seats.work.pop(sample, None)
+        if tokens is not None:
+            self.engines[seat].tokens -= tokens
+            if type(event) is SampleGenerated:
+                seen = self._seen
+                seen.num_finished += 1
+                seen.num_tokens += event.num_tokens
         return True
 
     def on_engine(
@@ -187,48 +206,23 @@ class Fleet:
                 self._on_moved(event)
         return []
 
-    def _ends(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        number = event.engine
-        seat = self._seats.get(event.sample)
-        if event.incarnation != self._slots[number].incarnation or (
-            seat is not None and number != seat.engine and number != seat.source
-        ):
-            self._late[ZOMBIE] += 1
-            return False
-        # One that has no seat, or had ended, is for the round to refuse: its engine is current.
-        if seat is not None and not seat.ended:
-            if type(event) is SampleGenerated:
-                self._seen.num_finished += 1
-                self._seen.num_tokens += event.num_tokens
-            self.engines[seat.engine].tokens -= seat.tokens
-            seat.ended = True
-        return True
-
     def _on_moved(self, event: SampleMoved) -> None:
-        seat = self._seats.get(event.sample)
-        incarnation = self._slots[event.engine].incarnation
+        sample, seats = event.sample, self._seats
+        is_current = event.incarnation == self._slots[event.engine].incarnation
         if (
-            seat is None
-            or (seat.ended or seat.source is None)
-            or (seat.engine, incarnation) != (event.engine, event.incarnation)
+            not (is_current and sample in seats.work and sample in seats.source)
+            or seats.engine[sample] != event.engine
         ):
             self._late[ZOMBIE] += 1
             return
-        seat.source = None
+        del seats.source[sample]
 
     def _on_lost(self, event: EngineLost, version: int) -> list[Command]:
         engine = self._slots[event.engine]
         if event.incarnation != engine.incarnation:
             return []  # known already, or its layout is no more
-        number = engine.number
-        self._losses.append((number, event.reason))
-        counted = [one for one in self._losses if self.config.losses_of_all or one[0] == number]
-        if len(counted) >= self.config.max_losses:
-            who = f"engine {number} was lost {len(counted)} times"
-            if self.config.losses_of_all:
-                who = f"{len(counted)} engines were lost"
-            why = _listed(counted)
-            self.given_up = f"{who} without a committed step between them ({why})"
+        self.given_up = self._losses.add(engine.number, event.reason)
+        if self.given_up:
             return []
         engine.incarnation += 1
         engine.ready = False
@@ -246,24 +240,26 @@ class Fleet:
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())
-        for sample, seat in self._seats.items():
-            if seat.ended or lost not in (seat.engine, seat.source):
+        seats = self._seats
+        for sample, tokens in list(seats.work.items()):
+            source = seats.source.get(sample)
+            if lost not in (seats.engine[sample], source):
                 continue
-            self.engines[seat.engine].tokens -= seat.tokens
-            has_left = seat.source in (None, lost)
-            if seat.aborted and not has_left:
-                assert seat.source is not None
-                seat.engine, seat.source = seat.source, None  # it will answer
-                self.engines[seat.engine].tokens += seat.tokens
-                continue
-            if not has_left and anyone:
+            self.engines[seats.engine[sample]].tokens -= tokens
+            stays = source not in (None, lost)  # it has not left the engine that it comes from
+            if stays and anyone and sample not in seats.stopping:
                 going_on.append(sample)
                 continue
-            seat.engine, seat.source = NOWHERE, None
-            if seat.aborted:
-                self._settle(sample, seat)
-            else:
+            seats.source.pop(sample, None)
+            if sample not in seats.stopping:
+                seats.engine[sample] = NOWHERE
                 homeless.append(sample)
+            elif stays:
+                assert source is not None
+                seats.engine[sample] = source  # it will answer
+                self.engines[source].tokens += tokens
+            else:
+                self._settle(sample)
         return [*self._place(homeless), *self._send(going_on)]
 
     def _on_ready(self, event: EngineReady, version: int) -> list[Command]:
@@ -288,17 +284,17 @@ class Fleet:
     def _share_with(self, engine: Engine) -> list[Command]:
         """An engine that has joined is given a share of what others have: the last ones first, who
         have the fewest tokens to take along."""
-        takers = self._takers()
+        takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []
-        for sample, seat in reversed(self._live()):
-            giver = self.engines[seat.engine]
-            if giver is engine or seat.aborted or seat.source is not None:
+        for sample, tokens in reversed(seats.work.items()):
+            giver = self.engines[seats.engine[sample]]
+            if giver is engine or sample in seats.stopping or sample in seats.source:
                 continue
-            if engine.tokens + seat.tokens <= mean <= giver.tokens - seat.tokens:
-                giver.tokens -= seat.tokens
-                engine.tokens += seat.tokens
-                seat.source, seat.engine = seat.engine, engine.number
+            if engine.tokens + tokens <= mean <= giver.tokens - tokens:
+                giver.tokens -= tokens
+                engine.tokens += tokens
+                seats.source[sample], seats.engine[sample] = giver.number, engine.number
                 moved.append(sample)
         return [Move(samples=tuple(moved), engine=engine.number)] if moved else []
 
@@ -309,9 +305,11 @@ class Fleet:
     ) -> list[Command]:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
+        if not self.unanswered and _DIRECTED.isdisjoint(map(type, commands)):
+            return commands
         commands = self._assign(commands)
-        while self._unanswered:
-            commands += self._assign(on_aborted(self._unanswered.popleft()))
+        while self.unanswered:
+            commands += self._assign(on_aborted(self.unanswered.popleft()))
         for command in commands:
             self.devices.obey(command)
         return commands
@@ -331,11 +329,9 @@ class Fleet:
 
     def _launch(self, command: Launch) -> list[Command]:
         before, after = self._begin_round(command) if command.round != self._round else ([], [])
-        mean = self._known.mean_tokens()
-        carried = command.carried or (0,) * len(command.samples)
-        for sample, tokens in zip(command.samples, carried, strict=True):
-            self._seats[sample] = Seat(mean + tokens // CARRIED_COST, tokens)
-        engines = self._route(command.samples)
+        samples = command.samples
+        work = self._seats.launch(samples, command.carried, self._known.mean_tokens())
+        engines = self._route(samples, work)
         if len(self.engines) > 1 or not self._takers():
             command = replace(command, engines=engines)
         return [*before, command, *after]
@@ -372,39 +368,47 @@ class Fleet:
         """What the released engines have, or were to be given, goes on in others."""
         for number in {device // self._degree for device in command.devices}:
             self.engines[number].released = True
-        leaving: list[SampleId] = []
-        for sample, seat in self._live():
-            engine = self.engines[seat.engine]
-            if engine.released and not seat.aborted:
-                engine.tokens -= seat.tokens
-                leaving.append(sample)
+        seats = self._seats
+        leaving = seats.under_way({engine.number for engine in self.engines if engine.released})
+        for sample in leaving:
+            self.engines[seats.engine[sample]].tokens -= seats.work[sample]
+        if self.config.routing == "turns":  # what one engine has before what the next one has
+            leaving.sort(key=seats.engine.__getitem__)
         return self._send(leaving)
 
     def _abort(self, command: Abort) -> None:
+        seats = self._seats
+        seats.stopping.update(command.samples)
         for sample in command.samples:
-            seat = self._seats[sample]
-            seat.aborted = True
-            if seat.engine == NOWHERE:
-                self._settle(sample, seat)
+            if seats.engine[sample] == NOWHERE:
+                self._settle(sample)
 
-    def _settle(self, sample: SampleId, seat: Seat) -> None:
+    def _settle(self, sample: SampleId) -> None:
         """Nobody will answer for it: it has what its launch gave it."""
-        seat.ended = True
-        self._unanswered.append(SampleAborted(time_s=0.0, sample=sample, num_tokens=seat.carried))
+        seats = self._seats
+        del seats.work[sample]
+        seats.engine[sample] = NOWHERE
+        num_tokens = seats.carried.get(sample, 0)
+        self.unanswered.append(SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
 
     # -- where samples go --------------------------------------------------------------
-
-    def _live(self) -> list[tuple[SampleId, Seat]]:
-        return [(sample, seat) for sample, seat in self._seats.items() if not seat.ended]
 
     def _takers(self) -> list[Engine]:
         """Engines that may be given samples now."""
         return [] if self._gathering else [engine for engine in self.engines if engine.takes]
 
-    def _route(self, samples: Sequence[SampleId]) -> tuple[int, ...]:
-        """Give these samples, whose work is nobody's, their engines."""
-        seats = [self._seats[sample] for sample in samples]
-        return self._router.route(samples, seats, self._takers())
+    def _route(
+        self, samples: Sequence[SampleId], work: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Give these samples, whose work is nobody's, their engines. With no engine they are
+        nowhere."""
+        takers = self._takers()
+        engines = (NOWHERE,) * len(samples)
+        if takers:
+            work = [self._seats.work[sample] for sample in samples] if work is None else work
+            engines = self._router.route(samples, work, takers)
+        self._seats.engine.update(zip(samples, engines, strict=True))
+        return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
         """Have these started again, if an engine is there; otherwise they wait for one."""
@@ -413,26 +417,24 @@ class Fleet:
         return [Place(samples=tuple(samples), engines=self._route(samples))]
 
     def _place_waiting(self) -> list[Command]:
-        return self._place([sample for sample, seat in self._live() if seat.engine == NOWHERE])
+        return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
         """Have these, whose work is nobody's, go on elsewhere with what they have: where they come
         from if they are under way and that engine takes samples, else by the routing."""
         routed: list[SampleId] = []
+        seats = self._seats
         for sample in samples:
-            seat = self._seats[sample]
-            if seat.source is None:
-                seat.source = seat.engine
-            source = self.engines[seat.source]
+            source = self.engines[seats.source.setdefault(sample, seats.engine[sample])]
             if source.takes:
-                seat.engine = source.number
-                source.tokens += seat.tokens
+                seats.engine[sample] = source.number
+                source.tokens += seats.work[sample]
             else:
                 routed.append(sample)
         self._route(routed)
         by_engine: dict[int, list[SampleId]] = {}
         for sample in samples:
-            by_engine.setdefault(self._seats[sample].engine, []).append(sample)
+            by_engine.setdefault(seats.engine[sample], []).append(sample)
         return [Move(samples=tuple(by_engine[n]), engine=n) for n in sorted(by_engine)]
 
     # -- checkpoints -------------------------------------------------------------------
@@ -444,7 +446,3 @@ class Fleet:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._known = Known(state["num_finished"], state["num_tokens"])
-
-
-def _listed(losses: Sequence[tuple[int, str]]) -> str:
-    return "; ".join(f"engine {number}: {reason}" for number, reason in losses)

@@ -49,7 +49,7 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.fleet import Fleet
+from rollpacker.core.fleet import HEEDED, Fleet
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.ledger import Ledger
 from rollpacker.core.lengths.learned import Learned
@@ -124,10 +124,12 @@ class Job:
         `AssertionError` for what cannot happen: a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
-        if self.fleet is not None and not self.fleet.heeds(event):
+        fleet, kind = self.fleet, type(event)
+        if fleet is not None and (fleet.given_up or (kind in HEEDED and not fleet.heeds(event))):  # type: ignore[arg-type]
             return []
-        answer: list[Command] = getattr(self, self.HANDLERS[type(event)])(event)
-        return answer if self.fleet is None else self.fleet.direct(answer, self._on_aborted)
+        answer: list[Command] = getattr(self, self.HANDLERS[kind])(event)
+        directed = fleet is not None and (answer or fleet.unanswered)
+        return fleet.direct(answer, self._on_aborted) if fleet and directed else answer
 
     def waiting_for(self) -> str:
         """In words, for the message of a deadline."""
@@ -300,8 +302,7 @@ class Job:
         if self.phase is Phase.DONE:
             return []
         commands = self.fleet.on_engine(event, self.version)
-        reason = self.fleet.given_up
-        return self._finish(reason, failed=True) if reason else commands
+        return self._finish(self.fleet.given_up, failed=True) if self.fleet.given_up else commands
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""

@@ -2,6 +2,7 @@
 
 spread    to the engine with the least work
 group     to the engine that has its prompt's last one, unless that has too much to do
+turns     to the next engine, whatever it has to do; every command begins with the first
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Literal
 
 from rollpacker.core.commands import NOWHERE
 from rollpacker.core.ids import PromptId, SampleId
+
+Routing = Literal["spread", "group", "turns"]
 
 CARRIED_COST = 8
 """So many carried tokens are as much work as one that is drawn: they are looked at together."""
@@ -40,25 +45,6 @@ class Engine:
         return self.ready and not self.released
 
 
-class Seat:
-    """Where a sample of the round is."""
-
-    __slots__ = ("aborted", "carried", "ended", "engine", "source", "tokens")
-
-    def __init__(self, tokens: int, carried: int) -> None:
-        self.engine = NOWHERE
-        """The number of the engine that has it, or has been told to take it."""
-        self.source: int | None = None
-        """While it moves: the engine that it comes from, and that may still end it."""
-        self.tokens = tokens
-        """Work that is counted for it."""
-        self.carried = carried
-        """Tokens that its launch gave it."""
-        self.aborted = False
-        """It was told to stop, and the answer is awaited."""
-        self.ended = False
-
-
 @dataclass(slots=True)
 class Known:
     """What the fleet knows of lengths, for the work of samples that have just begun."""
@@ -74,39 +60,40 @@ class Known:
 class Router:
     """Gives samples their engines, and each engine the work of its samples."""
 
-    def __init__(self, *, together: bool) -> None:
-        """`together`: the samples of a prompt are kept together."""
-        self.together = together
+    def __init__(self, routing: Routing) -> None:
+        self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """The engine that took a prompt's last sample."""
+        """The engine that took a prompt's last sample; where that matters."""
 
     def begin_round(self) -> None:
         self._homes.clear()
 
     def route(
-        self, samples: Sequence[SampleId], seats: Sequence[Seat], engines: Sequence[Engine]
+        self, samples: Sequence[SampleId], work: Sequence[int], engines: Sequence[Engine]
     ) -> tuple[int, ...]:
-        """Seat these samples, whose work is nobody's yet, on engines that all take samples. With
-        no engine nothing changes."""
-        if not engines:
-            return (NOWHERE,) * len(samples)
+        """The engine of each of these samples, of which each is so much work that is nobody's yet;
+        it is the engines' afterwards. All of them, at least one, take samples."""
+        if self._routing == "turns":
+            for turn, one in enumerate(engines):
+                one.tokens += sum(work[turn :: len(engines)])
+            return tuple(islice(cycle([engine.number for engine in engines]), len(samples)))
         least = _least_loaded(engines)
-        together = self.together
+        together = self._routing == "group"
         most = 0.0
         takers: dict[int, Engine] = {}
         if together:
-            work = sum(engine.tokens for engine in engines) + sum(seat.tokens for seat in seats)
-            most = OVERLOAD * work / len(engines)
+            most = OVERLOAD * (sum(engine.tokens for engine in engines) + sum(work)) / len(engines)
             takers = {engine.number: engine for engine in engines}
-        for sample, seat in zip(samples, seats, strict=True):
+        routed: list[int] = []
+        for sample, tokens in zip(samples, work, strict=True):
             engine = takers.get(self._homes.get(sample.prompt, NOWHERE)) if together else None
-            if engine is None or engine.tokens + seat.tokens > most:
+            if engine is None or engine.tokens + tokens > most:
                 engine = next(least)
-            engine.tokens += seat.tokens
-            seat.engine = engine.number
+            engine.tokens += tokens
+            routed.append(engine.number)
             if together:
                 self._homes[sample.prompt] = engine.number
-        return tuple([seat.engine for seat in seats])
+        return tuple(routed)
 
 
 def _least_loaded(engines: Sequence[Engine]) -> Iterator[Engine]:

@@ -213,7 +213,9 @@ class TailBatchingConfig:
     def noise_of(self, sample: SampleId) -> SampleId:
         """Whose noise the sample draws with: its own, whatever the attempt, or with
         selection=published that of the attempt."""
-        return sample if self.selection == "published" else sample._replace(attempt=0)
+        if self.selection == "published" or not sample.attempt:
+            return sample
+        return SampleId(sample.prompt, sample.index, 0)
 
     @property
     def factors(self) -> Factors:

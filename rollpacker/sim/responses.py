@@ -181,7 +181,8 @@ class Responses:
             draw = self._left.pop((noise.prompt, noise.index), None)
             if draw is None:
                 continue
-            self.lengths[key], self.noises[key] = draw.length, noise._replace(attempt=draw.attempt)
+            self.lengths[key] = draw.length
+            self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
             self._bounds[key] = draw.floor, draw.ceiling
             tokens = self.done[key] if carried else draw.tokens
             if exact and tokens:
@@ -192,7 +193,8 @@ class Responses:
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
         """Draw these tokens again under weights that are so many updates newer."""
         rate = 1 - (1 - self._mismatch) ** num_updates
-        noise = self.noises[key]._replace(attempt=self.samples[key].attempt)
+        noise = self.noises[key]
+        noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         kept = self._workload.first_mismatch(noise, num_tokens, rate)
         floor, ceiling = 0, math.inf
         if key in self.kept:
@@ -229,4 +231,4 @@ class Responses:
                 left[noise.prompt, noise.index] = draw
                 ceilings[sample.prompt] = max(ceilings[sample.prompt], floor or tokens)
         for place, draw in left.items():
-            self._left[place] = draw._replace(ceiling=ceilings[place[0]])
+            self._left[place] = Draw(*draw[:-1], ceilings[place[0]])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rollpacker.config.check import Checker, field_types
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.load import load_config
-from rollpacker.core.fleet import Routing
+from rollpacker.core.routing import Routing
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.drafts import Drafts, Speculation
@@ -103,12 +103,12 @@ class RolloutSpec:
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     """Drafts in every round; None: none."""
-    routing: Routing | None = None
-    """`spread`: each sample to the engine with the least work; `group`: a prompt's together. None:
-    in turn, to engines that the core does not tell apart, and that cannot be lost."""
-    moves: bool = False
-    """With `routing`: samples under way move to an engine that has taken a lost one's place, and
-    from those whose devices are released."""
+    routing: Routing = "turns"
+    """`turns`: each sample to the next engine; `spread`: to the one with the least work; `group`: a
+    prompt's together."""
+    moves: bool = True
+    """Samples under way move to an engine that has taken a lost one's place, and from those whose
+    devices are released."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
@@ -178,7 +178,7 @@ class ParallelismSwitch:
     enabled: bool = True
     """Off: every round has the degree of `rollout.tensor_parallel`."""
     resize_s: float = 0.0
-    """With `rollout.routing`: until the engines of another degree are there."""
+    """Until the engines of another degree are there."""
 
     def __post_init__(self) -> None:
         check_seconds("resize_s", self.resize_s)

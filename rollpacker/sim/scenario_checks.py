@@ -86,21 +86,10 @@ def listed(values: Iterable[int]) -> str:
 
 
 def check_engines(scenario: Scenario) -> None:
-    """What goes with engines that the core tells apart."""
-    rollout, stream, unkind = scenario.rollout, scenario.stream_trainer, scenario.unkind
-    if rollout.routing is None:
-        for what, is_set in (
-            ("rollout.moves", rollout.moves),
-            ("parallelism_planner.resize_s", scenario.parallelism_planner.resize_s > 0),
-            ("unkind.engine_life_s", unkind is not None and unkind.engine_life_s > 0),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"{what} is set, but without rollout.routing the core tells no engines apart: "
-                    "set rollout.routing=spread or group"
-                )
-    elif stream.enabled and stream.kinds and not rollout.moves:
+    """Whether devices can be released."""
+    stream = scenario.stream_trainer
+    if stream.enabled and stream.kinds and not scenario.rollout.moves:
         raise ValueError(
-            "rollout.routing is set, and stream_trainer.kinds, but devices are released only where "
-            "samples can move: set rollout.moves=true or stream_trainer.kinds=[]"
+            "rollout.moves is false, and stream_trainer.kinds are set, but devices are released "
+            "only where samples can move: set rollout.moves=true or stream_trainer.kinds=[]"
         )

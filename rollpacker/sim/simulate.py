@@ -106,9 +106,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         stream=scenario.stream_trainer,
         layouts=layouts,
         speculate=() if rollout.speculation is None else rollout.speculation.kinds,
-        fleet=None
-        if rollout.routing is None
-        else FleetConfig(
+        fleet=FleetConfig(
             num_engines=scenario.cluster.gpus // rollout.tensor_parallel,
             routing=rollout.routing,
             moves=rollout.moves,

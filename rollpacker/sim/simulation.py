@@ -59,7 +59,8 @@ class Simulation:
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
         work = GradientWork()
         cap = config.max_response_tokens
-        self.rollout = Rollout(clock, machine, responses, tally, work, cap, config.fleet)
+        num_engines = 1 if config.fleet is None else config.fleet.num_engines
+        self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
         if machine.checks is not None:

@@ -102,7 +102,7 @@ def config_of(
     degrees=st.sampled_from(((1,), (2,), (1, 2), (2, 1), (1, 2, 4))),
     train_group=st.sampled_from((1, 2)),
     release=st.booleans(),
-    routing=st.sampled_from(("spread", "group")),
+    routing=st.sampled_from(("spread", "group", "turns")),
     loss_rate=st.sampled_from((0.0, 0.02, 0.1)),
     p0=st.integers(1, 5),
     tail=st.sampled_from((OFF, TailBatchingConfig(prompt_factor=1.5))),
@@ -280,9 +280,10 @@ def test_one_that_is_lost_while_it_is_released_is_replaced_for_the_next_round() 
 def finish(job: Job, incarnations: dict[int, int]) -> None:
     """The round, and its step."""
     assert job.fleet is not None
-    for sample, seat in job.fleet._seats.items():
-        if not seat.ended:
-            job.handle(ended(sample, seat.engine, incarnations.get(seat.engine, 0)))
+    seats = job.fleet._seats
+    for sample in list(seats.work):
+        number = seats.engine[sample]
+        job.handle(ended(sample, number, incarnations.get(number, 0)))
     for sample in SAMPLES:
         job.handle(SampleScored(time_s=0.0, sample=sample, value=1.0))
     step = job.step + 1
@@ -301,7 +302,7 @@ def test_nothing_is_released_that_cannot_move(moves: bool, losses: int, why: str
         job.handle(lost(engine))
     assert job.fleet is not None
     for sample in SAMPLES:
-        commands = job.handle(ended(sample, job.fleet._seats[sample].engine))
+        commands = job.handle(ended(sample, job.fleet._seats.engine[sample]))
         assert not any(isinstance(c, Release) for c in commands)
     for sample in SAMPLES[:-1]:
         job.handle(SampleScored(time_s=0.0, sample=sample, value=1.0))
@@ -363,8 +364,8 @@ def test_where_none_starts_the_first_replacement_takes_all() -> None:
     job.handle(RunStarted(time_s=0.0))
     begin(job)
     assert job.fleet is not None
-    for sample, seat in job.fleet._seats.items():
-        event = ended(sample, seat.engine)
+    for sample in SAMPLES:
+        event = ended(sample, job.fleet._seats.engine[sample])
         event.preemptions = 1  # type: ignore[misc]
         job.handle(event)
     finish(job, {})

@@ -119,7 +119,7 @@ def trained(world: World) -> Counter[tuple[PromptId, int, int]]:
 @settings(max_examples=60, deadline=None)
 @given(
     num_engines=st.integers(1, 5),
-    routing=st.sampled_from(("spread", "group")),
+    routing=st.sampled_from(("spread", "group", "turns")),
     moves=st.booleans(),
     loss_rate=st.sampled_from((0.01, 0.05, 0.2)),
     p0=st.integers(1, 5),
@@ -557,7 +557,7 @@ def test_carried_tokens_are_less_work_than_new_ones() -> None:
     num_engines=st.integers(1, 8),
     num_prompts=st.integers(1, 20),
     size=st.integers(1, 8),
-    routing=st.sampled_from(("spread", "group")),
+    routing=st.sampled_from(("spread", "group", "turns")),
 )
 def test_no_engine_has_much_more_than_the_others(
     num_engines: int, num_prompts: int, size: int, routing: str
@@ -567,12 +567,22 @@ def test_no_engine_has_much_more_than_the_others(
     engines = routed(fleet, launch_of(samples)) or (0,) * len(samples)
     counts = Counter(engines)
     mean = len(samples) / num_engines
-    most = mean + 1 if routing == "spread" else max(OVERLOAD * mean, mean + 1)
+    most = max(OVERLOAD * mean, mean + 1) if routing == "group" else mean + 1
     assert max(counts.values()) <= most
     assert [engine.tokens for engine in fleet.engines] == [counts[n] for n in range(num_engines)]
     for sample, engine in zip(samples, engines, strict=True):
         fleet.heeds(ended(sample, engine))
     assert not any(engine.tokens for engine in fleet.engines)
+
+
+def test_in_turns_nobody_looks_at_work() -> None:
+    fleet = Fleet(FleetConfig(num_engines=3, routing="turns"))
+    samples = groups_of(2, 4)
+    assert routed(fleet, launch_of(samples, (0, 0, 0, 900) * 2)) == (0, 1, 2, 0, 1, 2, 0, 1)
+    for sample in samples[2::3]:
+        assert fleet.heeds(ended(sample, 2))
+    # One that is launched later goes to the first, as those of every command do.
+    assert routed(fleet, launch_of(groups_of(3, 4)[8:])) == (0, 1, 2, 0)
 
 
 def test_group_keeps_the_samples_of_a_prompt_together() -> None:

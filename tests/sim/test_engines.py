@@ -1,4 +1,4 @@
-"""Engines of a simulation that the core tells apart: where samples go, and what a loss costs."""
+"""Engines of a simulation: where samples go, and what a loss costs."""
 
 from __future__ import annotations
 
@@ -62,10 +62,22 @@ def test_fresh_samples_are_spread_as_they_were_dealt(make, system):
     assert simulate(make(*settings, "rollout.routing=spread")) == simulate(make(*settings))
 
 
-def test_who_is_not_told_of_engines_names_none(make):
-    _, _, records = run(make())
-    assert not any(c.engines for r in records for c in r.commands if isinstance(c, Launch))
+def test_one_engine_is_not_named(make):
+    _, result, records = run(make("rollout.tensor_parallel=8"))
+    assert not any(c.engines for c in commands_of(records, Launch))
     assert not any(getattr(r.event, "engine", 0) for r in records)
+    assert len(result.steps) == 12
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_without_a_routing_the_core_deals_in_turn(make, gpus):
+    _, _, records = run(make(f"cluster.gpus={gpus}", "unkind.failure_rate=0.02"))
+    launches = commands_of(records, Launch)
+    for launch in launches:
+        assert launch.engines == tuple(n % gpus for n in range(len(launch.samples)))
+    assert {len(launch.samples) for launch in launches} > {1}
+    ends = [r.event for r in records if isinstance(r.event, SampleGenerated)]
+    assert {event.engine for event in ends} == set(range(gpus))
 
 
 def test_routings_differ(make):
@@ -80,10 +92,18 @@ def test_routings_differ(make):
     assert Counter(map(len, engines.values())).most_common(1)[0][0] == 1
 
 
-@pytest.mark.parametrize("system", ["verl", "rollpacker-published", "rollpacker"])
-def test_lost_engines_cost_time_and_nothing_else(make, system):
+@pytest.mark.parametrize(
+    ("system", "routing"),
+    [
+        ("verl", "spread"),
+        ("rollpacker-published", "spread"),
+        ("rollpacker", "spread"),
+        ("rollpacker", "turns"),
+    ],
+)
+def test_lost_engines_cost_time_and_nothing_else(make, system, routing):
     settings = (f"system={system}", "stream_trainer.kinds=[]", "steps=60")
-    settings = (*settings, "rollout.routing=spread", "rollout.moves=true")
+    settings = (*settings, f"rollout.routing={routing}", "rollout.moves=true")
     seen = Counter()
     for seed in range(3):
         made = make(*settings, *LOST, f"seed={seed}")
@@ -111,7 +131,7 @@ def test_samples_move_to_an_engine_that_has_joined(make):
     assert len(answers) == len(moves) > 5 and any(event.num_tokens for event in answers)
     ends = {r.event.sample: r.event.engine for r in records if isinstance(r.event, SampleGenerated)}
     assert any(ends[event.sample] == event.engine for event in answers)
-    assert simulate(make(*settings)) != moved
+    assert simulate(make(*settings, "rollout.moves=false")) != moved
 
 
 MANY = ("cluster.gpus=8", "rollout.routing=spread", "rollout.moves=true")
@@ -146,12 +166,30 @@ def test_samples_of_released_engines_move_by_the_cores_command(make, losses):
 
 
 def test_a_release_is_worth_as_much_as_one_in_turn(make):
-    """The simulator's own way, for engines of which the core does not know."""
     settings = ('stream_trainer.kinds=["short"]', "stream_trainer.enabled=true", "steps=40")
-    own = simulate(make("system=rollpacker", *settings))
-    core = simulate(make(*RELEASING, *settings))
-    assert core.num_releases == own.num_releases > 3
-    assert core.device_seconds == pytest.approx(own.device_seconds, rel=0.02)
+    in_turn = simulate(make("system=rollpacker", *settings))
+    spread = simulate(make(*RELEASING, *settings))
+    assert spread.num_releases == in_turn.num_releases > 3
+    assert spread.device_seconds == pytest.approx(in_turn.device_seconds, rel=0.02)
+
+
+def test_what_moves_at_a_release_is_dealt_in_turn_engine_by_engine(make):
+    _, _, records = run(make("system=rlhfuse", 'stream_trainer.kinds=["plain"]', "rewards=[]"))
+    engines, num_shared = {}, 0
+    for record in records:
+        for command in record.commands:
+            if isinstance(command, Launch):
+                engines = dict(zip(command.samples, command.engines, strict=True))
+        if not any(isinstance(c, Release) for c in record.commands):
+            engines.pop(getattr(record.event, "sample", None), None)
+            continue
+        del engines[record.event.sample]
+        moves = {c.engine: c.samples for c in record.commands if isinstance(c, Move)}
+        leaving = sorted((s for s in engines if engines[s] >= 4), key=engines.__getitem__)
+        dealt = {turn: tuple(leaving[turn::4]) for turn in range(4)}
+        assert moves == {turn: samples for turn, samples in dealt.items() if samples}
+        num_shared += len({engines[s] for s in leaving}) > 1
+    assert num_shared > 3
 
 
 def test_engines_of_another_degree_take_time_to_come(make):
@@ -186,11 +224,8 @@ def test_engines_of_any_degree_are_lost(make):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("rollout.moves=true",), "rollout.moves .* is set, but without rollout.routing"),
-        (("unkind.engine_life_s=60",), "unkind.engine_life_s .* is set, but without"),
-        (("parallelism_planner.resize_s=9",), "resize_s .* is set, but without rollout.routing"),
         (
-            ("rollout.routing=group", "stream_trainer.kinds=[long]", "stream_trainer.enabled=true"),
+            ("rollout.moves=false", "stream_trainer.kinds=[long]", "stream_trainer.enabled=true"),
             r"set rollout.moves=true or stream_trainer.kinds=\[\]",
         ),
         (

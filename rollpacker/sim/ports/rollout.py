@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,6 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleMoved,
 )
-from rollpacker.core.fleet import FleetConfig
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
 from rollpacker.sim.machine import Machine
@@ -36,7 +36,7 @@ class Lane:
     ) -> None:
         self.engine = engine
         self.number = number
-        """By which the core knows it; 0 where the core knows of no engines."""
+        """By which the core knows it."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
         """Take out what finishes at `engine.next_finish`."""
@@ -54,17 +54,16 @@ class Rollout:
         tally: Tally,
         work: GradientWork,
         max_response_tokens: int | None,
-        fleet: FleetConfig | None = None,
+        num_engines: int,
     ) -> None:
-        """`fleet`: the engines that the core knows of. None: it knows of none, and samples go to
-        as many as there are devices for, in turn."""
+        """`num_engines`: at the start, as the core knows them."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
         self._tally = tally
         self._work = work
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
-        self._fleet_config = fleet
+        self._num_engines = num_engines
         self._incarnations = [0] * machine.gpus
         """By number, of engines of the degree at hand."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
@@ -79,7 +78,7 @@ class Rollout:
         self._lane_of: dict[int, Lane] = {}
         """By key of the sample, unless no engine has it."""
         self._carried: dict[int, int] = {}
-        """By key: tokens that the sample's launch gave it, where engines can be lost."""
+        """By key: tokens that the sample's launch gave it; none where that says nothing of it."""
         self._num_generating = 0
         self._empty_from_s = 0.0
         """When the engines let go of the last response."""
@@ -129,29 +128,23 @@ class Rollout:
             lane.last_busy_s = now
 
     def _deal(self, command: Launch, now: float) -> None:
-        """Samples go to their engines; where the core knows of none, to the engines in turn."""
         keys = self._responses.add(command)
         self._num_generating += len(keys)
-        carried = command.carried
-        if command.engines:
-            self._carried.update(zip(keys, carried or (0,) * len(keys), strict=True))
-            self._give(keys, command.engines, now)
-            return
-        lanes = self._staying()
-        for turn, lane in enumerate(lanes):
-            own = keys[turn :: len(lanes)]
-            if own:
-                tokens = sum([carried[key - keys.start] for key in own]) if carried else 0
-                self._submit(lane, own, tokens, now)
+        if command.carried:
+            self._carried.update(zip(keys, command.carried, strict=True))
+        assert command.engines or len(self._fleet) == 1, "which engine, the core has to say"
+        self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
         """Each sample to its own engine."""
-        by_engine: dict[int, list[int]] = {}
+        by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
-            by_engine.setdefault(number, []).append(key)
+            by_engine[number].append(key)
         by_engine.pop(NOWHERE, None)
+        carried = self._carried
         for number, own in by_engine.items():
-            self._submit(self._fleet[number], own, sum([self._carried[key] for key in own]), now)
+            tokens = sum([carried.get(key, 0) for key in own]) if carried else 0
+            self._submit(self._fleet[number], own, tokens, now)
 
     def _submit(self, lane: Lane, keys: Sequence[int], carried: int, now: float) -> None:
         """Samples begin in this engine, with so many carried tokens of all of them."""
@@ -167,10 +160,6 @@ class Rollout:
             prefill_s += latency.recompute_token_s(degree) * carried
         lane.engine.submit(now, requests, prefill_s)
         self._clock.expect(lane.engine, lane.finish)
-
-    def _staying(self) -> list[Lane]:
-        released = self.released
-        return [lane for lane in self._fleet if lane not in released] if released else self._fleet
 
     def _fleet_of(self, degree: int, speculate: bool) -> list[Lane]:
         found = self._fleets.get((degree, speculate))
@@ -195,10 +184,7 @@ class Rollout:
                 )
                 for _ in range(machine.gpus // degree)
             ]
-            found = [
-                Lane(engine, number if self._fleet_config else 0, self._finish)
-                for number, engine in enumerate(engines)
-            ]
+            found = [Lane(engine, number, self._finish) for number, engine in enumerate(engines)]
             self._fleets[degree, speculate] = found
         return found
 
@@ -296,7 +282,7 @@ class Rollout:
 
     def begin(self) -> None:
         """The run begins: its engines live from now on."""
-        for number in range(self._fleet_config.num_engines if self._fleet_config else 0):
+        for number in range(self._num_engines):
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
@@ -352,16 +338,17 @@ class Rollout:
         assert self._launch is not None
         now, target = self._clock.time_s, self._fleet[command.engine]
         token_s = self._machine.latency.recompute_token_s(self._launch.tensor_parallel)
-        requests = []
-        for sample in command.samples:
-            key = self._responses.keys[sample]
-            lane, length = self._lane_of[key], self._responses.lengths[key]
-            (tokens,) = lane.engine.abort(now, [key])
+        keys = [self._responses.keys[sample] for sample in command.samples]
+        by_lane: dict[Lane, list[int]] = {}
+        for key in keys:
+            by_lane.setdefault(self._lane_of[key], []).append(key)
+        reached: dict[int, int] = {}
+        for lane, own in by_lane.items():
+            reached.update(zip(own, lane.engine.abort(now, own), strict=True))
             lane.last_busy_s = now
             self._clock.expect(lane.engine, lane.finish)
-            # One that finishes at this very moment takes its last token on the other engine.
-            requests.append((key, length, min(tokens, length - 1)))
-            self._lane_of[key] = target
+        self._lane_of.update(dict.fromkeys(keys, target))
+        for key, sample in zip(keys, command.samples, strict=True):
             self._clock.after(
                 0.0,
                 SampleMoved(
@@ -369,9 +356,12 @@ class Rollout:
                     sample=sample,
                     engine=target.number,
                     incarnation=self._incarnations[target.number],
-                    num_tokens=tokens,
+                    num_tokens=reached[key],
                 ),
             )
+        # One that finishes at this very moment takes its last token on the other engine.
+        lengths = self._responses.lengths
+        requests = [(key, lengths[key], min(reached[key], lengths[key] - 1)) for key in keys]
         prompts = len(requests) * self._machine.prompt_tokens
         tokens = prompts + sum(done for _, _, done in requests)
         target.engine.submit(now, requests, tokens * token_s)
@@ -380,35 +370,14 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
+        """What these engines have goes with the moves that follow."""
         now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel
         gone = [self._fleet[i] for i in sorted({device // degree for device in command.devices})]
         self._released = (now, gone)
-        if self._fleet_config is None:
-            self._share_out(gone, now)
         for lane in gone:
             lane.last_busy_s = now
         migration_s = self._machine.migration_s
         self._tally.bubble["migration"] += migration_s * len(command.devices)
         self._work.have(now, len(command.devices), after_s=migration_s)
-
-    def _share_out(self, gone: Sequence[Lane], now: float) -> None:
-        """What these engines have goes on in the others, in turn."""
-        machine, launch = self._machine, self._launch
-        assert launch is not None
-        # One that finishes at this very moment takes its last token on the other engine.
-        moved = [
-            request._replace(done_tokens=min(request.done_tokens, request.length - 1))
-            for lane in gone
-            for request in lane.engine.drain(now)
-        ]
-        staying = self._staying()
-        token_s = machine.latency.recompute_token_s(launch.tensor_parallel)
-        for turn, lane in enumerate(staying):
-            requests = moved[turn :: len(staying)]
-            if requests:
-                tokens = sum(r.done_tokens + machine.prompt_tokens for r in requests)
-                lane.engine.submit(now, requests, tokens * token_s)
-                self._clock.expect(lane.engine, lane.finish)
-                self._lane_of.update((request.key, lane) for request in requests)
