@@ -133,7 +133,7 @@ def test_an_update_that_does_not_arrive_whole_is_never_sampled_from(
     engine = made(model)
     newer = dict(model_of(1).named_parameters())
     with monkeypatch.context() as patched:
-        patched.setattr("rollpacker.rollout.vllm_engine.pack_output_layer", lambda model: None)
+        patched.setattr("rollpacker.rollout.vllm_weights.pack_output_layer", lambda model: None)
         with pytest.raises(EngineError, match="does not compute what the model does"):
             asyncio.run(engine.update_weights(1, newer))
     with pytest.raises(EngineError, match="while the weights change"):
