@@ -314,6 +314,5 @@ def test_whatever_is_lost_and_when_no_device_is_shared(
 
         when(one.recorder, happens, lambda n=number: one.newest(n % count).kill())
     with contextlib.suppress(EnginesLost):
-        drive(one.controller)
-        assert one.trainer.version >= 4
+        assert drive(one.controller) in ("every step is done", "the data ended")
     assert one.room.quarrels == []
