@@ -4,7 +4,7 @@
     scheduling, cache   vLLM's: continuous batching, preemption, prefix cache
     tokens              rollout/vllm_draws.py: keyed noise, in a logits processor
     endings             end tokens and limits by vLLM, stop strings here (rollout/endings.py)
-    weights             of the transformers module that it was given, in `_load`
+    weights             rollout/vllm_weights.py: of the transformers module that it was given
 
 It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its source.
 """
@@ -30,7 +30,6 @@ from rollpacker.rollout.engine import (
     EngineOutput,
     EngineStatus,
     Response,
-    SamplingParams,
 )
 from rollpacker.rollout.loop import (
     LoopEngine,
@@ -44,18 +43,13 @@ from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
 from rollpacker.rollout.vllm_draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.rollout.vllm_parallel import Workers
-from rollpacker.rollout.vllm_setup import close_vllm, open_vllm, pack_output_layer
+from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
+from rollpacker.rollout.vllm_weights import Copy
 from rollpacker.weight_buffer import WeightSource
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.request import Request
-
-PROBE_TOKENS = 16
-"""The fixed prompt after which both sides' log-probabilities are compared."""
-TOLERANCE = {torch.float32: 1e-3}
-TOLERANCE_HALF = 1.0
-"""How far they may be apart, in float32 and in any shorter format."""
 
 
 @dataclass(slots=True)
@@ -116,9 +110,11 @@ class VllmEngine(LoopEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
         tensor_parallel: int = 1,
+        sleeps: bool = False,
     ) -> None:
         """`tokenizer` is needed for stop strings only. `tensor_parallel`: so many devices share it,
-        each with a process of vLLM's."""
+        each with a process of vLLM's. `sleeps`: it is made such that `offload` can empty them,
+        which a CPU needs not."""
         super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
@@ -126,10 +122,13 @@ class VllmEngine(LoopEngine):
         self._endings = Endings(model, tokenizer, self._vocabulary_size)
         self._threads = torch.get_num_threads()
         self._draws = Draws()
-        self._vllm = open_vllm(model, config, self._draws, tensor_parallel)
+        self._vllm = open_vllm(model, config, self._draws, tensor_parallel, sleeps=sleeps)
         self._workers: Workers | None = None
         if tensor_parallel > 1:
             self._workers = Workers(self._vllm, model, self._died)
+        self._copy = Copy(
+            model, self._vllm, self._workers, hand_over=self._hand_over, forget=self._forget
+        )
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
@@ -137,7 +136,7 @@ class VllmEngine(LoopEngine):
         self._num_steps = 0
         self._is_closed = False
         try:
-            self._load()
+            self._copy.load()
         except EngineError as error:
             close_vllm(self._vllm)
             raise UnsupportedModelError(f"{type(model).__name__}: {error}") from error
@@ -381,61 +380,17 @@ class VllmEngine(LoopEngine):
         self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
     ) -> None:
         super()._renew(version, weights)
-        self._load()
+        self._copy.load()
 
-    @torch.no_grad()
-    def _load(self) -> None:
-        """Bring vLLM's copy up to date with the model, and see that it computes the same."""
-        named = [(name, tensor.detach()) for name, tensor in self._model.named_parameters()]
-        if self._workers is not None:
-            self._workers.load(named)
-        else:
-            self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
-            self._vllm.apply_model(pack_output_layer)
-        if not self._vllm.reset_prefix_cache():
-            raise EngineError("vLLM kept keys and values of older weights in its prefix cache")
-        self._compare()
+    def _let_go(self) -> None:
+        if self._copy.can_sleep:
+            self._copy.sleep()
+        super()._let_go()
 
-    def _compare(self) -> None:
-        """Raises `EngineError` if vLLM and the model differ in what they say of a fixed prompt."""
-        size = min(PROBE_TOKENS, self._vocabulary_size, (self._max_positions or PROBE_TOKENS) - 1)
-        stride = max(1, self._vocabulary_size // size)
-        prompt = [place * stride for place in range(size)]
-        wanted, found = self._model_says(prompt), self._vllm_says(prompt)
-        if not wanted.isfinite().all():  # the samples will say so
-            return
-        difference = float((wanted - found).abs().max())
-        tolerance = TOLERANCE.get(self._model.dtype, TOLERANCE_HALF)
-        if not difference <= tolerance:
-            raise EngineError(
-                f"vLLM does not compute what the model does: log-probabilities of a fixed prompt "
-                f"differ by up to {difference:.3g} (allowed: {tolerance:g}). Nothing was generated "
-                "with these weights; set rollout.engine.name=torch if it stays so"
-            )
-
-    def _model_says(self, prompt: list[int]) -> torch.Tensor:
-        """Log-probabilities of the prompt's tokens from the second one on."""
-        ids = torch.tensor([prompt], device=self._model.device)
-        was_training = self._model.training
-        self._model.train(False)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        self._model.train(was_training)
-        log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
-        return log_probs[:, 0].cpu()
-
-    def _vllm_says(self, prompt: list[int]) -> torch.Tensor:
-        """The same, by vLLM."""
-        number = -1
-        draw = Draw(SamplingParams(max_response_tokens=1, temperature=0.0), key=0)
-        self._hand_over(number, draw, prompt, max_tokens=1, prompt_logprobs=0)
-        outputs: list[RequestOutput] = []
-        while not outputs:
-            outputs = self._vllm.step()
-        self._forget([number])
-        (output,) = outputs
-        assert output.prompt_logprobs is not None
-        pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-        return torch.tensor([said[token].logprob for token, said in pairs if said is not None])
+    def _take_back(self) -> None:
+        super()._take_back()
+        if self._copy.can_sleep:
+            self._copy.wake_up()
 
 
 def _broken(live: Live) -> Numbered:

@@ -126,7 +126,8 @@ class TrainConfig:
     colocate: bool = False
     """Engines and the trainer's processes share devices, one engine and one process on each. With
     stream_trainer engines let go of their devices towards the end of a round; their samples go on
-    in the others, and replicas begin on the groups that are complete. On a CPU."""
+    in the others, and replicas begin on the groups that are complete. On CUDA whoever has not its
+    turn waits in host memory."""
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """With several processes: gradients are added up over them once a step, or after every
     micro-batch, which needs less memory."""
@@ -297,6 +298,16 @@ class Trainer(Protocol):
 
     async def hand_over(self) -> HandOver:
         """The weights for the engine, and a hash of a fixed sample of them."""
+        ...
+
+    async def offload(self) -> None:
+        """Let go of the devices' memory: all that it has there waits in host memory until `reload`.
+        Idempotent."""
+        ...
+
+    async def reload(self, replicas: Sequence[int] | None = None) -> None:
+        """Take it back, bit for bit, as far as it was let go of. `replicas`: those that do; None:
+        all. Only these may be asked for anything, and only all of them for what is joint."""
         ...
 
     def save(self, folder: Path) -> None:
