@@ -18,8 +18,8 @@ DRAW_CARRIED_ANEW = ("torch",)
 TENSOR_PARALLEL = ("vllm",)
 """Those that several devices can share; also called with `tensor_parallel` then."""
 
-WITHOUT_ADAPTERS = ("vllm",)
-"""Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""
+WITHOUT_QUANTIZATION = ("vllm",)
+"""Those that cannot generate with a base of 4 bits (`model.quantization`)."""
 
 BRING_THEIR_OWN_MODEL = ("vllm",)
 """Those that generate with code of their own for the model's architecture, so that the module that
