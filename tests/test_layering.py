@@ -34,13 +34,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sim": ("bus", "core", "config", "report"),
     "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
-    "rollout": (*NOUNS, "processes", "weight_buffer", "weight_probe"),
+    "rollout": (*NOUNS, "host_store", "processes", "weight_buffer", "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
     "processes": (),
     "data": NOUNS,
-    "trainer": (*NOUNS, "algo", "processes", "weight_buffer", "weight_probe"),
+    "trainer": (*NOUNS, "algo", "host_store", "processes", "weight_buffer", "weight_probe"),
     "remote": (*NOUNS, "rollout", "trainer", "rewards"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("config.load", "controller.carried", "controller.clock", "controller.errors"),
     ),
     "did_you_mean": (),
+    "host_store": (),
     "imports": (),
     "warn_once": (),
     "weight_buffer": (),
@@ -128,7 +129,7 @@ def violations(path: Path) -> list[str]:
         where = f"{path.relative_to(ROOT)}, line {line}: {name}"
         if top == "rollpacker" and rest.split(".")[0] in (
             *(*PARTS, *FOR_ALL),
-            *("bus", "weight_buffer", "weight_probe"),
+            *("bus", "host_store", "weight_buffer", "weight_probe"),
         ):
             if not within(rest, allowed):
                 found.append(f"{where} (of rollpacker, {part} may import {', '.join(allowed)})")

@@ -36,12 +36,9 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
     if policy.loaded.device.type == "cuda":
         import torch
 
-        if config.train.colocate:
-            raise ValueError(
-                "train.colocate is for a CPU: on CUDA an engine in a process of its own keeps its "
-                "weights and its cache on the device while the trainer needs the room. Leave it "
-                "out, so that the trainer has devices of its own, or set model.device=cpu"
-            )
+        if config.train.colocate:  # names and shapes are all that is asked of it from now on
+            policy.loaded.model.to("cpu")
+            torch.cuda.empty_cache()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
 
@@ -53,6 +50,7 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
                 config.rollout.engine,
                 threads=max(policy.threads * tensor_parallel // num_devices, 1),
                 tensor_parallel=tensor_parallel,
+                sleeps=config.train.colocate,
             ),
             name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
@@ -103,10 +101,15 @@ def devices_of_engines(count: int, degree: int, num_devices: int, visible: str |
 
 
 def engine_setup(
-    model: ModelConfig, config: EngineConfig, *, threads: int | None, tensor_parallel: int = 1
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    threads: int | None,
+    tensor_parallel: int = 1,
+    sleeps: bool = False,
 ) -> EngineSetup:
     """What a process needs to make this engine, over the model that `model` names, with so many of
-    torch's threads, on so many devices."""
+    torch's threads, on so many devices. `sleeps`: it will have to let go of them."""
     from rollpacker.rollout.messages import EngineSetup
 
     return EngineSetup(
@@ -116,6 +119,7 @@ def engine_setup(
             "model": asdict(model),
             "threads": threads,
             "tensor_parallel": tensor_parallel,
+            "sleeps": sleeps,
         },
     )
 
@@ -126,13 +130,14 @@ def make_engine(
     model: Mapping[str, Any],
     threads: int | None = None,
     tensor_parallel: int = 1,
+    sleeps: bool = False,
 ) -> Engine:
     """Load model and tokenizer, in the process that is to run the engine. `model` holds the fields
     of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
     import torch
 
     from rollpacker.imports import load_function
-    from rollpacker.rollout.table import ENGINES
+    from rollpacker.rollout.table import ENGINES, TOLD_TO_SLEEP
     from rollpacker.trainer.model import load_model
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 
@@ -145,6 +150,8 @@ def make_engine(
 
         add_adapter(loaded.model, lora)
     make: Any = load_function(ENGINES[config.name])
-    parallel = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
-    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **parallel)
+    own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+    if sleeps and config.name in TOLD_TO_SLEEP:
+        own["sleeps"] = True
+    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **own)
     return engine

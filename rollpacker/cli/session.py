@@ -117,10 +117,13 @@ class Session:
     def _engines(self, policy: Policy) -> Engines:
         """Before the run has a folder: what one refuses in its process leaves nothing behind."""
         from rollpacker.cli.engines import all_made, build_engines
+        from rollpacker.controller.shared_devices import let_go_of_all
 
         engines = build_engines(self.config, policy)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
+        if self.config.train.colocate:  # until weights are handed over: the trainer is to load
+            Caller().run(let_go_of_all(engines))
         return engines
 
     def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:

@@ -20,12 +20,12 @@ from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
+from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
 from rollpacker.data.dataset import Cursor
-from rollpacker.trainer.trainer import Trainer
 
 CLOSE_S = 10.0
 """What the writing of a checkpoint may still take when the run is ended at once."""
@@ -46,7 +46,8 @@ class Commits:
     folder: Path
     """Takes the checkpoints, of which the last `keep_last` stay."""
     keep_last: int
-    trainer: Trainer
+    devices: SharedDevices
+    """And the trainer on them."""
     cursor: Cursor
     carried: CarriedTokens
     tokenizer: str
@@ -71,6 +72,7 @@ class Commits:
             await self.evaluator.evaluate(command.step)
         await self.audience.trained(command.step)
         if command.checkpoint:
+            await self.devices.to_replicas()
             state = self._state(job_state)
             write = in_daemon_thread(self._write, command.step, state, waiting)
             try:
@@ -79,6 +81,7 @@ class Commits:
                 # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
                 await asyncio.wait({write}, timeout=CLOSE_S)
                 raise
+            await self.devices.to_engines()
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
 
     def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
@@ -86,7 +89,7 @@ class Commits:
         write_checkpoint(self.folder, step, state, save, self.keep_last, run=self.folder.parent)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
-        self.trainer.save(folder)
+        self.devices.trainer.save(folder)
         write_carried(folder, waiting, self.tokenizer)
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:

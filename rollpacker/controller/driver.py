@@ -51,6 +51,7 @@ from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
+from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.training import Training
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Drop, Finish
@@ -107,6 +108,9 @@ class Controller:
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
+        self._devices = SharedDevices(
+            *(bus, watch), config=config, trainer=parts.trainer, engines=parts.engines
+        )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         num_steps = config.num_steps(len(parts.prompts.rows))
@@ -120,6 +124,7 @@ class Controller:
         self._generation = Generation(
             *(bus, main, desk, self._scoring, watch),
             engines=parts.engines,
+            devices=self._devices,
             carried=self._carried,
             rows=parts.prompts.rows,
             sampling=config.sampling,
@@ -201,6 +206,7 @@ class Controller:
             *(bus, main, desk, watch),
             config=self.config,
             trainer=parts.trainer,
+            devices=self._devices,
             engines=parts.engines,
             reward=parts.reward,
             carried=self._carried,
@@ -211,7 +217,7 @@ class Controller:
             *(bus, main, desk, self._scoring, watch, self._evaluator),
             folder=self._checkpoints,
             keep_last=self.config.checkpoint.keep_last,
-            trainer=parts.trainer,
+            devices=self._devices,
             cursor=parts.cursor,
             carried=self._carried,
             tokenizer=parts.tokenizer,
@@ -224,7 +230,12 @@ class Controller:
             self._scoring,
             Fetching(bus, main, parts.cursor),
             training,
-            HandingOver(bus, main, watch, trainer=parts.trainer, engines=parts.engines),
+            HandingOver(
+                *(bus, main, watch),
+                trainer=parts.trainer,
+                engines=parts.engines,
+                devices=self._devices,
+            ),
             commits,
             main,
             self._carried,

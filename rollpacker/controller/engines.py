@@ -183,7 +183,7 @@ class Engines:
                 parts.setdefault(held.at, []).append(sample)
         for handle, part in parts.items():
             with self._losing(handle):
-                handle.engine.abort(part)
+                handle.abort(part)
 
     def forget(self) -> None:
         """Nothing is under way. What is still here was aborted, and its engine lost before it could
@@ -415,7 +415,7 @@ class Engines:
 
     def _give(self, handle: Handle, requests: Sequence[GenerationRequest]) -> None:
         with self._losing(handle):
-            handle.engine.submit(requests)
+            handle.submit(requests)
 
     @contextlib.contextmanager
     def _losing(self, handle: Handle) -> Iterator[None]:

@@ -22,6 +22,7 @@ from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.scoring import Scoring
+from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Abort, Launch, Move, Place, Release
@@ -53,6 +54,7 @@ class Generation:
     watch: Watch
     _: KW_ONLY
     engines: Engines
+    devices: SharedDevices
     carried: CarriedTokens
     rows: Sequence[PromptRow]
     sampling: SamplingParams
@@ -65,7 +67,7 @@ class Generation:
     def routes(self) -> Routes:
         return {
             Launch: self._launch,
-            Place: lambda command: self.engines.place(command.samples, command.engines),
+            Place: self._place,
             Move: lambda command: self.engines.move(command.samples, command.engine),
             Abort: lambda command: self.engines.abort(command.samples),
             Release: lambda command: None,  # the moves of what its engines have come with it
@@ -81,6 +83,7 @@ class Generation:
 
         Raises what the one engine died of, or `DeadlineExceeded`.
         """
+        await self.devices.to_engines()
         collecting = Collecting(len(requests), asyncio.get_running_loop())
         self.main.awaited = collecting.done
         watching = asyncio.ensure_future(self.watch.check_engines_always())
@@ -101,6 +104,16 @@ class Generation:
         self.desk.round_kind = self.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
         self.engines.submit(requests, command.engines)
+        self._fetch_engines()
+
+    def _place(self, command: Place) -> None:
+        self.engines.place(command.samples, command.engines)
+        self._fetch_engines()
+
+    def _fetch_engines(self) -> None:
+        """Those that were told something while replicas have their devices."""
+        if self.devices.are_awaited:
+            self.main.later(self.devices.to_engines)
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
         """Called in a thread of the engine's; by one in this process between two decode steps."""

@@ -20,7 +20,8 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.controller.engines import Engines, Weights, end
 from rollpacker.controller.held import Handle, Layout
 from rollpacker.controller.main_task import MainTask
-from rollpacker.controller.waiting import in_daemon_thread
+from rollpacker.controller.shared_devices import SharedDevices, take_all_back
+from rollpacker.controller.waiting import failures
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
@@ -41,6 +42,7 @@ class HandingOver:
     watch: Watch
     trainer: Trainer
     engines: Engines
+    devices: SharedDevices
 
     def routes(self) -> Routes:
         return {
@@ -57,6 +59,7 @@ class HandingOver:
         with self.bus.lock:
             self.engines.expect(Weights(version, None))
         weights = Weights(version, await self.trainer.hand_over())
+        await self.devices.to_engines()
         with self.bus.lock:
             living = self.engines.expect(weights)
         within_s = None if self.engines.make is None else self.watch.deadlines.sync_s / 2
@@ -93,12 +96,13 @@ class HandingOver:
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
-            engine = engines.make(number, incarnation, layout.tensor_parallel)
-            with self.bus.lock:
-                engines.awaits(number, engine, layout)
-            handle = Handle(number, incarnation, engine)
-            while not self._joins(handle):
-                time.sleep(WRITTEN_S)
+            with self.devices.loading(number):
+                engine = engines.make(number, incarnation, layout.tensor_parallel)
+                with self.bus.lock:
+                    engines.awaits(number, engine, layout)
+                handle = Handle(number, incarnation, engine)
+                while not self._joins(handle):
+                    time.sleep(WRITTEN_S)
         except Exception as error:
             if engine is not None:
                 end(engine)
@@ -135,6 +139,7 @@ async def _close_all(engines: Sequence[Engine]) -> None:
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
     """Bring all engines to the trainer's weights before a run begins. See `bring_up_to_date`."""
     weights = Weights(version, await trainer.hand_over())
+    await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():
         raise error
 
@@ -144,18 +149,8 @@ async def _bring_all(
 ) -> dict[Handle, BaseException]:
     """Bring all of them up to date at once. Returns those that failed, or were not done within
     these seconds."""
-    updates = {
-        handle: in_daemon_thread(bring_up_to_date, handle.engine, weights) for handle in handles
-    }
-    if updates:
-        await asyncio.wait(updates.values(), timeout=within_s)
-    failed: dict[Handle, BaseException] = {}
-    for handle, update in updates.items():
-        if not update.done():
-            failed[handle] = EngineError(f"it did not take new weights within {within_s:g} s")
-        elif (error := update.exception()) is not None:
-            failed[handle] = error
-    return failed
+    arguments = {handle: (handle.engine, weights) for handle in handles}
+    return await failures(bring_up_to_date, arguments, "take new weights", within_s)
 
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
 
 Ended = SampleGenerated | SampleAborted | SampleFailed
@@ -32,6 +35,30 @@ class Handle:
     """Decode steps when it was last looked at ..."""
     progress_s: float = 0.0
     """... and when they last were others, or it had nothing to do."""
+    is_away: bool = False
+    """It has let go of its device's memory, or is about to ..."""
+    told: list[Callable[[], None]] = field(default_factory=list)
+    """... and this is what it was told meanwhile."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `Engine`."""
+        self._tell(partial(self.engine.submit, requests))
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._tell(partial(self.engine.abort, samples))
+
+    def come_back(self) -> None:
+        """Tell it what waits."""
+        told, self.told, self.is_away = self.told, [], False
+        for call in told:
+            call()
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if self.is_away:
+            self.told.append(call)
+        else:
+            call()
 
 
 @dataclass(eq=False, slots=True)

@@ -18,6 +18,7 @@ from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.sample_rows import SampleRows
+from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.update_metrics import metrics_of_updates
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import StartGradients, TrainOn
@@ -36,9 +37,6 @@ from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.005
-"""Engines that were released are looked at so often, until they have let go of their samples."""
-
 
 @dataclass(eq=False, slots=True)
 class Training:
@@ -52,6 +50,7 @@ class Training:
     _: KW_ONLY
     config: RunConfig
     trainer: Trainer
+    devices: SharedDevices
     engines: Engines
     """This, `reward` and `carried` are only asked how they are."""
     reward: Reward
@@ -82,44 +81,28 @@ class Training:
         """Gradients of groups that the step will certainly train on, while verdicts on others are
         awaited. The denominators of the step are not known yet: the weights are provisional."""
         while self._to_stream:  # else an earlier call took them along, or the whole step is due
+            devices = self._devices
             if self.config.train.colocate:
-                let_go = self._wait_for_devices()
-                await self.watch.by("generation_s", let_go, f"devices {self._devices} to be free")
+                await self.devices.to_replicas(devices)
             else:
                 self._check_idle()
             with self.bus.lock:
-                groups, replicas = self._next_groups(), self._replicas()
+                groups = self._next_groups(devices)
             if groups:
-                await self._begin_gradients(step, groups, replicas)
+                await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
 
-    def _next_groups(self) -> list[tuple[SampleId, ...]]:
+    def _next_groups(self, devices: Sequence[int]) -> list[tuple[SampleId, ...]]:
         """Take some of those to stream: all, as large batches are quicker; but on some devices only
         what fills about a micro-batch of each, so that these are soon there for the joint rest."""
         chosen, self._to_stream = self._to_stream, []
-        if self._devices:
-            budget, size = self.config.train.micro_batch_tokens * len(self._devices), 0
+        if devices:
+            budget, size = self.config.train.micro_batch_tokens * len(devices), 0
             while size < len(chosen) and budget > 0:
                 responses = [self.desk[sample].response for sample in chosen[size]]
                 budget -= sum(len(r.prompt_tokens) + len(r.tokens) for r in responses)
                 size += 1
             chosen, self._to_stream = chosen[:size], chosen[size:]
         return chosen
-
-    def _replicas(self) -> list[int] | None:
-        """Those on the devices for early gradients. None: all."""
-        train = self.config.train
-        assert not self._devices or train.processes is not None
-        size = (train.processes or 1) // train.replicas
-        return sorted({device // size for device in self._devices}) or None
-
-    async def _wait_for_devices(self) -> None:
-        """Until no engine has samples on them, or nothing is to be done there any more."""
-        while self._to_stream:
-            with self.bus.lock:
-                devices = self._devices or range(self.config.rollout.engines)
-                if not self.engines.num_at(devices):
-                    return
-            await asyncio.sleep(LOOK_S)
 
     def _check_idle(self) -> None:
         status = self.engines.status()
@@ -150,6 +133,7 @@ class Training:
         if command.num_missing:
             self._warn_of_missing(command)
         trainer = self.trainer
+        await self.devices.to_replicas()
         updates = updates_of(len(command.groups), self.config.train.updates_per_round)
         with _diverging(command.step):
             scores = await self._ask_scores(command.groups)
@@ -176,6 +160,7 @@ class Training:
             )
         counts = self.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
+        metrics.update(self.devices.take_seconds())
         with self.bus.lock:
             metrics.update(self.carried.metrics())
             metrics = {**self.desk.logged(command.groups), **metrics}

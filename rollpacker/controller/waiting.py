@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, cast
 
 from rollpacker.core.events import Event, SampleFailed
-from rollpacker.rollout.engine import Response
+from rollpacker.rollout.engine import EngineError, Response
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Collecting:
@@ -39,6 +40,26 @@ class Collecting:
     def _settle(self) -> None:
         if not self.done.done():
             self.done.set_result(self._responses)
+
+
+async def failures(
+    function: Callable[..., object],
+    arguments: Mapping[K, tuple[Any, ...]],
+    what: str,
+    within_s: float | None,
+) -> dict[K, BaseException]:
+    """Call it with each of these arguments at once, in threads of their own. What was raised where
+    it failed, or an `EngineError` where it did not do what it should within these seconds."""
+    doing = {key: in_daemon_thread(function, *of_one) for key, of_one in arguments.items()}
+    if doing:
+        await asyncio.wait(doing.values(), timeout=within_s)
+    failed: dict[K, BaseException] = {}
+    for key, one in doing.items():
+        if not one.done():
+            failed[key] = EngineError(f"it did not {what} within {within_s:g} s")
+        elif (error := one.exception()) is not None:
+            failed[key] = error
+    return failed
 
 
 def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:

@@ -165,6 +165,15 @@ class Decoder:
         """Nothing waits any more, and the weights may change."""
         self._kept = None
 
+    def let_go(self) -> None:
+        """Free keys and values, and whatever was made of the model's tensors, which are to move.
+        Not while there are rows."""
+        assert not self.rows.num_rows
+        self._kept = self._plan = self._plain = self._buffers = None
+        self.slots.free()
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def _reserve(self, entries: Sequence[Pending]) -> None:
         """Slots as wide as any of these rows may become."""
         num_rows = self.rows.num_rows + len(entries)

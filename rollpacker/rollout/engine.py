@@ -152,6 +152,18 @@ class Engine(Protocol):
         """
         ...
 
+    async def offload(self) -> None:
+        """Let go of the device's memory: what it has there waits in host memory, or is made anew.
+        Until `reload` nothing may be asked of it but to be closed. On a CPU, nothing happens.
+
+        Raises `EngineError` while anything runs.
+        """
+        ...
+
+    async def reload(self) -> None:
+        """Take the memory back, with the weights that it had. Raises `EngineError`."""
+        ...
+
     def weight_probe(self) -> str:
         """The hash of a fixed sample of the weights (`rollpacker.weight_probe`). Not while anything
         runs."""

@@ -29,8 +29,10 @@ from rollpacker.rollout.engine import Engine, EngineError, EngineOutput
 from rollpacker.rollout.messages import (
     FAILED,
     HELLO,
+    OFFLOAD,
     READY,
     REFUSED,
+    RELOAD,
     REPORT,
     UPDATE_WEIGHTS,
     WEIGHT_PROBE,
@@ -152,6 +154,10 @@ class EngineHost:
         try:
             if call.name == UPDATE_WEIGHTS:
                 asyncio.run(self._engine.update_weights(call.version, call.source))
+            elif call.name in (OFFLOAD, RELOAD):
+                asyncio.run(
+                    self._engine.offload() if call.name == OFFLOAD else self._engine.reload()
+                )
             else:
                 assert call.name == WEIGHT_PROBE, call.name
                 result = self._engine.weight_probe()

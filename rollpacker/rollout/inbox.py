@@ -20,6 +20,7 @@ class Inbox:
         self._in_flight: set[SampleId] = set()
         self._num_launched = 0
         self._weights_change = False
+        self._is_away = False
         self._closed = False
         self._error: BaseException | None = None
         self._listener: Listener | None = None
@@ -34,6 +35,12 @@ class Inbox:
         if self._error is not None:
             raise EngineError(f"the engine died: {self._error}") from self._error
 
+    def check_here(self) -> None:
+        """Raises `EngineError` also if the engine has let go of its device."""
+        self.check_open()
+        if self._is_away:
+            raise EngineError("the engine has let go of its device's memory: reload it first")
+
     def tell(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         """Who hears of outputs from now on. Raises `EngineError` while samples run."""
         with self._condition:
@@ -45,7 +52,7 @@ class Inbox:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Raises `EngineError` for a sample that is here already, and while weights change."""
         with self._condition:
-            self.check_open()
+            self.check_here()
             if self._weights_change:
                 raise EngineError(
                     "samples were submitted while the weights change, or after they could not be "
@@ -72,17 +79,28 @@ class Inbox:
     def begin_weights(self, version: int) -> None:
         """Nothing may be submitted until `end_weights`. Raises `EngineError` while samples run."""
         with self._condition:
-            self.check_open()
-            if self._in_flight:
-                raise EngineError(
-                    f"the weights cannot change to version {version} while "
-                    f"{len(self._in_flight)} samples run"
-                )
+            self.check_here()
+            self._check_idle(f"the weights cannot change to version {version}")
             self._weights_change = True
 
     def end_weights(self) -> None:
         """Samples may come again."""
         self._weights_change = False
+
+    def leave(self) -> None:
+        """Nothing may be asked for until `come_back`. Raises `EngineError` while samples run."""
+        with self._condition:
+            self.check_open()
+            self._check_idle("the device's memory cannot be let go of")
+            self._is_away = True
+
+    def come_back(self) -> None:
+        """All is as before `leave`."""
+        self._is_away = False
+
+    def _check_idle(self, what: str) -> None:
+        if self._in_flight:
+            raise EngineError(f"{what} while {len(self._in_flight)} samples run")
 
     def close(self) -> None:
         """The worker ends after the decode step at hand."""

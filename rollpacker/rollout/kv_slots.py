@@ -95,6 +95,11 @@ class KVSlots:
         }
         return True
 
+    def free(self) -> None:
+        """Give the memory back. The next `reserve` begins anew."""
+        self.num_slots = self.width = 0
+        self.keys, self.values, self._row_offsets, self._bias_lines = {}, {}, {}, {}
+
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         """Zeros, not empty: a masked position contributes 0 x garbage, and 0 x NaN is NaN.
 

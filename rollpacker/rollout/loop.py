@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleFailed
 from rollpacker.core.ids import SampleId
+from rollpacker.host_store import HostStore
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Listener, Response
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.own_weights import OwnWeights
@@ -45,6 +46,7 @@ class LoopEngine(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._weights = OwnWeights(model)
+        self._host = HostStore()
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
         self._version = 0
@@ -79,8 +81,19 @@ class LoopEngine(ABC):
         self._inbox.end_weights()
         self._version = version
 
+    async def offload(self) -> None:
+        """See `Engine`. If it fails, the engine is of no use any more."""
+        self._inbox.leave()
+        await asyncio.to_thread(self._let_go)
+
+    async def reload(self) -> None:
+        """See `Engine`. If it fails, the engine is of no use any more."""
+        await asyncio.to_thread(self._take_back)
+        self._inbox.come_back()
+
     def weight_probe(self) -> str:
         """See `Engine`."""
+        self._inbox.check_here()
         return self._weights.probe()
 
     async def close(self) -> None:
@@ -97,6 +110,19 @@ class LoopEngine(ABC):
     ) -> None:
         """Take new weights, while nothing runs. Raises `EngineError`."""
         self._weights.take(version, weights)
+
+    @property
+    def _is_on_device(self) -> bool:
+        """Of the kind that `offload` makes room on."""
+        return self._model.device.type == self._host.source
+
+    def _let_go(self) -> None:
+        """Free what is on the device, while nothing runs."""
+        self._host.offload([*self._model.parameters(), *self._model.buffers()])
+
+    def _take_back(self) -> None:
+        """Undo that. Raises `EngineError`."""
+        self._host.reload()
 
     # -- what a subclass does, in the worker's thread ----------------------------------------------
 

@@ -41,6 +41,7 @@ from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
 HELLO, SETUP, READY, EXCHANGE, REPORT, REFUSED, FAILED = range(7)
 """Kinds of messages."""
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
+OFFLOAD, RELOAD = "offload", "reload"
 """What a `Call` may ask for."""
 
 

@@ -39,8 +39,10 @@ from rollpacker.rollout.messages import (
     EXCHANGE,
     FAILED,
     HELLO,
+    OFFLOAD,
     READY,
     REFUSED,
+    RELOAD,
     REPORT,
     SETUP,
     UPDATE_WEIGHTS,
@@ -158,9 +160,24 @@ class ProcessEngine:
         await asyncio.wrap_future(call)
         self._inbox.end_weights()
 
+    async def offload(self) -> None:
+        """See `Engine`."""
+        self._inbox.leave()
+        await self._do(OFFLOAD)
+
+    async def reload(self) -> None:
+        """See `Engine`."""
+        await self._do(RELOAD)
+        self._inbox.come_back()
+
+    async def _do(self, name: str) -> None:
+        call = self._exchanges.call(name)
+        self._wake()
+        await asyncio.wrap_future(call)
+
     def weight_probe(self) -> str:
         """See `Engine`."""
-        self._inbox.check_open()
+        self._inbox.check_here()
         call = self._exchanges.call(WEIGHT_PROBE)
         self._wake()
         probe = call.result()

@@ -18,6 +18,10 @@ DRAW_CARRIED_ANEW = ("torch",)
 TENSOR_PARALLEL = ("vllm",)
 """Those that several devices can share; also called with `tensor_parallel` then."""
 
+TOLD_TO_SLEEP = ("vllm",)
+"""Those that must know from the beginning that they will have to let go of their device; also
+called with `sleeps` then."""
+
 WITHOUT_QUANTIZATION = ("vllm",)
 """Those that cannot generate with a base of 4 bits (`model.quantization`)."""
 

@@ -149,6 +149,11 @@ class TorchEngine(LoopEngine):
                 self._drafter.forget()
             self._model.train(self._was_training)
 
+    def _let_go(self) -> None:
+        if self._is_on_device:
+            self._decoder.let_go()
+        super()._let_go()
+
     # -- requests come -----------------------------------------------------------------------------
 
     def _take_inbox(self) -> list[Numbered]:

@@ -111,9 +111,11 @@ class VllmEngine(LoopEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
         tensor_parallel: int = 1,
+        sleeps: bool = False,
     ) -> None:
         """`tokenizer` is needed for stop strings only. `tensor_parallel`: so many devices share it,
-        each with a process of vLLM's."""
+        each with a process of vLLM's. `sleeps`: it is made such that `offload` can empty them,
+        which a CPU needs not."""
         super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
@@ -121,7 +123,7 @@ class VllmEngine(LoopEngine):
         self._endings = Endings(model, tokenizer, self._vocabulary_size)
         self._threads = torch.get_num_threads()
         self._draws = Draws()
-        self._vllm = open_vllm(model, config, self._draws, tensor_parallel)
+        self._vllm = open_vllm(model, config, self._draws, tensor_parallel, sleeps=sleeps)
         self._lora_request = lora_request(model)
         self._workers: Workers | None = None
         if tensor_parallel > 1:
@@ -382,6 +384,16 @@ class VllmEngine(LoopEngine):
     ) -> None:
         super()._renew(version, weights)
         self._copy.load()
+
+    def _let_go(self) -> None:
+        if self._copy.can_sleep:
+            self._copy.sleep()
+        super()._let_go()
+
+    def _take_back(self) -> None:
+        super()._take_back()
+        if self._copy.can_sleep:
+            self._copy.wake_up()
 
 
 def _broken(live: Live) -> Numbered:

@@ -37,6 +37,8 @@ BLOCK_TOKENS = 32
 """Prompts that are shorter share no keys and values."""
 KV_CACHE_GIB = 1.0
 """On a CPU; on a GPU vLLM takes what is left of the memory."""
+SHARE_OF_FREE = 0.9
+"""Of a GPU's memory that is free when vLLM starts."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Hybrids whose code vLLM shares with models that see."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
@@ -57,7 +59,12 @@ _the_only_one = threading.Lock()
 
 
 def open_vllm(
-    model: PreTrainedModel, config: EngineConfig, draws: Draws, tensor_parallel: int = 1
+    model: PreTrainedModel,
+    config: EngineConfig,
+    draws: Draws,
+    tensor_parallel: int = 1,
+    *,
+    sleeps: bool = False,
 ) -> LLMEngine:
     """An engine for this architecture in this process, which takes the tokens of `draws`; of more
     than one device, in a process for each of them, which draw from what a request says. Its weights
@@ -78,7 +85,7 @@ def open_vllm(
         raise ValueError("this process has an engine of vLLM, and can have but one: close it first")
     try:
         with _environment(_ENVIRONMENT | _of_workers(tensor_parallel)):
-            return _open(model, config, draws, tensor_parallel)
+            return _open(model, config, draws, tensor_parallel, sleeps)
     except BaseException:
         _the_only_one.release()
         raise
@@ -114,7 +121,11 @@ def _of_workers(tensor_parallel: int) -> dict[str, str]:
 
 
 def _open(
-    model: PreTrainedModel, config: EngineConfig, draws: Draws, tensor_parallel: int
+    model: PreTrainedModel,
+    config: EngineConfig,
+    draws: Draws,
+    tensor_parallel: int,
+    sleeps: bool,
 ) -> LLMEngine:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm.engine.arg_utils import EngineArgs
@@ -150,6 +161,8 @@ def _open(
             "logits_processors": [f"{WORKER}:DrawTokens"],
             "worker_extension_cls": f"{WORKER}.Extension",
         }
+    if not on_cpu:
+        arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
     if config.max_slots is not None:
         arguments["max_num_seqs"] = config.max_slots
     shape = copy.deepcopy(model.config)
@@ -163,6 +176,13 @@ def _open(
                 f"vLLM does not start with this model and rollout.engine.kv_cache_gib="
                 f"{config.kv_cache_gib}: {' '.join(str(error).split())}"
             ) from error
+
+
+def _share_of_memory() -> float:
+    """vLLM takes a share of the device's whole memory, and refuses to start if less is free: the
+    model that this process has may be there, too."""
+    free, total = torch.cuda.mem_get_info()
+    return SHARE_OF_FREE * free / total
 
 
 def check_versions() -> None:

@@ -1,5 +1,6 @@
 """vLLM's copy of the weights: it is brought up to date with the transformers module that the engine
-was given, and then says the same of a fixed prompt, or nothing is generated."""
+was given, and then says the same of a fixed prompt, or nothing is generated. Also after its sleep,
+in which another has the device."""
 
 from __future__ import annotations
 
@@ -56,8 +57,7 @@ class Copy:
             self._has_base = True
         if has_adapter(self._model):
             load_adapter(self._model, self._vllm)
-        if not self._vllm.reset_prefix_cache():
-            raise EngineError("vLLM kept keys and values of older weights in its prefix cache")
+        self._reset_prefix_cache()
         self._compare()
 
     def _load_base(self) -> None:
@@ -69,6 +69,32 @@ class Copy:
             self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
             self._vllm.apply_model(pack_output_layer)
 
+    @property
+    def can_sleep(self) -> bool:
+        """vLLM was opened such that it can let go of its memory."""
+        return bool(self._vllm.model_config.enable_sleep_mode)
+
+    def sleep(self) -> None:
+        """Weights go to host memory; keys and values are dropped. Level 2 would drop the weights,
+        too, and with them what is no parameter and never sent again."""
+        self._vllm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """Undo that, in two stages, between which nothing may run: its cache is not there yet.
+        Raises `EngineError` if vLLM is not whole afterwards, or says something else than the
+        model."""
+        for stage in ("weights", "kv_cache"):
+            is_whole = self._vllm.wake_up(tags=[stage])
+        if not is_whole or self._vllm.is_sleeping():
+            raise EngineError("vLLM did not wake up: some of its memory is not there")
+        self._reset_prefix_cache()
+        self._compare()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._vllm.reset_prefix_cache():
+            raise EngineError("vLLM kept keys and values of older weights in its prefix cache")
+
+    @torch.no_grad()
     def _compare(self) -> None:
         """Raises `EngineError` if vLLM and the model differ in what they say of a fixed prompt."""
         config = self._model.config.get_text_config()

@@ -38,7 +38,7 @@ from rollpacker.weight_buffer import BufferLayout, Place
 
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "save", "load"),
-    *("map_weights", "write_weights", "hashes"),
+    *("map_weights", "write_weights", "offload", "reload", "hashes"),
 )
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind

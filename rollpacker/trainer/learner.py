@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
+from rollpacker.host_store import HostStore
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -122,6 +123,8 @@ class Learner:
             run_dtype=run_dtype,
         )
         self._step = OpenStep()
+        self._modules = [models.policy, *models.frozen, *([] if critic is None else [critic])]
+        self._host = HostStore()
 
     # -- the calls -------------------------------------------------------------------------
 
@@ -206,6 +209,17 @@ class Learner:
     def state_hashes(self) -> dict[str, str]:
         """See `LearnerFiles`."""
         return self._files.state_hashes()
+
+    def offload(self) -> None:
+        """See `Trainer`."""
+        kept = [tensor for trained in self.trained.values() for tensor in trained.tensors()]
+        for module in self._modules:
+            kept += [*module.parameters(), *module.buffers()]
+        self._host.offload(kept)
+
+    def reload(self) -> None:
+        """See `Trainer`."""
+        self._host.reload()
 
     def save(self, folder: Path) -> None:
         """See `Trainer`."""

@@ -9,14 +9,14 @@ master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.trainer.offload import HostStore, local
+from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.quantization import (
     adamw_8bit,
     moments_like,
@@ -210,6 +210,14 @@ class MasterOptimizer:
         self._parked_gradients = {}
         if state:
             self._offloaded_state.reload()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Weights, masters, gradients and state, as far as nothing else has offloaded them."""
+        for name, master in self._masters.items():
+            yield from (self._weights[name], master)
+            if master.grad is not None:
+                yield master.grad
+            yield from (one for one in self._state_of(master).values() if isinstance(one, Tensor))
 
     @torch.no_grad()
     def _round_into_model(self) -> None:

@@ -127,6 +127,15 @@ class ProcessTrainer:
 
         return await self._in_thread(write)
 
+    async def offload(self) -> None:
+        """See `Trainer`."""
+        await self._in_thread(lambda: self._all("offload"))
+
+    async def reload(self, replicas: Sequence[int] | None = None) -> None:
+        """See `Trainer`."""
+        ranks = self._ranks_of(replicas)
+        await self._in_thread(lambda: self._ranks.call("reload", [()] * len(ranks), ranks))
+
     def save(self, folder: Path) -> None:
         """See `Trainer`."""
         self._all("save", folder)
@@ -152,10 +161,13 @@ class ProcessTrainer:
     ) -> dict[int, list[int]]:
         """Return the rows that each rank of these replicas takes, by their place in `rows`."""
         lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
+        ranks = self._ranks_of(replicas)
+        return dict(zip(ranks, assign(lengths, len(ranks)), strict=True))
+
+    def _ranks_of(self, replicas: Sequence[int] | None) -> list[int]:
         size = len(self._ranks.all) // self._replicas
         numbers = range(self._replicas) if replicas is None else sorted(replicas)
-        ranks = [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
-        return dict(zip(ranks, assign(lengths, len(ranks)), strict=True))
+        return [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ranks.call(method, [arguments] * len(self._ranks.all))

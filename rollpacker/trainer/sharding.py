@@ -168,6 +168,23 @@ class ShardedGradients:
                 if hasattr(parameter, "_unsharded_param"):  # there is one since the first forward
                     parameter._unsharded_param.grad = None
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What this process has not summed yet. Whole parameters that a forward pass has left are
+        freed."""
+        if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
+            _free_after_forward(self._root)
+        for group in _parameter_groups(self._root):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                for gradient in (
+                    parameter.unsharded_accumulated_grad,
+                    None if whole is None else whole.grad,
+                ):
+                    if gradient is not None:
+                        yield gradient
+
     def non_finite(self) -> list[str]:
         """Parameters whose gradient so far, as far as it is in this process, is not finite: what it
         has not summed yet, and its shard of what was. What a replica has summed is known by its

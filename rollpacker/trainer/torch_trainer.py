@@ -103,6 +103,14 @@ class TorchTrainer:
 
         return await self._in_thread(weights)
 
+    async def offload(self) -> None:
+        """See `Trainer`."""
+        await self._in_thread(self.learner.offload)
+
+    async def reload(self, replicas: Sequence[int] | None = None) -> None:
+        """See `Trainer`. There is one replica."""
+        await self._in_thread(self.learner.reload)
+
     def save(self, folder: Path) -> None:
         """See `Trainer`."""
         self.learner.save(folder)

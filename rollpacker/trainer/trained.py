@@ -89,6 +89,12 @@ class Trained:
         if self._offloads:
             self.optimizer.reload(state=False)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept for training it, with what waits to be summed over the ranks."""
+        if self._sharded is not None:
+            yield from self._sharded.tensors()
+        yield from self.optimizer.tensors()
+
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:

@@ -299,6 +299,16 @@ class Trainer(Protocol):
         """The weights for the engine, and a hash of a fixed sample of them."""
         ...
 
+    async def offload(self) -> None:
+        """Let go of the devices' memory: all that it has there waits in host memory until `reload`.
+        Idempotent."""
+        ...
+
+    async def reload(self, replicas: Sequence[int] | None = None) -> None:
+        """Take it back, bit for bit, as far as it was let go of. `replicas`: those that do; None:
+        all. Only these may be asked for anything, and only all of them for what is joint."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors and JSON,
         no pickle)."""

@@ -1,7 +1,8 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
     setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, discard, rescale, update, apply, save, load, write_weights, hashes
+    score, accumulate, discard, rescale, update, apply, save, load, write_weights, offload, reload,
+    hashes
 
 It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
 behind.
@@ -94,6 +95,12 @@ class Worker:
             return self._learner.write_weights(None)
         with self._buffer.writing(self._learner.version) as tensors:
             return self._learner.write_weights(tensors)
+
+    def offload(self) -> None:
+        self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def hashes(self) -> dict[str, str]:
         return self._learner.state_hashes()

@@ -179,6 +179,12 @@ class FakeEngine:
     async def update_weights(self, version: int, weights: object = None) -> None:
         self.version = version
 
+    async def offload(self) -> None:
+        pass
+
+    async def reload(self) -> None:
+        pass
+
     def weight_probe(self) -> str:
         return f"version {self.version}"
 
@@ -216,6 +222,12 @@ class FakeTrainer:
 
     async def hand_over(self) -> HandOver:
         return HandOver(weights=None, probe=f"version {self.version}")
+
+    async def offload(self) -> None:
+        pass
+
+    async def reload(self, replicas: Sequence[int] | None = None) -> None:
+        pass
 
     def close(self) -> None:
         pass

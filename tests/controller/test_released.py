@@ -24,6 +24,7 @@ from rollpacker.core.records import Note, Record
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.report.log import EventLog
+from rollpacker.rollout import process_engine
 from rollpacker.trainer.trainer import TrainSample
 from tests.controller.fakes import FakeEngine, FakeTrainer, Live, drive, make, run_config
 
@@ -129,10 +130,27 @@ def test_engines_and_processes_are_as_many() -> None:
     assert replace(config, train=replace(config.train, colocate=False)).without_effect
 
 
-def test_on_cuda_it_is_refused() -> None:
-    policy: Any = SimpleNamespace(loaded=SimpleNamespace(device=torch.device("cuda")), threads=2)
-    with pytest.raises(ValueError, match=r"train.colocate is for a CPU.*model.device=cpu"):
-        build_engines(colocated(steps=1), policy)
+def test_on_cuda_engines_know_that_they_will_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run's own process has nothing on their devices."""
+    made: list[tuple[Any, dict[str, str]]] = []
+
+    def make(setup: Any, *, environment: dict[str, str], **_: Any) -> FakeEngine:
+        made.append((setup.arguments, environment))
+        return FakeEngine()
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(process_engine, "ProcessEngine", make)
+    moved: list[str] = []
+    model = SimpleNamespace(to=moved.append)
+    loaded = SimpleNamespace(device=torch.device("cuda"), model=model)
+    policy: Any = SimpleNamespace(loaded=loaded, threads=2)
+    config = colocated(steps=1)
+    build_engines(config, policy)
+    assert moved == ["cpu"] and [arguments["sleeps"] for arguments, _ in made] == [True, True]
+    assert [one["CUDA_VISIBLE_DEVICES"] for _, one in made] == ["0", "1"]
+    build_engines(replace(config, train=replace(config.train, colocate=False)), policy)
+    assert moved == ["cpu"] and not made[-1][0]["sleeps"]
 
 
 # --- for real -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class CountingEngine:
         self._counts: dict[SampleId, int] = {}
         self._aborted: list[SampleId] = []
         self._version = 0
-        self._num_steps = self._num_tokens = 0
+        self._num_steps = self._num_tokens = self._num_away = 0
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         threading.Thread(target=self._work, args=(listener, on_error), daemon=True).start()
@@ -54,6 +54,13 @@ class CountingEngine:
             raise EngineError("no version is below 0")
         time.sleep(version / 1000)
         self._version = version
+
+    async def offload(self) -> None:
+        self._num_away += 1
+
+    async def reload(self) -> None:
+        if self._num_away > 1:
+            raise EngineError("no memory is left")
 
     def weight_probe(self) -> str:
         return f"of version {self._version}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
+from rollpacker.host_store import HostStore
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer import model_set
 from rollpacker.trainer.compiling import compile_layers
@@ -541,6 +542,45 @@ def test_offloading_changes_no_bit(monkeypatch, tmp_path, algorithm, dtype):
     assert step(offloaded, 5, algorithm) == step(plain, 5, algorithm)
     for what in (weights, optimizer_state):
         one, other = what(plain), what(offloaded)
+        assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+def test_letting_go_of_the_device_changes_no_bit(monkeypatch, tmp_path, dtype, offload):
+    """As above: between any two calls nothing of it is on the device, weights included."""
+    plain = learner_of(PPO, model=tiny_model(dtype=dtype))
+    if offload:
+        monkeypatch.setitem(MasterOptimizer.__init__.__kwdefaults__, "offload_from", "cpu")
+    guest = learner_of(PPO, model=tiny_model(dtype=dtype), offload=offload)
+    guest._host = HostStore("cpu")
+
+    def go() -> None:
+        guest.offload()
+        guest.offload()  # again, which is nothing
+        kept = [t for m in guest._modules for t in (*m.parameters(), *m.buffers())]
+        kept += [t for trained in guest.trained.values() for t in trained.tensors()]
+        assert kept and not any(tensor.untyped_storage().nbytes() for tensor in kept)
+        guest.reload()
+
+    for number in range(2):
+        batches = [samples_for(each, PPO, number) for each in (plain, guest)]
+        go()
+        assert batches[0] == batches[1]
+        for each, batch in zip((plain, guest), batches, strict=True):
+            between = go if each is guest else lambda: None
+            each.accumulate(batch[:4])
+            between()
+            each.rescale(0.5)
+            each.accumulate(batch[4:])
+            between()
+            each.apply()
+            between()
+    guest.save(tmp_path)
+    go()
+    assert step(guest, 5, PPO) == step(plain, 5, PPO)
+    for what in (weights, optimizer_state):
+        one, other = what(plain), what(guest)
         assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 

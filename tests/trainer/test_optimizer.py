@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.trainer.offload import HostStore, local
+from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.optimizer import MasterOptimizer, build_optimizer
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerError
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.resume import write_model
 from rollpacker import algo
+from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.sharding import Shards, any_of_replica, any_rank, full_tensors, shard
@@ -309,3 +310,47 @@ def test_what_one_replica_refuses_all_forget(two, own, tmp_path):
     step(two, 1)
     step(own, 1)
     assert_same_weights(own, two)
+
+
+# --- devices that are lent to an engine -----------------------------------------------------------
+
+
+def two_steps(shards: Shards, gradient_sync: str, lets_go: bool) -> list[Any]:
+    """Gradient norms of two steps, and the weights after them. The first of several replicas begins
+    each alone.
+    `lets_go`: between any two calls all is in host memory, which plays the device's part."""
+    learner = learner_of(shards=shards, gradient_sync=gradient_sync, micro_batch_tokens=16)
+    learner._host = HostStore("cpu")
+
+    def between() -> None:
+        if lets_go:
+            learner.offload()
+            moved = [p for m in learner._modules for p in m.parameters()]
+            moved += [t for one in learner.trained.values() for t in one.tensors()]
+            assert not any(local(tensor).untyped_storage().nbytes() for tensor in moved)
+            learner.reload()
+
+    norms = []
+    for number in range(2):
+        batch = samples_for(learner, GRPO, number)[shards.rank :: shards.size]
+        if shards.replicas == 1 or 2 * shards.rank < shards.size:
+            learner.accumulate(batch[:1])
+            batch = batch[1:]
+        between()
+        learner.accumulate(batch)
+        between()
+        norms.append(learner.apply().grad_norm)
+        between()
+    return [norms, dict(learner.weights())]
+
+
+@SYNCS
+@pytest.mark.parametrize(("size", "replicas"), [(2, 2), (2, 1)])
+def test_letting_go_of_devices_changes_no_bit(ranks, size, replicas, gradient_sync):
+    kept, lent = (
+        ranks.run(size, two_steps, gradient_sync, lets_go, replicas=replicas)[0]
+        for lets_go in (False, True)
+    )
+    assert kept[0] == lent[0]
+    assert kept[1].keys() == lent[1].keys()
+    assert all(torch.equal(kept[1][name], lent[1][name]) for name in kept[1])

@@ -25,7 +25,7 @@ class HostStore:
     CPU nothing happens."""
 
     def __init__(self, source: str = "cuda") -> None:
-        self._source = source
+        self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
@@ -33,15 +33,15 @@ class HostStore:
         storages = {
             storage.data_ptr(): storage
             for storage in (local(tensor).untyped_storage() for tensor in tensors)
-            if storage.device.type == self._source and storage.nbytes() > 0
+            if storage.device.type == self.source and storage.nbytes() > 0
         }
         copies = [(storage, _host_copy(storage)) for storage in storages.values()]
-        if self._source == "cuda" and copies:
+        if self.source == "cuda" and copies:
             # The copies are asynchronous, and freed memory may be overwritten at once.
             torch.cuda.synchronize()
         for storage, _ in copies:
             storage.resize_(0)
-        if self._source == "cuda" and copies:
+        if self.source == "cuda" and copies:
             # Hand it to other processes on the device too, such as an engine.
             torch.cuda.empty_cache()
         self._copies += copies

@@ -1,0 +1,191 @@
+"""Devices that engines and replicas share (`train.colocate`): never have both their memory there.
+
+    StartGradients, TrainOn, a checkpoint    engines offload, then the replicas reload
+    SyncWeights, Launch, an evaluation       the replicas offload, then engines reload
+    Replace                                  a new engine loads on a device of the engines' alone
+
+Nothing is decided here: who is to have a device is what `core/devices.py` reads from the commands.
+Engine k and process k of the trainer are on device k. What an engine is told while it is away waits
+(`Handle.told`), and is why it comes back. On a CPU there is nothing to move, and the same calls are
+made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any
+
+from rollpacker.bus import Bus
+from rollpacker.config.schema import RunConfig
+from rollpacker.controller.engines import Engines
+from rollpacker.controller.held import Handle
+from rollpacker.controller.waiting import failures
+from rollpacker.controller.watch import Watch
+from rollpacker.rollout.engine import Engine, EngineError
+from rollpacker.trainer.trainer import Trainer
+
+LOOK_S = 0.005
+"""How often it is looked whether an engine has let go of its samples, or a device is free."""
+
+
+Move = Callable[[Engine], Coroutine[Any, Any, None]]
+"""What an engine does with its device's memory."""
+
+
+class SharedDevices:
+    """The calls of `async` methods come from the main task, one after the other."""
+
+    def __init__(
+        self, bus: Bus, watch: Watch, *, config: RunConfig, trainer: Trainer, engines: Engines
+    ) -> None:
+        self._bus = bus
+        self._watch = watch
+        self.trainer = trainer
+        self._engines = engines
+        train = config.train
+        self._all = range(config.rollout.engines if train.colocate else 0)
+        self._group = (train.processes or 1) // train.replicas
+        self._lent: set[int] = set()
+        """Devices whose memory is the replicas', or will be in a moment."""
+        self._loading: set[int] = set()
+        """Devices on which a new engine loads."""
+        self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
+
+    def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
+        """None: all, which is what no devices mean."""
+        return sorted({device // self._group for device in devices}) or None
+
+    @property
+    def are_awaited(self) -> bool:
+        """An engine that is away was told something. Under the bus's lock."""
+        return any(handle.told for handle in self._engines.living)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Metrics: what the hand-overs since the last call took."""
+        found = {f"perf/devices/{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return found if self._all else {}
+
+    async def to_replicas(self, devices: Sequence[int] = ()) -> None:
+        """The replicas on these devices may begin when this returns. Empty: all. Engines on them
+        finish what they have first; one that does not let go of its memory is lost."""
+        wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
+        if not wanted:
+            return
+        named = f"devices {sorted(wanted)} to be free"
+        leaving = await self._watch.by("generation_s", self._claim(wanted), named)
+        if leaving is None:
+            return
+        with self._timing("to_trainer"):
+            failed = await self._each(leaving, lambda engine: engine.offload())
+            await asyncio.gather(*(handle.engine.close() for handle in failed))
+            reload = self.trainer.reload(self.replicas_of(devices))
+            await self._watch.by("train_s", reload, "the trainer to take its devices")
+
+    async def to_engines(self) -> None:
+        """Replicas let go of all devices, and the engines take them back, with the weights that
+        they had. One that cannot is lost."""
+        if not self._lent:
+            return
+        with self._timing("to_engines"):
+            letting_go = self.trainer.offload()
+            await self._watch.by("sync_s", letting_go, "the trainer to let go of its devices")
+            with self._bus.lock:
+                away = [handle for handle in self._engines.living if handle.is_away]
+            failed = await self._each(away, lambda engine: engine.reload())
+            await asyncio.gather(*(handle.engine.close() for handle in failed))
+        with self._bus.lock:
+            self._lent.clear()
+            for handle in away:
+                try:
+                    handle.come_back()
+                except EngineError as error:
+                    self._engines.lose(handle, str(error))
+
+    @contextlib.contextmanager
+    def loading(self, number: int) -> Iterator[None]:
+        """Wait until that device is the engines', and keep it so. In a thread of its own."""
+        while not self._keep(number):
+            time.sleep(LOOK_S)
+        try:
+            yield
+        finally:
+            with self._bus.lock:
+                self._loading.discard(number)
+
+    def _keep(self, number: int) -> bool:
+        with self._bus.lock:
+            if number in self._lent and not self._engines.is_closed:
+                return False
+            self._loading.update({number} & set(self._all))
+            return True
+
+    def _groups(self, devices: Collection[int]) -> set[int]:
+        return {device // self._group for device in devices}
+
+    async def _claim(self, wanted: set[int]) -> list[Handle] | None:
+        """Once nothing runs or loads there, no engine may begin there any more. Returns those that
+        have to go; None: the replicas are there."""
+        while True:
+            with self._bus.lock:
+                if not (self._engines.num_at(wanted) or self._loading & wanted):
+                    are_there = wanted <= self._lent
+                    self._lent |= wanted
+                    leaving = [h for h in self._engines.living if h.number in wanted]
+                    leaving = [handle for handle in leaving if not handle.is_away]
+                    for handle in leaving:
+                        handle.is_away = True
+                    return None if are_there else leaving
+                awaited = self.are_awaited
+            if awaited:
+                await self.to_engines()
+            await asyncio.sleep(LOOK_S)
+
+    async def _each(self, handles: Sequence[Handle], do: Move) -> list[Handle]:
+        """Have all of them do that at once. Returns those that did not, which are lost."""
+        within_s = self._watch.deadlines.sync_s / 2
+        failed = await on_engines(handles, do, within_s)
+        with self._bus.lock:
+            for handle, error in failed.items():
+                self._engines.lose(handle, str(error))
+        return [*failed]
+
+    @contextlib.contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        began = self._bus.clock.now()
+        yield
+        self._seconds[name] += self._bus.clock.now() - began
+
+
+async def on_engines(
+    handles: Sequence[Handle], do: Move, within_s: float | None = None
+) -> dict[Handle, BaseException]:
+    """`await do(engine)` of each, in threads of their own. Those that failed."""
+    arguments = {handle: (do, handle.engine) for handle in handles}
+    return await failures(_hand_over, arguments, "hand its device over", within_s)
+
+
+def _hand_over(do: Move, engine: Engine) -> None:
+    asyncio.run(do(engine))
+
+
+async def let_go_of_all(engines: Engines) -> None:
+    """Before a run begins: the trainer is to load. Raises what an engine says against it."""
+    for handle in engines.living:
+        handle.is_away = True
+    for error in (await on_engines(engines.living, lambda engine: engine.offload())).values():
+        raise error
+
+
+async def take_all_back(trainer: Trainer, engines: Engines) -> None:
+    """Undo that; the trainer lets go of what it has loaded. Raises what an engine says."""
+    away = [handle for handle in engines.living if handle.is_away]
+    if away:
+        await trainer.offload()
+    for error in (await on_engines(away, lambda engine: engine.reload())).values():
+        raise error
+    for handle in away:
+        handle.come_back()
