@@ -9,10 +9,13 @@ which waiting for a core does not change.
 Updates: 20 of a tied and 20 of an untied model; after each, the largest difference between the
 log-probabilities of sampled responses and those of a full forward pass of the new weights.
 
-Each writes a result of its own (`vllm_speed`, `vllm_updates`).
+Adapters: the same with an adapter of rank 16 on all of a model's matrices, of which updates bring
+the adapter alone; and the seconds that generating takes with it over those without one.
+
+Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_adapters`).
 
     make vllm
-    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [--quick]
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [adapters] [--quick]
 """
 
 from __future__ import annotations
@@ -44,12 +47,15 @@ from rollpacker.rollout.engine import (
 )
 from rollpacker.rollout.vllm_engine import VllmEngine
 from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
+from rollpacker.trainer.lora import add_adapter
+from rollpacker.trainer.trainer import LoraConfig
 
 BATCH = 64
 LENGTH = 128
 KV_CACHE_GIB = 0.5
 ROUNDS = 5
 UPDATES = 20
+RANK = 16
 SHAPES: dict[str, dict[str, int]] = {
     "quickstart-vllm": {
         "vocab_size": 18,
@@ -71,8 +77,8 @@ SHAPES: dict[str, dict[str, int]] = {
 SAMPLINGS: dict[str, dict[str, float]] = {"plain": {}, "top_p=0.95": {"top_p": 0.95}}
 
 
-def make_model(shape: str, *, tied: bool = True, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def make_model(shape: str, *, tied: bool = True, rank: int | None = None) -> PreTrainedModel:
+    torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen2",
         **SHAPES[shape],
@@ -82,7 +88,8 @@ def make_model(shape: str, *, tied: bool = True, seed: int = 0) -> PreTrainedMod
         bos_token_id=1,
         eos_token_id=0,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model if rank is None else add_adapter(model, LoraConfig(rank=rank))
 
 
 def make_engine(model: PreTrainedModel, kv_cache_gib: float = KV_CACHE_GIB) -> VllmEngine:
@@ -200,13 +207,14 @@ def compared(pairs: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
 # -- updates ---------------------------------------------------------------------------------------
 
 
-def updates(shape: str, *, tied: bool, count: int) -> dict[str, Any]:
-    model = make_model(shape, tied=tied)
+def updates(shape: str, *, tied: bool, count: int, rank: int | None = None) -> dict[str, Any]:
+    model = make_model(shape, tied=tied, rank=rank)
     engine = make_engine(model)
     texts = prompts(SHAPES[shape]["vocab_size"], 8)
     worst, moved, seconds = [], [], []
     for number in range(1, count + 1):
-        newer = dict(make_model(shape, tied=tied).named_parameters())
+        named = make_model(shape, tied=tied, rank=rank).named_parameters()
+        newer = {name: tensor for name, tensor in named if tensor.requires_grad}
         generator = torch.Generator().manual_seed(number)
         for name, tensor in newer.items():
             step = torch.randn(tensor.shape, generator=generator) * 0.01
@@ -238,9 +246,32 @@ def difference(model: PreTrainedModel, response: Response) -> float:
     return float((wanted - torch.tensor(response.log_probs)).abs().max())
 
 
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def adapters(shape: str, *, rounds: int, count: int) -> dict[str, Any]:
+    texts = prompts(SHAPES[shape]["vocab_size"], BATCH)
+    seconds: dict[str, dict[str, float]] = {}
+    for name, rank in (("with", RANK), ("without", None)):
+        engine = make_engine(make_model(shape, rank=rank))
+        found = [timed(engine, requests(texts, LENGTH, seed=one)) for one in range(rounds + 1)]
+        asyncio.run(engine.close())
+        wall, busy = zip(*found[1:], strict=True)  # the first one warms up
+        seconds[name] = {"wall_s": statistics.median(wall), "processor_s": statistics.median(busy)}
+    ratios = {
+        clock: seconds["with"][clock] / seconds["without"][clock] for clock in seconds["with"]
+    }
+    return {
+        "rank": RANK,
+        "seconds": seconds,
+        "ratios": {clock.removesuffix("_s"): round(one, 3) for clock, one in ratios.items()},
+        "updates": updates(shape, tied=True, count=count, rank=RANK),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["speed", "updates", []])
+    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "adapters", []])
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
     options = parser.parse_args()
     quick = options.quick
@@ -263,6 +294,10 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "updates": all_updates,
         "speed": all_speeds,
+        "adapters": lambda: {
+            shape: adapters(shape, rounds=1 if quick else 3, count=2 if quick else UPDATES)
+            for shape in shapes
+        },
     }
     for name in options.parts or parts:
         found = parts[name]()

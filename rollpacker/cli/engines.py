@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 def build_engines(config: RunConfig, policy: Policy) -> Engines:
     """Those that the config asks for. Processes begin to load at once. Raises `ValueError` if there
     are fewer devices, or if the model cannot be cut in as many parts."""
+    from rollpacker.cli.parts import give_adapter
     from rollpacker.controller.engines import Engines
     from rollpacker.rollout.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
     if not config.engines_are_apart:
+        give_adapter(config, policy.loaded.model)
         return Engines([policy.engine])
     if planner.of_several:
         check_heads(policy.loaded.model.config, planner)
@@ -144,13 +146,13 @@ def make_engine(
         torch.set_num_threads(threads)
     lora = None if model["lora"] is None else LoraConfig(**model["lora"])
     loaded = load_model(ModelConfig(**{**model, "lora": lora}))
+    if lora is not None:
+        from rollpacker.trainer.lora import add_adapter
+
+        add_adapter(loaded.model, lora)
     make: Any = load_function(ENGINES[config.name])
     own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
     if sleeps and config.name in TOLD_TO_SLEEP:
         own["sleeps"] = True
     engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **own)
-    if lora is not None:  # as with an engine of the run's own process: over the engine's modules
-        from rollpacker.trainer.lora import add_adapter
-
-        add_adapter(loaded.model, lora)
     return engine

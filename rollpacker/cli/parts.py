@@ -18,6 +18,8 @@ from rollpacker.data.dataset import TRAIN
 from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rollpacker.callbacks import Callback
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
@@ -283,7 +285,6 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
     has a copy, in processes of its own, and where the engines are in processes of theirs."""
-    from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
@@ -312,8 +313,7 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
     if ranks is None and config.engines_are_apart:
         learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
         return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
-    if config.model.lora is not None:
-        add_adapter(loaded.model, config.model.lora)
+    give_adapter(config, loaded.model)
     if ranks is not None:
         named = loaded.model.named_parameters()
         return ProcessTrainer(setup, ranks, [(n, p) for n, p in named if p.requires_grad])
@@ -324,6 +324,15 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
         else build_learner(setup)
     )
     return TorchTrainer(learner, in_place=in_place, threads=policy.threads)
+
+
+def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:
+    """Let the model that an engine of this process decodes with have the adapter that the config
+    asks for, unless it has it: before the engine is made, which may want to know."""
+    from rollpacker.trainer.lora import add_adapter, has_adapter
+
+    if config.model.lora is not None and not has_adapter(model):
+        add_adapter(model, config.model.lora)
 
 
 def build_samples_function(config: RunConfig) -> Any:

@@ -180,7 +180,6 @@ class RunConfig:
         self._check_quantization()
         check_devices(self.rollout, self.train, self.parallelism_planner, self.model)
         self._check_stream_trainer()
-        self._check_adapters()
         self._check_carrying()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
@@ -250,6 +249,13 @@ class RunConfig:
                 "(train.processes): codes of 4 bits are not sharded. Set train.processes=1, or "
                 "leave model.quantization out"
             )
+        engine = self.rollout.engine
+        if not engine.takes_quantized:
+            raise ValueError(
+                f"model.quantization={self.model.quantization} does not go with "
+                f"rollout.engine.name={engine.name}: set rollout.engine.name=torch, or leave "
+                "model.quantization out"
+            )
         if self.algorithm.needs_critic:
             raise ValueError(
                 f"model.quantization={self.model.quantization} does not go with a critic, which is "
@@ -280,14 +286,6 @@ class RunConfig:
             raise ValueError(
                 "stream_trainer.enabled needs a trainer in processes of its own (train.processes), "
                 "which works while the engine generates, or stream_trainer.reward_wait=true"
-            )
-
-    def _check_adapters(self) -> None:
-        engine = self.rollout.engine
-        if self.model.lora is not None and not engine.takes_adapters:
-            raise ValueError(
-                f"model.lora does not go with rollout.engine.name={engine.name}: set "
-                "rollout.engine.name=torch, or train the weights themselves"
             )
 
     def _check_carrying(self) -> None:

@@ -13,7 +13,7 @@ from rollpacker.rollout.table import (
     ENGINES,
     TAKE_UP_CARRIED,
     TENSOR_PARALLEL,
-    WITHOUT_ADAPTERS,
+    WITHOUT_QUANTIZATION,
 )
 
 if TYPE_CHECKING:
@@ -246,6 +246,6 @@ class EngineConfig:
         return self.name in TENSOR_PARALLEL
 
     @property
-    def takes_adapters(self) -> bool:
-        """It generates with the adapter that is trained."""
-        return self.name not in WITHOUT_ADAPTERS
+    def takes_quantized(self) -> bool:
+        """It generates with a base of 4 bits below the adapter."""
+        return self.name not in WITHOUT_QUANTIZATION

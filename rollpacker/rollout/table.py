@@ -22,8 +22,8 @@ TOLD_TO_SLEEP = ("vllm",)
 """Those that must know from the beginning that they will have to let go of their device; also
 called with `sleeps` then."""
 
-WITHOUT_ADAPTERS = ("vllm",)
-"""Those that cannot generate with an adapter (`model.lora`), nor with a base of 4 bits below it."""
+WITHOUT_QUANTIZATION = ("vllm",)
+"""Those that cannot generate with a base of 4 bits (`model.quantization`)."""
 
 BRING_THEIR_OWN_MODEL = ("vllm",)
 """Those that generate with code of their own for the model's architecture, so that the module that

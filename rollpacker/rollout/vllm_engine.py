@@ -41,6 +41,7 @@ from rollpacker.rollout.loop import (
 )
 from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.sampling import sample_key
+from rollpacker.rollout.vllm_adapters import lora_request
 from rollpacker.rollout.vllm_draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.rollout.vllm_parallel import Workers
 from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
@@ -123,6 +124,7 @@ class VllmEngine(LoopEngine):
         self._threads = torch.get_num_threads()
         self._draws = Draws()
         self._vllm = open_vllm(model, config, self._draws, tensor_parallel, sleeps=sleeps)
+        self._lora_request = lora_request(model)
         self._workers: Workers | None = None
         if tensor_parallel > 1:
             self._workers = Workers(self._vllm, model, self._died)
@@ -248,6 +250,7 @@ class VllmEngine(LoopEngine):
                 skip_clone=True,
                 **sampling,
             ),
+            lora_request=self._lora_request,
         )
         request: Request = self._scheduler.requests[name]
         return request

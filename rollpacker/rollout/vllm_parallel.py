@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.rollout.engine import EngineError
+from rollpacker.rollout.vllm_adapters import base_weights
 from rollpacker.weight_buffer import WeightBuffer
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Workers:
         """Takes memory for the weights. `on_error` is called, in a thread of its own, when one of
         them ends by itself. Raises `OSError`, or `ValueError` if there is no room."""
         self._engine = engine
-        self._buffer = WeightBuffer.create(model.named_parameters())
+        self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
         self._is_closing = False
         executor: Any = engine.engine_core.engine_core.model_executor

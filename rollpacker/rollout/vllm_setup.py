@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from rollpacker.imports import MissingPackageError, missing
 from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.engine import EngineConfig
+from rollpacker.rollout.vllm_adapters import adapter_arguments
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_parallel import WORKER
 
@@ -151,6 +152,7 @@ def _open(
         "logits_processors": [drawing_with(draws)],
         "disable_log_stats": True,
         "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+        **adapter_arguments(model, on_cpu=on_cpu),
     }
     if tensor_parallel > 1:
         arguments |= {

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.rollout.engine import EngineError, SamplingParams
+from rollpacker.rollout.vllm_adapters import base_weights, has_adapter, load_adapter
 from rollpacker.rollout.vllm_draws import Draw
 from rollpacker.rollout.vllm_parallel import Workers
 from rollpacker.rollout.vllm_setup import pack_output_layer
@@ -45,19 +46,28 @@ class Copy:
         self._workers = workers
         self._hand_over = hand_over
         self._forget = forget
+        self._has_base = False
 
     @torch.no_grad()
     def load(self) -> None:
-        """Bring vLLM's copy up to date with the model, and see that it computes the same. Raises
-        `EngineError`."""
-        named = [(name, tensor.detach()) for name, tensor in self._model.named_parameters()]
+        """Bring vLLM's copy up to date with the model, and see that it computes the same. Of a
+        model with an adapter that is the only part that changes. Raises `EngineError`."""
+        if not (self._has_base and has_adapter(self._model)):
+            self._load_base()
+            self._has_base = True
+        if has_adapter(self._model):
+            load_adapter(self._model, self._vllm)
+        self._reset_prefix_cache()
+        self._compare()
+
+    def _load_base(self) -> None:
+        """All weights but the adapter's. vLLM drops the adapter."""
+        named = list(base_weights(self._model))
         if self._workers is not None:
             self._workers.load(named)
         else:
             self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
             self._vllm.apply_model(pack_output_layer)
-        self._reset_prefix_cache()
-        self._compare()
 
     @property
     def can_sleep(self) -> bool:

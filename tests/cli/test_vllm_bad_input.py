@@ -91,6 +91,14 @@ def test_memory_for_no_sample_at_all(command: Command, fitting: Path) -> None:
     assert "rollout.engine.kv_cache_gib" in said
 
 
-def test_with_none_of_it_the_run_trains(command: Command, fitting: Path) -> None:
-    assert command.train(*VLLM, model__path=str(fitting), train__steps=1) == 0
+def test_an_adapter_of_a_rank_that_vllm_lacks(command: Command, fitting: Path) -> None:
+    said = command.refused(*VLLM, "model.lora.rank=513", model__path=str(fitting))
+    assert "model.lora.rank=513: vLLM takes adapters of rank 512 at most; set a lower one" in said
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.lora.rank=2",)])
+def test_with_none_of_it_the_run_trains(
+    command: Command, fitting: Path, overrides: tuple[str, ...]
+) -> None:
+    assert command.train(*VLLM, *overrides, model__path=str(fitting), train__steps=1) == 0
     shutil.rmtree(command.run)

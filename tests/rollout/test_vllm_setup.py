@@ -177,7 +177,10 @@ def test_a_hybrid_that_vllm_can_run_passes(monkeypatch: pytest.MonkeyPatch) -> N
     ("overrides", "says"),
     [
         (["tail_batching.carry=exact"], "set tail_batching.carry=none, or weighted"),
-        (["model.lora.rank=4"], "does not go with rollout.engine.name=vllm: set"),
+        (
+            ["model.lora.rank=4", "model.quantization=4bit"],
+            "does not go with rollout.engine.name=vllm: set",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_anything_is_loaded(
