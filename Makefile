@@ -87,8 +87,8 @@ vllm: $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet "pytest>=8" "pytest-timeout>=2.3"
-	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
-	  tests/rollout/test_vllm_parallel.py tests/rollout/test_vllm_hybrid.py \
+	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_carry.py \
+	  tests/rollout/test_vllm_life.py tests/rollout/test_vllm_parallel.py tests/rollout/test_vllm_hybrid.py \
 	  tests/rollout/test_conformance.py tests/cli/test_vllm_bad_input.py
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.

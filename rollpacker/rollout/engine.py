@@ -219,7 +219,7 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """It goes on from tokens that an earlier launch left, and draws them anew where asked to."""
+        """It goes on from tokens that an earlier launch left, and draws them anew if it should."""
         return self.name in TAKE_UP_CARRIED
 
     @property

@@ -43,6 +43,7 @@ class Live:
         self.num_kept: int | None = None
         """Of the carried tokens, so many came out the same. None: nobody has looked."""
         self.num_redraws = 0
+        entry.draw_turn(0, entry.carried_turn(0)[0])
         self.num_preemptions = 0
         """When vLLM had it before."""
 
