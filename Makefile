@@ -87,8 +87,9 @@ vllm: $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet --editable ".[test]"
-	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
-	  tests/rollout/test_vllm_parallel.py tests/rollout/test_vllm_hybrid.py \
+	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_carry.py \
+	  tests/rollout/test_vllm_life.py tests/rollout/test_vllm_parallel.py \
+	  tests/rollout/test_vllm_hybrid.py \
 	  tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_adapters_apart.py \
 	  tests/rollout/test_conformance.py tests/cli/test_vllm_bad_input.py
 

@@ -298,13 +298,6 @@ class RunConfig:
                 f"an earlier launch, which rollout.engine.name={engine.name} does not: set "
                 "tail_batching.carry=none"
             )
-        if tail.carry == "exact" and not engine.draws_carried_anew:
-            raise ValueError(
-                "tail_batching.carry=exact draws carried tokens anew, which "
-                f"rollout.engine.name={engine.name} cannot do: set tail_batching.carry=none, or "
-                "weighted (with algorithm.mismatch_correction=token-truncate and "
-                "algorithm.old_logprobs=recomputed), which trains on them as they are"
-            )
         if tail.carry == "weighted" and not algorithm.mismatch_correction.startswith("token"):
             raise ValueError(
                 "tail_batching.carry=weighted trains on tokens of older weights, each with its own "

@@ -32,11 +32,7 @@ class Endings:
         ids = configured if isinstance(configured, list) else [configured]
         ids = [*ids, getattr(tokenizer, "eos_token_id", None)]
         self._is_end[[one for one in ids if one is not None and one < vocabulary_size]] = True
-
-    @property
-    def end_tokens(self) -> list[int]:
-        found: list[int] = np.flatnonzero(self._is_end).tolist()
-        return found
+        self.end_tokens: list[int] = np.flatnonzero(self._is_end).tolist()
 
     def completes(self, stops: Sequence[str], tokens: Sequence[int]) -> bool:
         """Whether the newest of these tokens has just completed one of these strings."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.table import (
-    DRAW_CARRIED_ANEW,
     ENGINES,
     TAKE_UP_CARRIED,
     TENSOR_PARALLEL,
@@ -232,13 +231,8 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """It goes on from tokens that an earlier launch left."""
+        """It goes on from tokens that an earlier launch left, and draws them anew if it should."""
         return self.name in TAKE_UP_CARRIED
-
-    @property
-    def draws_carried_anew(self) -> bool:
-        """It looks whether each of them still comes out the same."""
-        return self.name in DRAW_CARRIED_ANEW
 
     @property
     def is_tensor_parallel(self) -> bool:

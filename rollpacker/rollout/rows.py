@@ -79,6 +79,24 @@ class Pending:
         turn = max([turn for start, turn in turns if start <= token], default=0)
         return turn, min([start for start, _ in turns if start > token], default=None)
 
+    def key(self, turn: int) -> int:
+        """Of its noise, in this turn."""
+        request = self.request
+        return sample_key(request.sampling.seed, request.noise or request.sample, turn)
+
+    def draw_turn(self, start: int, turn: int) -> int:
+        """From token `start` on it is drawn with noise of this turn, whose key this returns."""
+        self.turns[:] = [one for one in self.turns if one[0] < start]
+        if turn != (self.turns[-1][1] if self.turns else 0):
+            self.turns.append((start, turn))
+        return self.key(turn)
+
+    def turn_over(self, start: int) -> int:
+        """From token `start` on it is drawn with noise of a turn that it had not yet."""
+        carried = self.request.carried
+        before = (*self.turns, *(carried.turns if carried is not None else ()))
+        return self.draw_turn(start, 1 + max([turn for _, turn in before], default=0))
+
 
 class RowTable:
     """Columns over slots; the first `num_rows` are live.
@@ -292,21 +310,12 @@ class RowTable:
     def turn_over(self, row: int, start: int) -> None:
         """From token `start` on the row is drawn with noise of a turn that it had not yet, once
         `cut` was called."""
-        entry = self.pending[row]
-        carried = entry.request.carried
-        before = (*entry.turns, *(carried.turns if carried is not None else ()))
         self._columns["turn"][row] += 1
-        self.draw_turn(row, start, 1 + max([turn for _, turn in before], default=0))
+        self._columns["key"][row] = self.pending[row].turn_over(start)
 
     def draw_turn(self, row: int, start: int, turn: int) -> None:
         """From token `start` on the row is drawn with noise of this turn."""
-        entry = self.pending[row]
-        entry.turns[:] = [one for one in entry.turns if one[0] < start]
-        if turn != (entry.turns[-1][1] if entry.turns else 0):
-            entry.turns.append((start, turn))
-        request = entry.request
-        noise = request.noise or request.sample
-        self._columns["key"][row] = sample_key(request.sampling.seed, noise, turn)
+        self._columns["key"][row] = self.pending[row].draw_turn(start, turn)
 
     def _widen_outputs(self) -> None:
         added = max(64, self._tokens.shape[1])

@@ -10,10 +10,8 @@ ENGINES: dict[str, str] = {
 and `config` (`EngineConfig`) by keyword and gives an `Engine`."""
 
 TAKE_UP_CARRIED = ("torch", "vllm")
-"""Those that go on from tokens which an earlier launch left (`GenerationRequest.carried`)."""
-
-DRAW_CARRIED_ANEW = ("torch",)
-"""Of these, those that look whether each token still comes out the same (`Carried.verify`)."""
+"""Those that go on from tokens which an earlier launch left (`GenerationRequest.carried`), and look
+whether each still comes out the same."""
 
 TENSOR_PARALLEL = ("vllm",)
 """Those that several devices can share; also called with `tensor_parallel` then."""

@@ -29,16 +29,35 @@ NUMBER, DRAW = "rollpacker", "rollpacker_draw"
 of its own keeps a copy."""
 
 
+class Anew:
+    """Response tokens that a request's prompt ends with, to be drawn anew as the prompt is read
+    (rollout/vllm_verify.py)."""
+
+    __slots__ = ("keys", "log_probs", "tokens")
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        """`keys`: of each token's noise."""
+        self.keys = [_signed(key) for key in keys]
+        self.tokens: list[int] = []
+        """What came out in their places so far."""
+        self.log_probs: list[float] = []
+
+
 class Draw:
     """How one request is drawn, and what has been drawn so far."""
 
-    __slots__ = ("key", "log_probs", "offset", "sampling", "tokens")
+    __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 
-    def __init__(self, sampling: SamplingParams, key: int, *, offset: int = 0) -> None:
-        """`offset`: response tokens that the request's prompt ends with."""
+    def __init__(
+        self, sampling: SamplingParams, key: int, *, offset: int = 0, anew: Anew | None = None
+    ) -> None:
+        """`offset`: response tokens that the request's prompt ends with. `anew`: they are drawn
+        too."""
+        assert anew is None or len(anew.keys) == offset
         self.sampling = sampling
-        self.key = key if key < 1 << 63 else key - (1 << 64)
+        self.key = _signed(key)
         self.offset = offset
+        self.anew = anew
         self.tokens: Sequence[int] = ()
         """vLLM's own list of what it took, which grows."""
         self.log_probs: list[float] = []
@@ -91,16 +110,17 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
     return DrawTokens
 
 
-class _Batch:
-    """Requests that are decoded together, until that changes."""
+def _signed(key: int) -> int:
+    return key if key < 1 << 63 else key - (1 << 64)
+
+
+class Settings:
+    """How each of some requests is drawn."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
+        self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device
     ) -> None:
-        self._rows = rows
-        self._device = device
         self._noise_size = noise_size(vocabulary_size)
-        sampling = [one.sampling for _, one in rows]
         greedy = [one.temperature == 0 for one in sampling]
         top_k = [
             one.top_k if one.top_k and not off else vocabulary_size
@@ -112,22 +132,47 @@ class _Batch:
             tempered=any(one.temperature != 1 for one in sampling),
             truncated=any(k < vocabulary_size for k in top_k) or any(p < 1 for p in top_p),
         )
-        self._keys = torch.tensor([one.key for _, one in rows], device=device)
-        self._temperature = torch.tensor(
-            [one.temperature for one in sampling], dtype=torch.float64, device=device
+        self._columns = [
+            torch.tensor([one.temperature for one in sampling], dtype=torch.float64, device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+        ]
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        places: torch.Tensor,
+        requests: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token per row of logits [rows, vocabulary] and its log-probability, with the noise of
+        its key and place in its response (int64 [rows]). `requests` int64 [rows]: which of them a
+        row is for; None: one row each."""
+        noise = exponentials(keys, places, 1, self._noise_size)[:, 0]
+        temperature, top_k, top_p = (
+            column if requests is None else column[requests] for column in self._columns
         )
-        self._top_k = torch.tensor(top_k, device=device)
-        self._top_p = torch.tensor(top_p, dtype=torch.float64, device=device)
+        return draw(logits, noise, temperature, top_k, top_p, self._mode)
+
+
+class _Batch:
+    """Requests that are decoded together, until that changes."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
+    ) -> None:
+        self._rows = rows
+        self._device = device
+        self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
+        self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
     def draw(self, logits: torch.Tensor, broken: list[int]) -> torch.Tensor:
         """A token per row, int64 [rows]. Notes log-probabilities, and who has logits that are not
         numbers."""
         counts = [len(one.tokens) for _, one in self._rows]
         places = [n + one.offset for n, (_, one) in zip(counts, self._rows, strict=True)]
-        first = torch.tensor(places, device=self._device)
-        noise = exponentials(self._keys, first, 1, self._noise_size)[:, 0]
-        tokens, log_probs = draw(
-            logits, noise, self._temperature, self._top_k, self._top_p, self._mode
+        tokens, log_probs = self._settings.draw(
+            logits, self._keys, torch.tensor(places, device=self._device)
         )
         for (number, one), count, log_prob in zip(
             self._rows, counts, log_probs.tolist(), strict=True

@@ -3,6 +3,7 @@
     requests, aborts    rollout/inbox.py, rollout/loop.py: as the embedded engine's
     scheduling, cache   vLLM's: continuous batching, preemption, prefix cache
     tokens              rollout/vllm_draws.py: keyed noise, in a logits processor
+    carried tokens      rollout/vllm_live.py, drawn anew in rollout/vllm_verify.py
     endings             end tokens and limits by vLLM, stop strings here (rollout/endings.py)
     weights             rollout/vllm_weights.py: of the transformers module that it was given
 
@@ -11,9 +12,8 @@ It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,62 +29,25 @@ from rollpacker.rollout.engine import (
     EngineError,
     EngineOutput,
     EngineStatus,
-    Response,
 )
 from rollpacker.rollout.loop import (
     LoopEngine,
     Numbered,
     abortion,
     failure,
-    untouched,
     why_impossible,
 )
 from rollpacker.rollout.rows import Pending
-from rollpacker.rollout.sampling import sample_key
 from rollpacker.rollout.vllm_adapters import lora_request
 from rollpacker.rollout.vllm_draws import DRAW, NUMBER, Draw, Draws
+from rollpacker.rollout.vllm_live import Live
 from rollpacker.rollout.vllm_parallel import Workers
 from rollpacker.rollout.vllm_setup import close_vllm, open_vllm
 from rollpacker.rollout.vllm_weights import Copy
 from rollpacker.weight_buffer import WeightSource
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.v1.request import Request
-
-
-@dataclass(slots=True)
-class Live:
-    """A request that vLLM has."""
-
-    entry: Pending
-    draw: Draw
-    request: Request
-    """vLLM's own record of it, which says what it has taken and how often it was put back."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """What the response has, with what it was carried into the launch with."""
-        return (*_carried(self.entry)[0], *self.request.output_token_ids)
-
-    @property
-    def is_broken(self) -> bool:
-        """A token of it was drawn from logits that are not numbers. Workers in processes of their
-        own say so when it is over."""
-        return any(map(math.isnan, self.draw.log_probs))
-
-    def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        tokens = self.tokens
-        own = len(tokens) - self.draw.offset
-        request = self.entry.request
-        return Response(
-            sample=request.sample,
-            prompt_tokens=request.prompt_tokens,
-            tokens=tokens,
-            log_probs=(*_carried(self.entry)[1], *self.draw.log_probs[:own]),
-            finish_reason=reason,
-            version=version,
-        )
 
 
 class VllmEngine(LoopEngine):
@@ -94,8 +57,9 @@ class VllmEngine(LoopEngine):
     before anything is sampled: parameters can all be equal while vLLM computes with what it made of
     older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
 
-    Carried tokens become the end of the prompt and stay as they are: it cannot draw them anew in
-    one pass. One such engine a process. Set torch's thread count before it is made.
+    Carried tokens become the end of the prompt, and come out of it anew where they are to be
+    verified (rollout/vllm_live.py). One such engine a process. Set torch's thread count before it
+    is made.
 
     Raises:
         MissingPackageError: there is no vLLM.
@@ -198,38 +162,27 @@ class VllmEngine(LoopEngine):
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
-        tokens, log_probs = _carried(entry)
-        request = entry.request
-        is_over = self._is_over(entry, tokens)
+        live = Live(entry)
+        is_over = None if live.is_unseen else self._is_over(entry, live.given)
         if is_over is not None:
-            ended = untouched(entry, self._version)
-            response = Response(
-                sample=ended.sample,
-                prompt_tokens=ended.prompt_tokens,
-                tokens=tokens,
-                log_probs=log_probs,
-                finish_reason=is_over,
-                version=self._version,
-            )
-            return self._generated(entry, response, preemptions=0)
-        draw = Draw(
-            request.sampling,
-            sample_key(request.sampling.seed, request.noise or request.sample),
-            offset=len(tokens),
-        )
-        may_stop = request.forced_length is None
-        self._live[entry.sequence] = Live(
-            entry,
-            draw,
-            self._hand_over(
-                entry.sequence,
-                draw,
-                [*request.prompt_tokens, *tokens],
-                max_tokens=entry.limit - len(tokens),
-                stop_token_ids=self._endings.end_tokens if may_stop else [],
-            ),
-        )
+            return self._generated(live, is_over)
+        self._begin_live(live)
         return None
+
+    def _begin_live(self, live: Live) -> None:
+        """Let vLLM have it, from what it has on."""
+        entry, given = live.entry, live.begin()
+        # What comes from the prefix cache is not read, and so not drawn anew.
+        draws_anew = live.draw.anew is not None
+        live.request = self._hand_over(
+            entry.sequence,
+            live.draw,
+            [*entry.request.prompt_tokens, *given],
+            max_tokens=entry.limit - len(given),
+            stop_token_ids=self._endings.end_tokens if _may_stop(entry) else [],
+            skip_reading_prefix_cache=draws_anew,
+        )
+        self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
         """Let vLLM have a request. Returns its record of it."""
@@ -256,9 +209,6 @@ class VllmEngine(LoopEngine):
         return request
 
     def _why_impossible(self, entry: Pending) -> str | None:
-        carried = entry.request.carried
-        if carried is not None and carried.tokens and carried.verify:
-            return "vLLM cannot draw carried tokens anew (tail_batching.carry=weighted keeps them)"
         reason = why_impossible(
             entry,
             vocabulary_size=self._vocabulary_size,
@@ -266,7 +216,10 @@ class VllmEngine(LoopEngine):
             can_read=self._endings.can_read,
         )
         config = self._vllm.vllm_config
-        num_given = len(entry.request.prompt_tokens) + len(_carried(entry)[0])
+        carried = entry.request.carried
+        num_given = len(entry.request.prompt_tokens)
+        if carried is not None and not carried.verify:
+            num_given += len(carried.tokens)
         if (
             num_given == 1
             and other_layers(self._model)
@@ -281,93 +234,121 @@ class VllmEngine(LoopEngine):
             )
         return reason
 
-    def _is_over(self, entry: Pending, tokens: tuple[int, ...]) -> Literal["stop", "length"] | None:
+    def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
         """How a response has ended that was carried in; None if it goes on."""
-        if not tokens:
-            return None
-        if entry.request.forced_length is not None:
-            return "stop" if len(tokens) >= entry.limit else None
-        if tokens[-1] in self._endings.end_tokens or self._completes(entry, tokens):
+        if self._stops(entry, tokens, len(tokens)):
             return "stop"
-        return "length" if len(tokens) >= entry.limit else None
+        if len(tokens) < entry.limit:
+            return None
+        return "length" if _may_stop(entry) else "stop"
 
-    def _completes(self, entry: Pending, tokens: tuple[int, ...]) -> bool:
+    def _stops(self, entry: Pending, tokens: Sequence[int], count: int) -> bool:
+        """Whether the first `count` of these tokens have just ended a response."""
+        if count == 0 or not _may_stop(entry):
+            return False
         stops = entry.request.sampling.stop
-        may_stop = bool(stops) and entry.request.forced_length is None
-        return may_stop and self._endings.completes(stops, tokens)
+        return tokens[count - 1] in self._endings.end_tokens or (
+            bool(stops) and self._endings.completes(stops, tokens[:count])
+        )
 
     # -- a step, and what ends ---------------------------------------------------------------------
 
     def _step(self) -> list[Numbered]:
-        ended: list[RequestOutput] = self._vllm.step()
+        ended = {
+            number: output.outputs[0].finish_reason
+            for output in self._vllm.step()
+            if (number := int(output.request_id)) in self._live
+        }
         self._num_steps += 1
-        outputs = self._fail_broken()
-        ended = [output for output in ended if int(output.request_id) in self._live]
-        lives = self._take_out([int(output.request_id) for output in ended])
-        for output, live in zip(ended, lives, strict=True):
-            outputs.append(self._finish(live, output.outputs[0].finish_reason))
-        completed = [
-            number
-            for number, live in self._live.items()
-            if live.entry.request.sampling.stop and self._completes(live.entry, live.tokens)
-        ]
-        outputs.extend(self._finish(live, "stop") for live in self._abandon(completed))
+        cuts = self._look()
+        leaving = {**ended, **dict.fromkeys(cuts), **dict.fromkeys(self._broken())}
+        for number, live in self._live.items():
+            stops = live.entry.request.sampling.stop
+            if number in leaving or live.is_unseen:
+                continue
+            if stops and self._stops(live.entry, tokens := live.tokens, len(tokens)):
+                leaving[number] = "stop"
+            elif live.carried.ceiling is not None and live.is_too_long:
+                leaving[number] = None
+        outputs = []
+        for live in self._take_out(list(leaving), [one for one in leaving if one not in ended]):
+            number = live.entry.sequence
+            reason = leaving[number]
+            if number in cuts:
+                live.cut(cuts[number])
+                reason = "stop" if self._stops(live.entry, live.given, cuts[number]) else None
+            output = self._end(live, reason)
+            if output is not None:
+                outputs.append(output)
         return outputs
 
-    def _finish(self, live: Live, reason: str | None) -> Numbered:
-        if reason not in ("stop", "length"):
-            return failure(live.entry, f"vLLM ended it: {reason}")
-        if live.is_broken:
-            return _broken(live)
-        if live.entry.request.forced_length is not None:
-            reason = "stop"
-        response = live.response("stop" if reason == "stop" else "length", self._version)
-        return self._generated(live.entry, response, preemptions=live.request.num_preemptions)
+    def _look(self) -> dict[int, int]:
+        """Take what came out in the places of carried tokens. Who cannot go on in vLLM with that,
+        and how many tokens each has."""
+        seen = [
+            live
+            for live in self._live.values()
+            if live.is_unseen and live.request.num_output_tokens > 0
+        ]
+        if seen and self._workers is not None:
+            drawn = self._workers.drawn_anew([live.entry.sequence for live in seen])
+            for live, (tokens, log_probs) in zip(seen, drawn, strict=True):
+                assert live.draw.anew is not None
+                live.draw.anew.tokens, live.draw.anew.log_probs = tokens, log_probs
+        cuts = {
+            live.entry.sequence: live.look(functools.partial(self._stops, live.entry))
+            for live in seen
+        }
+        return {number: count for number, count in cuts.items() if count is not None}
 
-    def _generated(self, entry: Pending, response: Response, *, preemptions: int) -> Numbered:
-        assert response.finish_reason != "aborted"
+    def _broken(self) -> list[int]:
+        """Those whose newest token was drawn from logits that are not numbers."""
+        broken, self._draws.broken = self._draws.broken, []
+        return [one for one in broken if one in self._live and self._live[one].is_broken]
+
+    def _end(self, live: Live, reason: str | None) -> Numbered | None:
+        """What there is to report of one that has left vLLM, where it ended for this reason; None:
+        it goes on there."""
+        if reason not in (None, "stop", "length"):
+            return failure(live.entry, f"vLLM ended it: {reason}")
+        if live.first_broken is not None:
+            return _failed(live)
+        if live.draw_again(stopped=reason == "stop") or reason is None:
+            self._begin_live(live)
+            return None
+        has_stopped = reason == "stop" or not _may_stop(live.entry)
+        return self._generated(live, "stop" if has_stopped else "length")
+
+    def _generated(self, live: Live, reason: Literal["stop", "length"]) -> Numbered:
+        response = live.response(reason, self._version)
         event = SampleGenerated(
             time_s=0.0,
             sample=response.sample,
             num_tokens=len(response.tokens),
-            finish_reason=response.finish_reason,
+            finish_reason=reason,
             version=response.version,
-            preemptions=preemptions,
+            **live.facts,
         )
-        return entry.sequence, EngineOutput(event, response)
-
-    def _fail_broken(self) -> list[Numbered]:
-        """Those whose newest token was drawn from logits that are not numbers."""
-        broken, self._draws.broken = self._draws.broken, []
-        numbers = [
-            number for number in broken if number in self._live and self._live[number].is_broken
-        ]
-        return [_broken(live) for live in self._abandon(numbers)]
+        return live.entry.sequence, EngineOutput(event, response)
 
     def _abort(self, samples: set[SampleId]) -> list[Numbered]:
         gone = [n for n, live in self._live.items() if live.entry.request.sample in samples]
         return [
-            _broken(live)
-            if live.is_broken
-            else abortion(
-                live.entry,
-                live.response("aborted", self._version),
-                preemptions=live.request.num_preemptions,
-            )
-            for live in self._abandon(gone)
+            abortion(live.entry, live.response("aborted", self._version), **live.facts)
+            if live.first_broken is None
+            else _failed(live)
+            for live in self._take_out(gone, gone)
         ]
 
-    def _abandon(self, numbers: Iterable[int]) -> list[Live]:
-        """Have vLLM drop these, whose tokens stay here."""
-        gone = list(numbers)
-        if gone:
-            self._vllm.abort_request([str(number) for number in gone])
-        return self._take_out(gone)
-
-    def _take_out(self, numbers: Sequence[int]) -> list[Live]:
+    def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
+        """These leave vLLM, which is to drop those of them that have not ended there."""
+        if unended:
+            self._vllm.abort_request([str(number) for number in unended])
         found = [self._live.pop(number) for number in numbers]
         self._forget(numbers)
-        self._num_ended += sum(len(live.request.output_token_ids) for live in found)
+        for live in found:
+            live.leave()
+            self._num_ended += live.request.num_output_tokens
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
@@ -396,12 +377,10 @@ class VllmEngine(LoopEngine):
             self._copy.wake_up()
 
 
-def _broken(live: Live) -> Numbered:
+def _may_stop(entry: Pending) -> bool:
+    return entry.request.forced_length is None
+
+
+def _failed(live: Live) -> Numbered:
     """Its logits are no numbers, from its first token without a log-probability on."""
-    broken = next(n for n, one in enumerate(live.draw.log_probs) if math.isnan(one))
-    return failure(live.entry, f"{NOT_NUMBERS} at response token {live.draw.offset + broken}")
-
-
-def _carried(entry: Pending) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    carried = entry.request.carried
-    return ((), ()) if carried is None else (carried.tokens, carried.log_probs)
+    return failure(live.entry, f"{NOT_NUMBERS} at response token {live.first_broken}")

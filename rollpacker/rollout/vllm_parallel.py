@@ -69,11 +69,20 @@ class Workers:
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
         """Of each of these requests, which the workers forget."""
-        first, *others = self._call("take_log_probs", tuple(numbers))
+        found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
+        return found
+
+    def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
+        return found
+
+    def _agreed(self, method: str, argument: Any) -> Any:
+        """What all of them answer."""
+        first, *others = self._call(method, argument)
         if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
             raise EngineError("the devices of an engine of vLLM have drawn different tokens")
-        found: list[list[float]] = first
-        return found
+        return first
 
     def _call(self, method: str, argument: Any) -> list[Any]:
         """What each of them answers."""

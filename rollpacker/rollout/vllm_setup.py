@@ -26,6 +26,7 @@ from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_adapters import adapter_arguments
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_parallel import WORKER
+from rollpacker.rollout.vllm_verify import watch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -170,12 +171,16 @@ def _open(
     with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
         shape.save_pretrained(folder)
         try:
-            return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+            engine = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
         except ValueError as error:  # such as too little memory for a single token
             raise UnsupportedModelError(
                 f"vLLM does not start with this model and rollout.engine.kv_cache_gib="
                 f"{config.kv_cache_gib}: {' '.join(str(error).split())}"
             ) from error
+    engine.collective_rpc(
+        "watch" if tensor_parallel > 1 else lambda worker: watch(worker.model_runner, draws)
+    )
+    return engine
 
 
 def _share_of_memory() -> float:

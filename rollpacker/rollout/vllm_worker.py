@@ -13,6 +13,7 @@ from typing import Any
 
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_setup import pack_output_layer
+from rollpacker.rollout.vllm_verify import watch
 from rollpacker.weight_buffer import WeightReader, WeightSource
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -32,6 +33,15 @@ class Extension:
         _draws.broken.clear()  # nobody looks at it here
         found = [_draws.by_number.pop(number, None) for number in numbers]
         return [[] if one is None else one.log_probs for one in found]
+
+    def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        found = [_draws.by_number[number].anew for number in numbers]
+        return [(one.tokens, one.log_probs) for one in found if one is not None]
+
+    def watch(self: Any) -> None:
+        """Once, before there are requests."""
+        watch(self.model_runner, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
         """Take this worker's part of these weights. Raises `StaleWeightsError`."""

@@ -39,7 +39,7 @@ def test_a_hybrid_is_for_an_engine_that_brings_its_own_model(tmp_path: Path) -> 
     tokenizer = write_character_tokenizer(ALPHABET, tmp_path / "model")
     hybrid_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     path = write_config(tmp_path, steps=1)
-    config = load_config(path, ["rollout.engine.name=vllm", "tail_batching.carry=none"], RunConfig)
+    config = load_config(path, ["rollout.engine.name=vllm"], RunConfig)
     policy = load_policy(config)  # its engine is made when it is asked for
     assert policy.loaded.model.config._attn_implementation == "sdpa"
     trainer = build_trainer(config, policy, None)

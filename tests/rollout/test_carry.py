@@ -23,9 +23,11 @@ from tests.rollout.tiny import (
     END,
     MODELS,
     VOCABULARY,
+    carrying,
     generate,
     group,
     make_engine,
+    moved,
     request,
     tiny_model,
 )
@@ -40,17 +42,7 @@ class Letters:
         return "".join(chr(ord("A") + token) for token in tokens)
 
 
-def _moved(model: PreTrainedModel, amount: float, seed: int) -> PreTrainedModel:
-    """The model with its weights changed a little, in place."""
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            change = torch.randn(weight.shape, generator=noise).to(weight)
-            weight.add_(amount * weight.std(unbiased=False) * change)
-    return model
-
-
-def _serve(
+def serve(
     model: PreTrainedModel, requests: Sequence[GenerationRequest], **options: object
 ) -> list[EngineOutput]:
     """What a fresh engine says of each request, in their order."""
@@ -75,15 +67,6 @@ def _serve(
     assert engine.status().num_running == engine.status().num_waiting == 0
     asyncio.run(engine.close())
     return [outputs[one.sample] for one in requests]
-
-
-def _carrying(
-    asked: GenerationRequest, old: Response, num_tokens: int, **options: object
-) -> GenerationRequest:
-    carried = Carried(
-        tokens=old.tokens[:num_tokens], log_probs=old.log_probs[:num_tokens], **options
-    )
-    return dataclasses.replace(asked, carried=carried)
 
 
 SAMPLINGS: dict[str, dict[str, object]] = {
@@ -121,7 +104,7 @@ def _check_equal(
     **overrides: object,
 ) -> None:
     model = tiny_model(model_type, **overrides)
-    some_differ = _check_moved(model, lambda: _moved(model, amount, seed=1), sampling, options)
+    some_differ = _check_moved(model, lambda: moved(model, amount, seed=1), sampling, options)
     if amount and sampling.get("temperature") != 0:
         assert some_differ
 
@@ -140,7 +123,7 @@ def _check_moved(
     wanted = generate(model, requests, **options)
     dice = random.Random(0)
     sizes = [dice.choice((0, 1, len(one.tokens), dice.randint(0, len(one.tokens)))) for one in old]
-    outputs = _serve(model, list(map(_carrying, requests, old, sizes)), **options)
+    outputs = serve(model, list(map(carrying, requests, old, sizes)), **options)
     responses = [output.response for output in outputs]
     assert [one.tokens for one in responses] == [one.tokens for one in wanted]
     assert [one.finish_reason for one in responses] == [one.finish_reason for one in wanted]
@@ -278,7 +261,7 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
                 if response is not None:
                     assert response.finish_reason == "aborted"
                     assert len(response.tokens) == len(response.log_probs) == size
-                    asked[sample] = _carrying(
+                    asked[sample] = carrying(
                         asked[sample], response, size, floor=floors[sample] if complement else 0
                     )
                 continue
@@ -289,7 +272,7 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
             if event.num_redraws == 0:
                 num_equal += event.num_kept is not None
                 assert response.tokens == scratch[sample].tokens
-        _moved(model, 0.02, seed=version)
+        moved(model, 0.02, seed=version)
         asyncio.run(engine.update_weights(version + 1))
     asyncio.run(engine.close())
     assert not asked
@@ -310,11 +293,11 @@ def test_an_end_that_always_comes_is_taken_once_the_turns_are_used_up() -> None:
             model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
             model.lm_head.bias[END] = 40.0
         requests = [
-            _carrying(one, response, size, floor=size)
+            carrying(one, response, size, floor=size)
             for one, response, size in zip(asked, old, sizes, strict=True)
             if size
         ]
-        for output in _serve(model, requests):
+        for output in serve(model, requests):
             assert output.event.num_redraws == MAX_TURNS
             assert output.event.num_kept == 0
             assert output.response.tokens == (END,)
@@ -324,16 +307,16 @@ def test_tokens_before_the_first_that_differs_stay_when_an_end_is_drawn_again() 
     model = tiny_model()
     asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
     old = generate(model, asked)
-    _moved(model, 0.03, seed=3)
+    moved(model, 0.03, seed=3)
     scratch = generate(model, asked)
     requests = [
-        _carrying(one, response, len(response.tokens) - 1, floor=len(response.tokens) - 1)
+        carrying(one, response, len(response.tokens) - 1, floor=len(response.tokens) - 1)
         for one, response in zip(asked, old, strict=True)
         if len(response.tokens) > 1
     ]
     fresh = {response.sample: response for response in scratch}
     num_redrawn = 0
-    for output in _serve(model, requests):
+    for output in serve(model, requests):
         event, wanted = output.event, fresh[output.event.sample].tokens
         if not event.num_redraws:
             assert output.response.tokens == wanted
@@ -361,15 +344,15 @@ def test_weighted_carrying_keeps_all_tokens_and_goes_on_from_them() -> None:
     dice = random.Random(5)
     sizes = [dice.randint(1, len(one.tokens)) for one in old]
     requests = [
-        _carrying(one, response, size, verify=False)
+        carrying(one, response, size, verify=False)
         for one, response, size in zip(asked, old, sizes, strict=True)
     ]
-    same = _serve(model, requests)
+    same = serve(model, requests)
     assert [output.response.tokens for output in same] == [one.tokens for one in old]
-    _moved(model, 0.05, seed=1)
-    moved = _serve(model, requests)
-    assert [output.response.tokens for output in moved] != [one.tokens for one in old]
-    for output, response, size in zip(moved, old, sizes, strict=True):
+    moved(model, 0.05, seed=1)
+    changed = serve(model, requests)
+    assert [output.response.tokens for output in changed] != [one.tokens for one in old]
+    for output, response, size in zip(changed, old, sizes, strict=True):
         assert output.event.num_kept is None
         assert output.response.tokens[:size] == response.tokens[:size]
         assert output.response.log_probs[:size] == response.log_probs[:size]
@@ -381,7 +364,7 @@ def test_a_sample_aborted_while_it_waits_reports_what_was_carried() -> None:
     model = tiny_model()
     asked = [request(row, forced_length=200) for row in range(2)]
     (old,) = generate(model, [request(1, forced_length=20)])
-    waiting = _carrying(asked[1], old, 17)
+    waiting = carrying(asked[1], old, 17)
     engine = make_engine(model, max_slots=1)
     outputs: list[EngineOutput] = []
     done = threading.Event()
@@ -417,7 +400,7 @@ def test_a_sample_aborted_while_it_waits_reports_what_was_carried() -> None:
 )
 def test_carried_tokens_that_cannot_be_fail_with_the_reason(carried: Carried, reason: str) -> None:
     good, bad = request(0), dataclasses.replace(request(1), carried=carried)
-    outputs = _serve(tiny_model(), [good, bad])
+    outputs = serve(tiny_model(), [good, bad])
     assert isinstance(outputs[0].event, SampleGenerated)
     assert isinstance(outputs[1].event, SampleFailed)
     assert reason in outputs[1].event.reason
@@ -428,7 +411,7 @@ def test_a_group_that_carries_is_prefilled_once() -> None:
     asked = group(8, 4, forced_length=12)
     old = generate(model, asked)
     engine = make_engine(model)
-    requests = [_carrying(one, response, 9) for one, response in zip(asked, old, strict=True)]
+    requests = [carrying(one, response, 9) for one, response in zip(asked, old, strict=True)]
     responses = asyncio.run(collect(engine, requests))
     assert [one.tokens for one in responses] == [one.tokens for one in old]
     assert engine.num_prefilled_tokens == len(asked[0].prompt_tokens)
@@ -442,10 +425,10 @@ def test_what_had_ended_does_not_outgrow_the_siblings_that_were_cut_off() -> Non
     old = generate(model, asked)
     ceiling = sorted(len(one.tokens) for one in old)[len(old) // 3]
     whole = [pair for pair in zip(asked, old, strict=True) if len(pair[1].tokens) <= ceiling]
-    _moved(model, 0.1, seed=3)
-    free = _serve(model, [_carrying(one, had, len(had.tokens)) for one, had in whole])
-    held = _serve(
-        model, [_carrying(one, had, len(had.tokens), ceiling=ceiling) for one, had in whole]
+    moved(model, 0.1, seed=3)
+    free = serve(model, [carrying(one, had, len(had.tokens)) for one, had in whole])
+    held = serve(
+        model, [carrying(one, had, len(had.tokens), ceiling=ceiling) for one, had in whole]
     )
     num_redrawn = 0
     for one, other, (_, had) in zip(free, held, whole, strict=True):
@@ -466,13 +449,13 @@ def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
     model = tiny_model()
     asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
     old = generate(model, asked)
-    _moved(model, 0.05, seed=3)
+    moved(model, 0.05, seed=3)
     requests = [
-        _carrying(one, response, len(response.tokens) - 1, floor=len(response.tokens) - 1)
+        carrying(one, response, len(response.tokens) - 1, floor=len(response.tokens) - 1)
         for one, response in zip(asked, old, strict=True)
         if len(response.tokens) > 1
     ]
-    redrawn = [o for o in _serve(model, requests) if 0 < o.event.num_redraws < MAX_TURNS]
+    redrawn = [o for o in serve(model, requests) if 0 < o.event.num_redraws < MAX_TURNS]
     assert len(redrawn) > 5
     by_sample = {one.sample: one for one in requests}
     again = []
@@ -480,7 +463,7 @@ def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
         response = output.response
         assert response is not None and response.turns
         again.append(
-            _carrying(
+            carrying(
                 by_sample[response.sample],
                 response,
                 len(response.tokens),
@@ -488,7 +471,7 @@ def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
                 turns=response.turns,
             )
         )
-    for output, asked_again, before in zip(_serve(model, again), again, redrawn, strict=True):
+    for output, asked_again, before in zip(serve(model, again), again, redrawn, strict=True):
         assert asked_again.carried is not None and before.response is not None
         assert output.event.num_kept == len(asked_again.carried.tokens)
         assert output.event.num_redraws == 0

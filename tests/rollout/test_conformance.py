@@ -238,7 +238,7 @@ def test_carried_tokens_are_taken_up(kind: Implementation, engine: Engine) -> No
         )
         return replace(asked(row, 1, forced_length=40, carried=carried), noise=asked(row).sample)
 
-    for verify in (True, False) if kind.is_embedded else (False,):
+    for verify in (True, False):
         requests = [again(row, verify) for row in range(4)]
         outputs = serve(engine, requests)
         for request, before in zip(requests, whole, strict=True):
@@ -248,6 +248,39 @@ def test_carried_tokens_are_taken_up(kind: Implementation, engine: Engine) -> No
             assert output.response.log_probs[:25] == pytest.approx(before.log_probs[:25], abs=1e-3)
             if kind.is_embedded:
                 assert output.response.tokens == before.tokens
+
+
+def test_carried_tokens_come_to_what_plain_generation_gives(engine: Engine, folder: Path) -> None:
+    """Under other weights; but for a near tie."""
+    requests = [asked(row, index) for row in range(6) for index in range(4)]
+    old = responses(engine, requests)
+    model, version = model_of(folder), engine.status().version + 1
+    before = buffer_of(model, version + 1)
+    with torch.no_grad():
+        for place, value in enumerate(model.parameters()):
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(place))
+            value.add_(0.02 * value.std(unbiased=False) * noise)
+    update(engine, buffer_of(model, version), version)
+    plain = responses(engine, requests)
+    sizes = [1 + place % len(one.tokens) for place, one in enumerate(old)]
+    carrying = [
+        replace(one, carried=Carried(tokens=had.tokens[:size], log_probs=had.log_probs[:size]))
+        for one, had, size in zip(requests, old, sizes, strict=True)
+    ]
+    found = serve(engine, carrying)
+    update(engine, before, version + 1)
+    num_same = num_cut = 0
+    for request, wanted, size in zip(carrying, plain, sizes, strict=True):
+        output = found[request.sample]
+        kept = [a == b for a, b in zip(request.carried.tokens, wanted.tokens, strict=False)]
+        num_kept = (*kept, False).index(False)
+        num_cut += num_kept < size
+        if output.response.tokens == wanted.tokens:
+            num_same += 1
+            assert output.event.num_kept == num_kept
+            assert output.response.log_probs == pytest.approx(wanted.log_probs, abs=1e-3)
+    assert num_same >= len(requests) - 1
+    assert 3 < num_cut < len(requests)
 
 
 def test_carried_tokens_come_back_from_who_never_had_a_turn(engine: Engine) -> None:

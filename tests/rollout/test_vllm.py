@@ -163,8 +163,8 @@ def test_neighbours_of_an_aborted_sample_are_undisturbed(engine: VllmEngine) -> 
         (request(0, prompt=[]), "no tokens"),
         (request(0, prompt=[7, VOCABULARY]), "vocabulary"),
         (
-            replace(request(0), carried=Carried(tokens=(7,), log_probs=(-1.0,))),
-            "tail_batching.carry=weighted",
+            replace(request(0), carried=Carried(tokens=(7,) * 25, log_probs=(0.0,) * 25)),
+            "25 carried",
         ),
     ],
 )

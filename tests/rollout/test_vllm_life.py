@@ -18,12 +18,15 @@ from rollpacker.host_store import HostStore
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineError, EngineOutput
 from tests.rollout.test_engine import Recorder
-from tests.rollout.tiny import generate, group, request, tiny_model
+from tests.rollout.tiny import carrying, generate, group, moved, request, tiny_model
 from tests.rollout.with_vllm import (
     SHAPE,
+    check_empty,
+    check_plain,
     made,
     model_of,
     needs_vllm,
+    outputs_of,
     responses,
     says,
     served,
@@ -88,6 +91,25 @@ def test_preempted_samples_have_the_tokens_of_undisturbed_ones_and_are_counted()
     tokens = {output.event.sample: output.response.tokens for output in outputs}
     same = sum(tokens[one.sample] == one.tokens for one in wanted)
     assert same >= 7
+
+
+def test_a_small_cache_that_puts_samples_back_changes_nothing() -> None:
+    """Also while they are read: a step reads 60 tokens, and all of them want in."""
+    model = model_of()
+    asked = [request(row, forced_length=200) for row in range(8)]
+    old = generate(model, asked)
+    moved(model, 0.003, seed=4)
+    wanted = generate(model, asked)
+    # A block of 32 tokens takes 2 layers x 2 x 32 places x 32 numbers x 4 bytes = 16 KiB.
+    engine = made(model, kv_cache_gib=24 * 2**14 / 2**30)
+    engine._scheduler.max_num_scheduled_tokens = 60
+    requests = [carrying(one, had, 150) for one, had in zip(asked, old, strict=True)]
+    outputs = outputs_of(engine, requests)
+    check_plain(outputs, requests, wanted)
+    assert sum(output.event.preemptions for output in outputs) > 0
+    assert 0 < sum(output.event.num_kept for output in outputs) < 8 * 150
+    check_empty(engine)
+    asyncio.run(engine.close())
 
 
 def test_what_the_cache_can_never_hold_fails_and_the_rest_runs() -> None:

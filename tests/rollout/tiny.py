@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import EngineConfig, GenerationRequest, Response, SamplingParams
+from rollpacker.rollout.engine import (
+    Carried,
+    EngineConfig,
+    GenerationRequest,
+    Response,
+    SamplingParams,
+)
 from rollpacker.rollout.torch_engine import TorchEngine
 
 END = 5
@@ -53,6 +60,16 @@ def tiny_model(model_type: str = "qwen2", *, seed: int = 0, **overrides: object)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).eval()
 
 
+def moved(model: PreTrainedModel, amount: float, seed: int) -> PreTrainedModel:
+    """The model with its weights changed a little, in place."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            change = torch.randn(weight.shape, generator=noise).to(weight)
+            weight.add_(amount * weight.std(unbiased=False) * change)
+    return model
+
+
 def request(
     row: int,
     index: int = 0,
@@ -75,6 +92,15 @@ def request(
 
 def group(row: int, size: int, **options: object) -> list[GenerationRequest]:
     return [request(row, index, **options) for index in range(size)]
+
+
+def carrying(
+    asked: GenerationRequest, old: Response, num_tokens: int, **options: object
+) -> GenerationRequest:
+    carried = Carried(
+        tokens=old.tokens[:num_tokens], log_probs=old.log_probs[:num_tokens], **options
+    )
+    return dataclasses.replace(asked, carried=carried)
 
 
 def make_engine(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.rollout.collect import collect
 from rollpacker.rollout.engine import EngineConfig, EngineOutput, GenerationRequest, Response
 from rollpacker.rollout.vllm_engine import VllmEngine
+from tests.rollout.test_carry import Letters, serve
 from tests.rollout.test_engine import Recorder
 from tests.rollout.tiny import tiny_model
 
@@ -64,3 +67,78 @@ def says(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -
 def is_tie(log_probs: torch.Tensor) -> bool:
     first, second = log_probs.topk(2).values.tolist()
     return first - second < TIE
+
+
+def taken(engine: VllmEngine, model: PreTrainedModel) -> None:
+    """The engine takes these weights."""
+    version = engine.status().version + 1
+    asyncio.run(engine.update_weights(version, dict(model.named_parameters())))
+
+
+def outputs_of(engine: VllmEngine, requests: Sequence[GenerationRequest]) -> list[EngineOutput]:
+    found = {output.event.sample: output for output in served(engine, requests)}
+    return [found[one.sample] for one in requests]
+
+
+def num_agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
+    same = [one == other for one, other in zip(tokens, others, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def check_plain(
+    outputs: Sequence[EngineOutput],
+    requests: Sequence[GenerationRequest],
+    wanted: Sequence[Response],
+    ties: int = 1,
+) -> None:
+    """Each is the response that plain generation gives, but for so many that a near tie parts, and
+    says how many of its carried tokens are in it."""
+    num_other = 0
+    for output, asked, plain in zip(outputs, requests, wanted, strict=True):
+        assert isinstance(output.event, SampleGenerated) and output.response is not None
+        if output.response.tokens != plain.tokens:
+            num_other += 1
+            continue
+        assert output.response.finish_reason == plain.finish_reason
+        assert output.response.log_probs == pytest.approx(plain.log_probs, abs=1e-3)
+        carried = asked.carried.tokens if asked.carried is not None else ()
+        kept = num_agreeing(carried, plain.tokens) if carried else None
+        assert (output.event.num_kept, output.event.num_redraws) == (kept, 0)
+    assert num_other <= ties
+
+
+def check_empty(engine: VllmEngine) -> None:
+    scheduler = engine._scheduler
+    assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+    assert not engine._live and not engine._draws.by_number
+    assert not engine._vllm.output_processor.request_states
+    assert engine._vllm.reset_prefix_cache()
+
+
+def check_alike(
+    engine: VllmEngine,
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    ties: int = 1,
+) -> list[EngineOutput]:
+    """Both engines make the same of these, but for near ties. Returns vLLM's."""
+    taken(engine, model)
+    found = outputs_of(engine, requests)
+    num_other = 0
+    for one, other in zip(found, serve(model, requests, tokenizer=Letters()), strict=True):
+        assert type(one.event) is type(other.event)
+        if isinstance(one.event, SampleFailed) and isinstance(other.event, SampleFailed):
+            assert one.event.reason == other.event.reason
+            continue
+        mine, theirs = one.response, other.response
+        assert mine is not None and theirs is not None
+        if mine.tokens != theirs.tokens:
+            num_other += 1
+            continue
+        own = {"preemptions": one.event.preemptions, "version": one.event.version}
+        assert one.event == replace(other.event, **own)
+        assert (mine.finish_reason, mine.turns) == (theirs.finish_reason, theirs.turns)
+        assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-3)
+    assert num_other <= ties
+    check_empty(engine)
+    return found

@@ -1,0 +1,83 @@
+"""Carried tokens drawn anew by vLLM while it reads them as the end of a prompt.
+
+vLLM computes logits after a prompt's last token only. So its model runner is watched: after each
+step this draws the tokens that a prompt ends with, as far as that step has read it, from the hidden
+states before each of them, with the noise that plain generation has there (`Anew`). A prompt comes
+in several steps where it is long, and from its beginning where it was put back.
+
+The one method that is wrapped is nobody's interface: `vllm_setup.TESTED` says which versions have
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollpacker.rollout.extend import DRAW_LOGITS
+from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws, Settings
+
+
+def watch(runner: Any, draws: Draws) -> None:
+    """Let this model runner of vLLM's draw what these requests want drawn anew."""
+    of_prompts = runner._get_prompt_logprobs_dict
+
+    def also(hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]) -> Any:
+        _draw_anew(runner, draws, hidden_states, num_scheduled)
+        return of_prompts(hidden_states, num_scheduled)
+
+    runner._get_prompt_logprobs_dict = also
+
+
+def _draw_anew(
+    runner: Any, draws: Draws, hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]
+) -> None:
+    """`hidden_states` [tokens of the step, hidden]; so many of them are each request's."""
+    found: list[tuple[Draw, int, int, int]] = []
+    for name, num_tokens in num_scheduled.items():
+        state = runner.requests[name]
+        draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
+        if draw.anew is None or len(draw.anew.tokens) == draw.offset:
+            continue
+        # The first token to draw comes from the state after the prompt without what was carried.
+        before = len(state.prompt_token_ids) - draw.offset - 1
+        begin, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
+        place = len(draw.anew.tokens)
+        count = min(end - before, draw.offset) - place
+        if count > 0:
+            assert begin <= before + place, "vLLM has read carried tokens from its prefix cache"
+            row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
+            found.append((draw, place, count, row + before + place - begin))
+    if found:
+        _draw_all(runner, found, hidden_states)
+
+
+def _draw_all(
+    runner: Any, found: list[tuple[Draw, int, int, int]], hidden_states: torch.Tensor
+) -> None:
+    """Of each of these: how it is drawn, its first place in the response, how many, and where their
+    hidden states begin."""
+    device, size = hidden_states.device, runner.input_batch.vocab_size
+    settings = Settings([draw.sampling for draw, *_ in found], size, device)
+    keys = [key for draw, place, n, _ in found for key in draw.anew.keys[place : place + n]]
+    all_keys = torch.tensor(keys, device=device)
+    places = torch.cat([torch.arange(place, place + n) for _, place, n, _ in found]).to(device)
+    rows = torch.cat([torch.arange(row, row + n) for *_, n, row in found]).to(device)
+    counts = torch.tensor([n for _, _, n, _ in found])
+    requests = torch.arange(len(found)).repeat_interleave(counts).to(device)
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    at_once = max(1, DRAW_LOGITS // size)
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        logits = runner.model.compute_logits(hidden_states[rows[part]])
+        drawn = settings.draw(logits, all_keys[part], places[part], requests[part])
+        tokens += drawn[0].tolist()
+        log_probs += drawn[1].tolist()
+    start = 0
+    for draw, _, count, _ in found:
+        draw.anew.tokens += tokens[start : start + count]
+        draw.anew.log_probs += log_probs[start : start + count]
+        start += count
