@@ -56,9 +56,7 @@ def _plan(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
         within = _plan(hosts, replace(request, roles=roles))
     except PlacementError:
         return across
-    as_many = all(
-        len(within.of(role.name)) == len(across.of(role.name)) for role in request.roles
-    )
+    as_many = all(len(within.of(role.name)) == len(across.of(role.name)) for role in request.roles)
     return within if as_many else across
 
 

@@ -18,14 +18,15 @@ from rollpacker.core.roles import (
     PlacementError,
     PlacementRequest,
     Role,
-    as_ranges,
 )
 
 NAMES = {"rollout": "engine", "train": "replica", "judge": "judge"}
 PER_KEYS = {"rollout": "per_engine", "train": "per_replica", "judge": None}
 
 
-def role(name: str, devices: object = "all", per_unit: int = 1, stays: int = 0, turn: int = 0, **more):
+def role(
+    name: str, devices: object = "all", per_unit: int = 1, stays: int = 0, turn: int = 0, **more
+):
     return Role(
         name=name,
         unit=NAMES[name],
@@ -98,9 +99,7 @@ def load(asked: PlacementRequest, counts: Counter[str]) -> int:
     return sum(one.need.stays * counts[one.name] for one in asked.roles) + alone + shared
 
 
-def check_memory(
-    hosts: list[Host], asked: PlacementRequest, owned: dict[str, list[int]]
-) -> None:
+def check_memory(hosts: list[Host], asked: PlacementRequest, owned: dict[str, list[int]]) -> None:
     for host, devices in zip(hosts, starts(hosts, asked.kind), strict=True):
         if asked.kind == "cpu":
             counts = Counter({n: len(set(own) & set(devices)) for n, own in owned.items()})
@@ -170,7 +169,9 @@ def brute_force(hosts: list[Host], asked: PlacementRequest) -> tuple[int, ...] |
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Host], PlacementRequest]:
-    names = draw(st.sampled_from([["rollout", "train"], ["rollout"], ["rollout", "train", "judge"]]))
+    names = draw(
+        st.sampled_from([["rollout", "train"], ["rollout"], ["rollout", "train", "judge"]])
+    )
     kind = draw(st.sampled_from(["cpu", "cuda"]))
     most = 8 if len(names) < 3 else 6
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -181,7 +182,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Host], PlacementRequest]:
             name=f"h{n}",
             cores=size if kind == "cpu" else 4,
             memory_bytes=draw(st.integers(0, 30)),
-            gpu_bytes=tuple(draw(st.integers(2, 10)) for _ in range(size)) if kind == "cuda" else (),
+            gpu_bytes=tuple(draw(st.integers(2, 10)) for _ in range(size))
+            if kind == "cuda"
+            else (),
         )
         for n, size in enumerate(sizes)
     ]
@@ -204,9 +207,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Host], PlacementRequest]:
 def test_a_plan_obeys_its_lines_and_there_is_one_whenever_brute_force_has_one(case) -> None:
     hosts, asked = case
     alls = [one for one in asked.roles if one.count is None]
-    unsaid = any(
-        not {a.name, b.name} <= asked.colocate for a, b in itertools.combinations(alls, 2)
-    )
+    unsaid = any(not {a.name, b.name} <= asked.colocate for a, b in itertools.combinations(alls, 2))
     best = None if unsaid else brute_force(hosts, asked)
     if best is None:
         with pytest.raises(PlacementError) as error:
