@@ -37,7 +37,10 @@ def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placemen
     except PlacementError as error:
         changes = nearest(hosts, request, _plan)
         if changes is None:
-            raise PlacementError(f"{error}. No setting of placement fits these hosts") from None
+            raise PlacementError(
+                f"{error}. No other setting of placement fits: it takes other hosts, or less for "
+                "each device (rollout.engine.kv_cache_gib, train.micro_batch_tokens)"
+            ) from None
         said = " and ".join(f"{key}={value}" for key, value in changes.items())
         raise PlacementError(f"{error}. The nearest that fits: {said}", changes) from None
 

@@ -50,12 +50,15 @@ def shortage(hosts: Sequence[Host], request: PlacementRequest) -> str:
         if Search(hosts, without_memory(alone)).counts() is None:
             return (
                 f"{_wanted(role)}, {_each(role)} on one host: they do not fit on "
-                f"{_hosts(hosts, request)}{_besides(request)}"
+                f"the {_devices(num_devices)} of {_hosts(hosts, request)}{_besides(request)}"
             )
         return _memory_of(hosts, request, [role])
     if Search(hosts, without_memory(request)).counts() is None:
         wanted = ", ".join(f"{_wanted(role)}, {_each(role)}" for role in request.roles)
-        return f"{wanted}: these do not fit beside each other on {_hosts(hosts, request)}"
+        return (
+            f"{wanted}: these do not fit beside each other on the {_devices(num_devices)} of "
+            f"{_hosts(hosts, request)}"
+        )
     return _memory_of(hosts, request, request.roles)
 
 
@@ -185,7 +188,7 @@ def _line(role: Role) -> str:
 
 def _hosts(hosts: Sequence[Host], request: PlacementRequest) -> str:
     if len(hosts) == 1:
-        return f"{hosts[0].name}, {hosts[0].num_devices(request.kind)}"
+        return hosts[0].name
     named = (f"{host.name} {host.num_devices(request.kind)}" for host in hosts[:_MOST_HOSTS])
     return f"{len(hosts)} hosts ({', '.join(named)}{_more(hosts)})"
 

@@ -112,14 +112,18 @@ def test_keys_that_agree_are_taken() -> None:
 
 def test_the_planner_begins_with_the_engines_devices() -> None:
     two = PlacementConfig(rollout=RolloutPlacement(per_engine=2), train=TrainPlacement(devices=2))
-    with pytest.raises(ValueError, match="per_engine=2 does not go with rollout.engine.name=torch"):
+    with pytest.raises(
+        ValueError, match=r"per_engine=2 does not go with rollout.engine.name=torch"
+    ):
         with_placement(two)
     rollout = replace(run_config().rollout, engine=EngineConfig(name="vllm"), engines=4)
     tail = replace(run_config().tail_batching, carry="none")
     config = with_placement(two, rollout=rollout, tail_batching=tail)
     enabled = ParallelismConfig(enabled=True, degrees=(1, 2, 4), initial=2)
     replace(config, parallelism_planner=enabled)
-    with pytest.raises(ValueError, match="initial=1, but placement.rollout.per_engine=2: with the"):
+    with pytest.raises(
+        ValueError, match=r"initial=1, but placement.rollout.per_engine=2: with the"
+    ):
         replace(config, parallelism_planner=replace(enabled, initial=1))
 
 
