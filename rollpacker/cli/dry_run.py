@@ -53,6 +53,7 @@ def _print_devices(config: RunConfig) -> RunConfig:
 
     hosts = placement.hosts_of(config)
     kind = placement.device_kind(config)
+    plan = None
     if config.placement is None and config.runtime == "local":
         lines = placement.table_without(config, hosts[0], kind)
     else:
@@ -62,7 +63,7 @@ def _print_devices(config: RunConfig) -> RunConfig:
     for line in lines:
         print(f"  {line}")
     sys.stdout.flush()
-    return config if config.placement is None else placement.placed(config, plan)
+    return config if plan is None else placement.placed(config, plan)
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:

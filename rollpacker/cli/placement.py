@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rollpacker.core.roles import as_ranges
+
 if TYPE_CHECKING:
     from rollpacker.config.placement import PlacementConfig
     from rollpacker.config.schema import RunConfig
@@ -186,16 +188,39 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     return plan_placement([first, *others], request_of(config, kind))
 
 
+def on_this_host(config: RunConfig) -> RunConfig:
+    """The config with the keys that follow from its `placement` on this machine. Raises
+    `ValueError` if the runtime is another one, or devices are short."""
+    if config.placement is None and config.runtime == "local":
+        return config
+    plan = plan_of(config, hosts_of(config))
+    _check_in_turn(plan)
+    return placed(config, plan)
+
+
+def _check_in_turn(plan: Placement) -> None:
+    """On CUDA local processes take devices in turn, engines and the trainer's each from the first
+    on. Raises `ValueError` for another plan."""
+    for role in ("rollout", "train"):
+        devices = [device for unit in plan.of(role) for device in unit.devices]
+        if plan.kind == "cuda" and devices != list(range(len(devices))):
+            raise ValueError(
+                f"placement.{role} has devices {as_ranges(devices)}, and with runtime=local "
+                "engines and the trainer's processes take CUDA devices from 0 on: this can be "
+                "looked at by --dry-run, and not run"
+            )
+
+
 def placed(config: RunConfig, plan: Placement) -> RunConfig:
     """The config with the keys that follow from its `placement` on these hosts. Raises `ValueError`
     where they are set to something else."""
     from rollpacker.config.placement import derived
 
     lines = config.placement
-    if lines is None:
+    if lines is None:  # its keys say it already
         return config
+    _check_turns(lines, plan)
     found = derived(lines, engines=len(plan.of("rollout")), processes=plan.num_devices("train"))
-    values = {one.key: one.value for one in found}
     for one in found:
         part, name = one.key.split(".")
         value = getattr(getattr(config, part), name)
@@ -204,15 +229,34 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
                 f"{one.key}={value}, but {one.lines} makes it {one.value} on these hosts: "
                 f"placement rules, so leave {one.key} out, or change placement"
             )
+    processes = plan.num_devices("train")
     train = replace(
         config.train,
-        **{name: values[f"train.{name}"] for name in ("processes", "replicas", "colocate")},
+        processes=processes,
+        replicas=processes // lines.train.per_replica,
+        colocate=lines.turns,
     )
     planner, degree = config.parallelism_planner, lines.rollout.per_engine
     if not planner.enabled:
         planner = replace(planner, initial=degree, degrees=(degree,))
     rollout = replace(config.rollout, engines=len(plan.of("rollout")))
     return replace(config, rollout=rollout, train=train, parallelism_planner=planner)
+
+
+def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
+    """Engines and trainer that take turns do so on the very same devices. Raises `ValueError`."""
+    if not lines.turns:
+        return
+    of = {
+        role: sorted(d for unit in plan.of(role) for d in unit.devices)
+        for role in ("rollout", "train")
+    }
+    if of["rollout"] != of["train"]:
+        raise ValueError(
+            f"placement.colocate: engines are on devices {as_ranges(of['rollout'])}, the trainer on"
+            f" {as_ranges(of['train'])}, and where they take turns a run needs both on the same: "
+            "give placement.rollout and placement.train the same devices"
+        )
 
 
 def table(plan: Placement, *, own_bytes: int = 0) -> list[str]:

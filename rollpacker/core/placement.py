@@ -134,7 +134,7 @@ def _by_host(
 
 
 def _units(role: Role, parts: Iterator[Sequence[int]]) -> list[Unit]:
-    found = []
+    found: list[Unit] = []
     for part in parts:
         assert len(part) % role.per_unit == 0, "the search counts in units"
         for start in range(0, len(part), role.per_unit):
