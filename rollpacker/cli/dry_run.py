@@ -49,7 +49,6 @@ def _print_devices(config: RunConfig) -> RunConfig:
     """Who is on which device, as a table. Returns the config as it is there. Raises
     `PlacementError` if devices or their memory are short."""
     from rollpacker.cli import placement
-    from rollpacker.trainer.unit_memory import run_memory
 
     hosts = placement.hosts_of(config)
     kind = placement.device_kind(config)
@@ -58,8 +57,7 @@ def _print_devices(config: RunConfig) -> RunConfig:
         lines = placement.table_without(config, hosts[0], kind)
     else:
         plan = placement.plan_of(config, hosts)
-        own = run_memory(config) if kind == "cpu" else 0
-        lines = placement.table(plan, own_bytes=own)
+        lines = placement.table(plan)
     for line in lines:
         print(f"  {line}")
     sys.stdout.flush()

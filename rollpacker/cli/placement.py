@@ -183,8 +183,7 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     kind = device_kind(config)
     first, *others = hosts
     if kind == "cpu":
-        left = max(first.memory_bytes - run_memory(config), 0)
-        first = replace(first, memory_bytes=left)
+        first = replace(first, held_bytes=run_memory(config))
     return plan_placement([first, *others], request_of(config, kind))
 
 
@@ -259,20 +258,18 @@ def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
         )
 
 
-def table(plan: Placement, *, own_bytes: int = 0) -> list[str]:
-    """The plan for people: neighbours that hold the same in one row, and what hosts hold, the first
-    of them the run's own process with so much."""
+def table(plan: Placement) -> list[str]:
+    """The plan for people: neighbours that hold the same in one row, and what hosts hold."""
     rows = []
     for run in _runs(plan.devices):
         first, last = run[0], run[-1]
         rows.append((_numbers(first.number, last.number), first.host, first.units, _memory(first)))
     lines = _rows(rows)
-    for number, host in enumerate(plan.hosts):
+    for host in plan.hosts:
         if host.memory_bytes is not None:
-            own = own_bytes if number == 0 else 0
-            besides = f", {_size(own)} of it the run's own process" if own else ""
-            used, has = _size(host.used_bytes + own), _size(host.memory_bytes + own)
-            lines.append(f"{host.name}: {used} of {has}{besides}")
+            own = f", {_size(host.held_bytes)} of it the run's own" if host.held_bytes else ""
+            used = _size(host.used_bytes + host.held_bytes)
+            lines.append(f"{host.name}: {used} of {_size(host.memory_bytes)}{own}")
     if plan.unknown:
         names = ", ".join(plan.unknown)
         lines.append(

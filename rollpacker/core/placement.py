@@ -106,6 +106,7 @@ def _placement(
                 used_bytes=request.load(together)
                 if request.kind == "cpu"
                 else sum(device.used_bytes for device in placed[first:]),
+                held_bytes=host.held_bytes,
                 memory_bytes=host.memory_bytes if request.kind == "cpu" else None,
             )
         )

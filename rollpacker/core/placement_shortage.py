@@ -109,7 +109,7 @@ def _check_pinned_memory(hosts: Sequence[Host], request: PlacementRequest) -> No
         loads: Iterable[tuple[str, int, int]]
         if site.device_bytes is None:
             together = Counter(name for pins in site.pins for name in pins)
-            loads = [(host.name, request.load(together), host.memory_bytes)]
+            loads = [(host.name, request.load(together), host.left_bytes)]
         else:
             loads = (
                 (f"device {first + local} on {host.name}", request.load(Counter(pins)), has)
@@ -119,8 +119,8 @@ def _check_pinned_memory(hosts: Sequence[Host], request: PlacementRequest) -> No
             if load > has:
                 roles = [role for role in request.roles if role.pinned]
                 raise PlacementError(
-                    f"{where} has {gib(has)}, and what is to be there takes {gib(load)} "
-                    f"({_needs(request, roles)})"
+                    f"{where} has {gib(has)}{_held(host)}, and what would be there takes "
+                    f"{gib(load)} ({_needs(request, roles)})"
                 )
         first += len(site.pins)
 
@@ -148,8 +148,15 @@ def _memory_of(hosts: Sequence[Host], request: PlacementRequest, roles: Sequence
         enough = "the largest has" if load > most else "too few have as much: the largest has"
         return f"{what}: up to {gib(load)} on one device{turns}, and {enough} {gib(most)}"
     wanted = ", ".join(_wanted(role) for role in roles)
-    memory = ", ".join(f"{host.name} {gib(host.memory_bytes)}" for host in hosts[:_MOST_HOSTS])
+    named = hosts[:_MOST_HOSTS]
+    memory = ", ".join(f"{host.name} {gib(host.left_bytes)}{_held(host)}" for host in named)
     return f"{wanted}; {what}: more than the hosts' memory ({memory}{_more(hosts)})"
+
+
+def _held(host: Host) -> str:
+    if not host.held_bytes:
+        return ""
+    return f" beside the {gib(host.held_bytes)} of the run's own process"
 
 
 def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:

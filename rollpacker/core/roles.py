@@ -36,6 +36,12 @@ class Host:
     """Where others reach it. Empty: it is this one."""
     shm_bytes: int | None = None
     """Of its `/dev/shm`. None: not known."""
+    held_bytes: int = 0
+    """Of its memory, what others hold: on a CPU the run's own process on the first host."""
+
+    @property
+    def left_bytes(self) -> int:
+        return max(self.memory_bytes - self.held_bytes, 0)
 
     def num_devices(self, kind: DeviceKind) -> int:
         return self.cores if kind == "cpu" else len(self.gpu_bytes)
@@ -153,8 +159,10 @@ class PlacedHost:
 
     name: str
     used_bytes: int
+    held_bytes: int
+    """By others besides."""
     memory_bytes: int | None
-    """What they have for it; None: each GPU has its own."""
+    """All that the host has; None: each GPU has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

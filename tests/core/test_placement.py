@@ -412,13 +412,13 @@ IMPOSSIBLE = {
         [*gpus(4, memory=24 << 30), *gpus(4, memory=80 << 30)],
         [role("rollout", (2, 3, 4, 5), 1, 40 << 30)],
         {},
-        r"device 2 on h0 has 24.0 GiB, and what is to be there takes 40.0 GiB",
+        r"device 2 on h0 has 24.0 GiB, and what would be there takes 40.0 GiB",
     ),
     "a range on which both do not fit": (
         gpus(4, memory=80 << 30),
         [role("rollout", (0, 1), 1, 50 << 30), role("train", (1, 2), 1, 40 << 30)],
         {"colocate": TURNS},
-        "device 1 on h0 has 80.0 GiB, and what is to be there takes 90.0 GiB",
+        "device 1 on h0 has 80.0 GiB, and what would be there takes 90.0 GiB",
     ),
     "a host's memory": (
         cores(8, memory=24 << 30),
@@ -442,7 +442,7 @@ IMPOSSIBLE = {
         cores(4, 4, memory=24 << 30),
         [role("rollout", (0, 1, 2, 3), 1, 7 << 30)],
         {},
-        "h0 has 24.0 GiB, and what is to be there takes 28.0 GiB",
+        "h0 has 24.0 GiB, and what would be there takes 28.0 GiB",
     ),
 }  # fmt: skip
 
