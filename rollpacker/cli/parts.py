@@ -283,8 +283,9 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
 def build_trainer(
     config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
-    """`folder`: the run's. In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
-    has a copy, in processes of its own, and where the engines are in processes of theirs."""
+    """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
+    has a copy, in processes of its own, and where the engines are in processes of theirs. `folder`:
+    the run's."""
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner

@@ -396,6 +396,7 @@ def make(
             fleet=config.rollout.fleet(config.parallelism_planner),
             trainer_apart=config.trainer_apart,
             layouts=(config.layout,),
+            max_trainer_losses=None if config.train.processes is None else 3,
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,

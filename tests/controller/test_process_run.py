@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rollpacker
-from benchmarks.resume import committed, write_config, write_model
+from benchmarks.resume import write_config, write_model
 from rollpacker.cli import train as train_verb
 from rollpacker.cli.errors import classify
 from rollpacker.cli.verbs import build_parser
@@ -26,9 +27,11 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import StartGradients
+from rollpacker.core.events import TrainerLost
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
 from rollpacker.trainer import worker
+from rollpacker.trainer.launch import Rank, Ranks
 from rollpacker.trainer.trainer import TrainerProcessError
 
 # Gradients that are next to zero must not move anything: with a tiny eps, Adam makes whole steps of
@@ -86,21 +89,33 @@ def worker_pids(run_pid: int) -> dict[int, int]:
     return found
 
 
-class KillRank:
-    """An observer that kills a rank once a step is committed."""
+class KillRanks:
+    """Kills ranks in calls that they have been sent and not answered: the n-th of a method, counted
+    from 1 over the whole run."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self._rank = rank
-        self._is_due = committed(step)
-        self.pids: dict[int, int] = {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: dict[tuple[str, int], int]) -> None:
+        """`plan`: the call, and the rank."""
+        self.pids: list[int] = []
+        """Of those that were killed."""
+        self._plan = plan
+        self._counts = Counter[str]()
+        replies = Ranks._replies
 
-    def feed(self, entry: Any) -> None:
-        if self._is_due(entry):
-            self.pids = worker_pids(os.getpid())
-            os.kill(self.pids[self._rank], signal.SIGKILL)
+        def kill_first(ranks: Ranks, method: str, called: Sequence[Rank]) -> Any:
+            self._counts[method] += 1
+            number = self._plan.pop((method, self._counts[method]), None)
+            if number is not None:
+                pid = ranks.all[number].pid
+                assert pid in worker_pids(os.getpid()).values()
+                self.pids.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            return replies(ranks, method, called)
 
-    def close(self) -> None:
-        pass
+        monkeypatch.setattr(Ranks, "_replies", kill_first)
+
+    @property
+    def is_through(self) -> bool:
+        return not self._plan
 
 
 def test_a_streamed_run_replays_and_ends_where_the_other_does(config: Path) -> None:
@@ -125,19 +140,38 @@ def undisturbed(config: Path) -> Path:
     return train(config, "two", "train.processes=2")
 
 
-def test_a_run_whose_rank_is_killed_goes_on_as_if_nothing_had_happened(
-    config: Path, undisturbed: Path
+def test_a_run_whose_ranks_are_killed_goes_on_as_if_nothing_had_happened(
+    config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killer = KillRank(rank=1, step=2)
-    with pytest.raises(TrainerProcessError) as caught:
-        train(config, "killed", "train.processes=2", observers=[killer])
+    # Of the third step; at the weights that it made; on the way back; and of a checkpoint.
+    plan = {("apply", 3): 1, ("write_weights", 5): 0, ("load", 2): 1, ("save", 5): 0}
+    killer = KillRanks(monkeypatch, plan)
+    killed = train(config, "killed", "train.processes=2", "checkpoint.every_steps=2")
+    assert killer.is_through and len(set(killer.pids)) == len(killer.pids) == 4
+    assert_equal(killed, undisturbed)
+    log = list(EventLog(killed / "events.jsonl"))
+    reasons = [
+        e.event.reason for e in log if isinstance(e, Record) and type(e.event) is TrainerLost
+    ]
+    assert len(reasons) == 4 and all("SIGKILL" in reason for reason in reasons)
+    assert f"process 1 of the trainer (pid {killer.pids[0]})" in reasons[0]
+    assert replay(log).difference is None
+    assert not worker_pids(os.getpid())
+
+
+def test_a_run_whose_ranks_die_again_and_again_ends_and_is_resumed(
+    config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        killer = KillRanks(patch, {("apply", 3): 1, ("setup", 2): 0, ("setup", 3): 1})
+        with pytest.raises(TrainerProcessError) as caught:
+            train(config, "ended", "train.processes=2")
     code, message = classify(caught.value)
-    assert code == 6
-    assert f"process 1 of the trainer (pid {killer.pids[1]})" in message
+    assert code == 6 and "lost 3 times" in message
+    assert f"process 1 of the trainer (pid {killer.pids[0]})" in message
     assert "SIGKILL" in message and "--resume" in message
     assert not worker_pids(os.getpid())
-    resumed = train(config, "killed", "train.processes=2", resume=True)
-    assert_equal(resumed, undisturbed)
+    assert_equal(train(config, "ended", "train.processes=2", resume=True), undisturbed)
 
 
 def test_torchruns_processes_become_the_trainers(config: Path, undisturbed: Path) -> None:
