@@ -68,9 +68,9 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery or, without a better
-    name, controller), `live` what the engine has, `queue` the prompts that wait for a
-    long round or another race. Where a session begins anew without the step before, `step` is
+    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery or, without a
+    better name, controller), `live` what the engine has, `queue` the prompts that wait for a long
+    round or another race. Where a session begins anew without the step before, `step` is
     replaced by another one and what it held is gone, as it is for the run."""
 
     def __init__(self) -> None:
