@@ -257,20 +257,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 kills an arm; writes nothing")
     parser.add_argument("--arm", choices=ARMS, action="append", help="all")
     args = parser.parse_args()
-    began = time.perf_counter()
     plan, steps = (QUICK, 4) if args.quick else (PLAN, STEPS)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder / "model")
         for arm in args.arm or ARMS:
-            results[arm] = run_arm(arm, folder, plan, steps)
-    results["all_good"] = all(result["good"] for result in results.values())
-    results["seconds"] = round(time.perf_counter() - began, 1)
+            began = time.perf_counter()
+            result = results[arm] = run_arm(arm, folder, plan, steps)
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            if not args.quick:
+                write_result(f"trainer_faults_{arm}", result)
     print(json.dumps(results, indent=1))
-    if not args.quick and not args.arm:
-        write_result("trainer_faults", results)
-    return 0 if results["all_good"] else 1
+    return 0 if all(result["good"] for result in results.values()) else 1
 
 
 if __name__ == "__main__":

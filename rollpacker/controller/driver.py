@@ -220,6 +220,7 @@ class Controller:
             log=parts.log,
             samples=parts.samples,
             audience=parts.audience,
+            recovery=self._recovery,
         )
         return [
             self._generation,

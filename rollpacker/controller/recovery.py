@@ -48,15 +48,16 @@ class Recovery:
     def _on_restore(self, command: RestoreTrainer) -> None:
         self._order = command
 
-    async def through(self, deed: Deed) -> None:
-        """Do it; once more, from its beginning, whenever the trainer was lost meanwhile. Given up
-        where the core has ended the run."""
+    async def through(self, deed: Deed) -> bool:
+        """Do it; once more, from its beginning, whenever the trainer was lost meanwhile. False: it
+        is not done, and the core has ended the run."""
         while True:
             try:
-                return await deed()
+                await deed()
+                return True
             except RanksLost as error:
                 if not await self._bring_back(error.reason):
-                    return None
+                    return False
 
     async def look(self) -> None:
         """Bring it back if it was lost between two deeds: engines work on, and nobody waits yet."""
