@@ -282,9 +282,12 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
     return Ranks(config.train.processes)
 
 
-def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
+def build_trainer(
+    config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
+) -> Trainer:
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
-    has a copy, in processes of its own, and where the engines are in processes of theirs."""
+    has a copy, in processes of its own, and where the engines are in processes of theirs. `folder`:
+    the run's."""
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
@@ -316,7 +319,8 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
     give_adapter(config, loaded.model)
     if ranks is not None:
         named = loaded.model.named_parameters()
-        return ProcessTrainer(setup, ranks, [(n, p) for n, p in named if p.requires_grad])
+        weights = [(n, p) for n, p in named if p.requires_grad]
+        return ProcessTrainer(setup, ranks, weights, journal_in=folder)
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)

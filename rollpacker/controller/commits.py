@@ -18,6 +18,7 @@ from rollpacker.controller.desk import Desk
 from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
@@ -55,6 +56,7 @@ class Commits:
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience
+    recovery: Recovery
 
     def routes(self) -> Routes:
         return {Commit: self._on_commit}
@@ -73,16 +75,21 @@ class Commits:
         await self.audience.trained(command.step)
         if command.checkpoint:
             await self.devices.to_replicas()
-            state = self._state(job_state)
-            write = in_daemon_thread(self._write, command.step, state, waiting)
-            try:
-                await self.watch.by("checkpoint_s", write)
-            except asyncio.CancelledError:
-                # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
-                await asyncio.wait({write}, timeout=CLOSE_S)
-                raise
+            save = partial(self._checkpoint, command.step, job_state, waiting)
+            if not await self.recovery.through(save):
+                return
             await self.devices.to_engines()
         self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+
+    async def _checkpoint(self, step: int, job_state: Mapping[str, Any], waiting: Waiting) -> None:
+        """Done again where the trainer was lost meanwhile; evaluation and callbacks are not."""
+        write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
+        try:
+            await self.watch.by("checkpoint_s", write)
+        except asyncio.CancelledError:
+            # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
+            await asyncio.wait({write}, timeout=CLOSE_S)
+            raise
 
     def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
         save = partial(self._save, waiting)

@@ -40,6 +40,7 @@ _COLOURS = {
     "training": "blue",
     "sync": "cyan",
     "checkpoint": "white",
+    "recovery": "bright_yellow",
     "controller": "magenta",
 }
 _SHORT_NAMES = {"tail_idle": "idle", "reward_wait": "reward", "checkpoint": "save"}
@@ -49,6 +50,7 @@ _PHASE_WORDS = {
     "training": "training",
     "sync": "new weights to the engine",
     "checkpoint": "committing",
+    "recovery": "bringing the trainer back",
     "controller": "getting ready",
 }
 

@@ -41,6 +41,8 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleScored,
     Trained,
+    TrainerLost,
+    TrainerReady,
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
@@ -57,6 +59,7 @@ from rollpacker.report.step_history import (
     Verdict,
 )
 from rollpacker.report.time_book import CALLBACK_SECONDS
+from rollpacker.report.trainer_book import TrainerBook
 
 
 class History:
@@ -65,9 +68,9 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, reward_wait, training, sync, checkpoint or, without a better name,
-    controller), `live` what the engine has, `queue` the prompts that wait for a
-    long round or another race. Where a session begins anew without the step before, `step` is
+    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery or, without a
+    better name, controller), `live` what the engine has, `queue` the prompts that wait for a long
+    round or another race. Where a session begins anew without the step before, `step` is
     replaced by another one and what it held is gone, as it is for the run."""
 
     def __init__(self) -> None:
@@ -88,8 +91,7 @@ class History:
         self._phase_s = 0.0
         self._emptied_s: float | None = None
         """The event at hand ended the last live sample of a round."""
-        self._num_streaming = 0
-        """Groups whose gradients are being accumulated while the round goes on."""
+        self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
         self._checks: dict[SampleId, tuple[float, float]] = {}
@@ -132,6 +134,7 @@ class History:
         self.engines.begin_session(session.job)
         self.marks.update(session.marks)
         self._checks.clear()
+        self.trainer.begin_session()
         if self._is_committing:
             self.step.session, self.step.turns.commit_s = session, None
             return
@@ -139,7 +142,6 @@ class History:
         # follows.
         self.step = StepHistory(start_s=session.time_s, session=session)
         self.live.clear()
-        self._num_streaming = 0
         self.phase = "controller"
 
     def _note(self, note: Note) -> None:
@@ -149,8 +151,14 @@ class History:
             if note.name == "evaluation" and note.metrics:
                 self.evaluations[note.step] = note.metrics
             return
-        self._num_streaming = max(0, self._num_streaming - int(note.metrics.get("groups", 0)))
-        if self.phase == "training" and not self._num_streaming and self.step.train_on is None:
+        self.trainer.num_streaming = max(
+            0, self.trainer.num_streaming - int(note.metrics.get("groups", 0))
+        )
+        if (
+            self.phase == "training"
+            and not self.trainer.num_streaming
+            and self.step.train_on is None
+        ):
             self._turn("reward_wait", note.time_s)
 
     def _span(self, note: Note) -> None:
@@ -187,6 +195,10 @@ class History:
                 self._lose(event, now)
             case EngineReady():
                 self.engines.ready(event, now)
+            case TrainerLost():
+                self._lose_trainer(now)
+            case TrainerReady():
+                self._restore_trainer(now)
             case PromptsFetched():
                 # Fetched and never launched in a step of its own means: joined the long queue at an
                 # epoch's end.
@@ -233,7 +245,7 @@ class History:
         if not live:
             self._emptied_s = now
             if self.phase == "rollout":
-                self._turn("training" if self._num_streaming else "reward_wait", now)
+                self._turn("training" if self.trainer.num_streaming else "reward_wait", now)
         return found
 
     def _end_round(self) -> None:
@@ -249,6 +261,20 @@ class History:
             self.step.rounds[-1].is_irregular = True
             if not self.live:
                 self._emptied_s = now
+
+    def _lose_trainer(self, now: float) -> None:
+        """Whatever waited for it waits for its recovery; a round goes on."""
+        self.trainer.lose(now)
+        if self.phase == "training" and self.step.train_on is None:
+            self._turn("reward_wait", now)
+        elif self.phase in ("training", "sync", "checkpoint"):
+            self.trainer.interrupted = self.phase
+            self._turn("recovery", now)
+
+    def _restore_trainer(self, now: float) -> None:
+        self.trainer.ready(now)
+        if self.phase == "recovery":
+            self._turn(self.trainer.interrupted, now)
 
     def _place(self, command: Place, now: float) -> None:
         self.engines.place(command.samples, command.engines, now)
@@ -282,7 +308,7 @@ class History:
         self.last_step = event.step
         self.live.clear()
         self.engines.clear()
-        self._num_streaming = 0
+        self.trainer.num_streaming = 0
         self._carrying.commit(self.queue)
         _settle(done)
         return done
@@ -318,12 +344,12 @@ class History:
                 self.queue.discard(command.prompt)
             case StartGradients():
                 step.streamed += command.groups
-                self._num_streaming += len(command.groups)
+                self.trainer.num_streaming += len(command.groups)
                 if self.phase == "reward_wait":
                     self._turn("training", now)
             case TrainOn():
                 step.train_on, step.turns.train_on_s = command, now
-                self._num_streaming = 0
+                self.trainer.num_streaming = 0
                 self._turn("training", now)
             case SyncWeights():
                 self._turn("sync", now)

@@ -35,6 +35,7 @@ TIMING_NAMES = {
     "training": "update_actor",
     "sync": "update_weights",
     "checkpoint": "save_checkpoint",
+    "recovery": "recovery",
     "controller": "controller",
     "evaluation": "testing",
     "callbacks": "callbacks",

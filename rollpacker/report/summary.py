@@ -113,6 +113,7 @@ class RunSummary:
                 name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
             },
             **self._engines(),
+            **self._trainer(),
             **dict.fromkeys(sorted(history.marks), True),
         }
 
@@ -138,6 +139,13 @@ class RunSummary:
             ],
             **self._switches(),
         }
+
+    def _trainer(self) -> dict[str, Any]:
+        """Only of one that was lost."""
+        book = self.accounting.history.trainer
+        if not book.losses:
+            return {}
+        return {"trainer": {"losses": book.losses, "mean_away_s": book.away_s / book.losses}}
 
     def _switches(self) -> dict[str, Any]:
         """A row for each time that engines got another number of devices."""

@@ -43,6 +43,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
     if "engines" in summary:
         parts.append(_engines_table(summary["engines"]))
+    if "trainer" in summary:
+        parts.append(Text(_trainer_line(summary["trainer"]), "yellow"))
     if "switches" in summary:
         parts.append(_switches_table(summary["switches"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):
@@ -208,6 +210,12 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
             _number(one["mean_away_s"], 1),
         )
     return table
+
+
+def _trainer_line(trainer: Mapping[str, Any]) -> str:
+    count = trainer["losses"]
+    times = "once" if count == 1 else f"{count} times"
+    return f"the trainer was lost {times}, and back after {trainer['mean_away_s']:.1f} s on average"
 
 
 def _switches_table(switches: Sequence[Mapping[str, Any]]) -> Table:

@@ -13,6 +13,7 @@ CAUSES: dict[str, str] = {
     "training": "gradients and the optimizer step, also in waits",
     "sync": "new weights on their way to the engine",
     "checkpoint": "making the step durable",
+    "recovery": "a trainer that was lost, on its way back",
     "controller": "decisions, fetching prompts, gaps",
     "evaluation": "held-out evaluation",
     "callbacks": "the program's own callbacks",
@@ -22,7 +23,7 @@ CAUSES: dict[str, str] = {
 
 AROUND_STEPS = ("evaluation", "callbacks", "startup")
 
-RARE_CAUSES = ("imbalance", "callbacks")
+RARE_CAUSES = ("imbalance", "recovery", "callbacks")
 """Told only where there are seconds of them."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")

@@ -31,6 +31,7 @@ PHASE_COLOURS = {
     "training": "#3d5a80",
     "sync": "#98c1d9",
     "checkpoint": "#b8b8b8",
+    "recovery": "#9e2a2b",
     "evaluation": "#b392ac",
     "startup": "#e8e8e8",
 }

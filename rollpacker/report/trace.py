@@ -29,6 +29,7 @@ _TRACKS = {
     "startup": 7,
     "callbacks": 8,
     "other": 9,
+    "recovery": 10,
 }
 _COLOURS = {
     Outcome.TRAINED: "good",

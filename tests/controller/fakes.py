@@ -220,6 +220,9 @@ class FakeTrainer:
         self.calls.append("score")
         return [TokenScores() for _ in requests]
 
+    def how_lost(self) -> str | None:
+        return None
+
     async def hand_over(self) -> HandOver:
         return HandOver(weights=None, probe=f"version {self.version}")
 
@@ -405,6 +408,7 @@ def make(
             fleet=config.rollout.fleet(config.parallelism_planner),
             trainer_apart=config.trainer_apart,
             layouts=(config.layout,),
+            max_trainer_losses=None if config.train.processes is None else 3,
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,

@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rollpacker
-from benchmarks.resume import committed, write_config, write_model
+from benchmarks.resume import write_config, write_model
 from rollpacker.cli import train as train_verb
 from rollpacker.cli.errors import classify
 from rollpacker.cli.verbs import build_parser
+from rollpacker.config import schema
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import StartGradients
+from rollpacker.core.events import TrainerLost
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
 from rollpacker.trainer import worker
+from rollpacker.trainer.launch import Rank, Ranks
 from rollpacker.trainer.trainer import TrainerProcessError
 
 # Gradients that are next to zero must not move anything: with a tiny eps, Adam makes whole steps of
@@ -76,31 +80,43 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 def worker_pids(run_pid: int) -> dict[int, int]:
-    """By rank."""
+    """By rank, whichever thread of the run has started them."""
     found = {}
-    children = Path(f"/proc/{run_pid}/task/{run_pid}/children").read_text().split()
-    for pid in map(int, children):
+    children = [path.read_text() for path in Path(f"/proc/{run_pid}/task").glob("*/children")]
+    for pid in map(int, " ".join(children).split()):
         if b"rollpacker.trainer.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             found[next(int(w[5:]) for w in words if w.startswith(b"RANK="))] = pid
     return found
 
 
-class KillRank:
-    """An observer that kills a rank once a step is committed."""
+class KillRanks:
+    """Kills ranks in calls that they have been sent and not answered: the n-th of a method, counted
+    from 1 over the whole run."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self._rank = rank
-        self._is_due = committed(step)
-        self.pids: dict[int, int] = {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: dict[tuple[str, int], int]) -> None:
+        """`plan`: the call, and the rank."""
+        self.pids: list[int] = []
+        """Of those that were killed."""
+        self._plan = plan
+        self._counts = Counter[str]()
+        replies = Ranks._replies
 
-    def feed(self, entry: Any) -> None:
-        if self._is_due(entry):
-            self.pids = worker_pids(os.getpid())
-            os.kill(self.pids[self._rank], signal.SIGKILL)
+        def kill_first(ranks: Ranks, method: str, called: Sequence[Rank]) -> Any:
+            self._counts[method] += 1
+            number = self._plan.pop((method, self._counts[method]), None)
+            if number is not None:
+                pid = ranks.all[number].pid
+                assert pid in worker_pids(os.getpid()).values()
+                self.pids.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            return replies(ranks, method, called)
 
-    def close(self) -> None:
-        pass
+        monkeypatch.setattr(Ranks, "_replies", kill_first)
+
+    @property
+    def is_through(self) -> bool:
+        return not self._plan
 
 
 def test_a_streamed_run_replays_and_ends_where_the_other_does(config: Path) -> None:
@@ -125,18 +141,38 @@ def undisturbed(config: Path) -> Path:
     return train(config, "two", "train.processes=2")
 
 
-def test_a_run_whose_rank_is_killed_goes_on_as_if_nothing_had_happened(
-    config: Path, undisturbed: Path
+def test_a_run_whose_ranks_are_killed_goes_on_as_if_nothing_had_happened(
+    config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killer = KillRank(rank=1, step=2)
-    with pytest.raises(TrainerProcessError) as caught:
-        train(config, "killed", "train.processes=2", observers=[killer])
+    # Before there is a checkpoint; with new weights on their way; and in a checkpoint.
+    plan = {("apply", 2): 1, ("write_weights", 4): 0, ("save", 2): 0}
+    killer = KillRanks(monkeypatch, plan)
+    killed = train(config, "killed", "train.processes=2", "checkpoint.every_steps=2")
+    assert killer.is_through and len(set(killer.pids)) == len(killer.pids) == 3
+    assert_equal(killed, undisturbed)
+    log = list(EventLog(killed / "events.jsonl"))
+    events = [entry.event for entry in log if isinstance(entry, Record)]
+    reasons = [event.reason for event in events if isinstance(event, TrainerLost)]
+    assert len(reasons) == 3 and all("SIGKILL" in reason for reason in reasons)
+    assert f"process 1 of the trainer (pid {killer.pids[0]})" in reasons[0]
+    assert replay(log).difference is None
+    assert not worker_pids(os.getpid())
+
+
+def test_a_run_whose_trainer_is_given_up_is_resumed_as_if_nothing_had_happened(
+    config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MAX_TRAINER_LOSSES", 1)
+        killer = KillRanks(patch, {("apply", 3): 1})
+        with pytest.raises(TrainerProcessError) as caught:
+            train(config, "ended", "train.processes=2")
     code, message = classify(caught.value)
     assert code == 6
-    assert f"process 1 of the trainer (pid {killer.pids[1]})" in message
+    assert f"process 1 of the trainer (pid {killer.pids[0]})" in message
     assert "SIGKILL" in message and "--resume" in message
     assert not worker_pids(os.getpid())
-    resumed = train(config, "killed", "train.processes=2", resume=True)
+    resumed = train(config, "ended", "train.processes=2", resume=True)
     assert_equal(resumed, undisturbed)
 
 

@@ -20,6 +20,7 @@ from rollpacker.core.commands import (
     Drop,
     FetchPrompts,
     Finish,
+    RestoreTrainer,
     Score,
     StartGradients,
     SyncWeights,
@@ -42,6 +43,7 @@ from rollpacker.core.records import Entry, Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
 from tests.core.engines import Engines, Faults
+from tests.core.trainer import Trainer, TrainerFaults
 
 
 def published(**keys: object) -> TailBatchingConfig:
@@ -58,6 +60,7 @@ class World:
     length: Callable[[SampleId, random.Random], int] = lambda sample, rng: rng.randint(1, 20)
     unkind: UnkindConfig = field(default_factory=UnkindConfig)
     faults: Faults | None = None
+    trainer_faults: TrainerFaults = field(default_factory=TrainerFaults)
     preemption_rate: float = 0.0
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
@@ -120,11 +123,13 @@ class World:
     def go_on(self, max_events: int = 100_000) -> World:
         self.engines = Engines(self, self.faults)
         self.misfortune = Unkind(self.unkind, self, self.engines, seed=self.seed)
+        self.trainer = Trainer(self, self.trainer_faults)
         bus = Bus(self.job, self, [self.misfortune, Recorded(Defer, Drop)], sinks=[self.keep])
         while self.heap and not self.failed:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
             self.engines.misfortune()
+            self.trainer.misfortune()
             self.time_s, _, due = heapq.heappop(self.heap)
             event = self.happens(due)
             if event is not None:
@@ -141,8 +146,11 @@ class World:
             if event.sample not in self.checking:
                 return None
             self.checking.remove(event.sample)
+        if not self.trainer.meets(event):
+            return None
         if isinstance(event, Committed):
             self.engines.committed()
+            self.trainer.committed()
         return self.engines.meet(event)
 
     @property
@@ -166,6 +174,7 @@ class World:
             StartGradients: self.start_gradients,
             TrainOn: self.train,
             SyncWeights: self.sync,
+            RestoreTrainer: lambda command: self.trainer.restore(command),
             Commit: self.commit,
             Finish: self.finish,
         }
@@ -225,12 +234,13 @@ class World:
         if weights is not None:
             assert [len(w) for w in weights] == [len(g) for g in groups]
             assert all(w > 0 for group in weights for w in group)
-        self.push(1.0, Trained(time_s=0.0, step=command.step, version=self.version + 1))
+        trained = Trained(time_s=0.0, step=command.step, version=self.version + 1)
+        self.trainer.answer(1.0, trained)
 
     def sync(self, command: SyncWeights) -> None:
         self.version = command.version
         self.engines.sync(command.version)
-        self.push(0.1, WeightsSynced(time_s=0.0, version=command.version))
+        self.trainer.answer(0.1, WeightsSynced(time_s=0.0, version=command.version))
 
     def commit(self, command: Commit) -> None:
         self.snapshots[command.step] = (self.job.state(), self.cursor, self.version)
@@ -239,14 +249,14 @@ class World:
         if command.step == self.stop_at_step:
             self.push(0.0, StopRequested(time_s=0.0))
         durable = command.last or command.stopping
-        self.push(0.0, Committed(time_s=0.0, step=command.step, checkpointed=durable))
+        self.trainer.answer(0.0, Committed(time_s=0.0, step=command.step, checkpointed=durable))
 
     def finish(self, command: Finish) -> None:
         self.finished, self.failed = command.reason, command.failed
 
 
 _SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "faults", "sources",
-             "preemption_rate")  # fmt: skip
+             "trainer_faults", "preemption_rate")  # fmt: skip
 
 
 def events_of(world: World, kind: type) -> list:

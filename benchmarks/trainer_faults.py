@@ -1,0 +1,276 @@
+"""Trainer processes, killed again and again while a run trains, and the run goes on by itself.
+
+A tiny model is trained with `train.processes=2`. A saboteur sends SIGKILL to one of the two, at
+every moment at which a run needs them: while a round is generated, in each of the calls of a step,
+in a checkpoint, and on their way back from the loss before. It leaves a committed step between any
+two losses, but for that last kind. Two arms:
+
+    embedded   one engine in the run's own process: the weights after the last step are compared
+               with those of a run that nobody disturbs
+    engines    two engines in processes, and gradients of a round that goes on: the engines must be
+               the same processes at the end
+
+Measured: how long until the log says `TrainerLost`, and until `TrainerReady`; how many updates were
+made once more. The logs are then read by `exactly_once.py`, which shares no code with RollPacker,
+and by the replay.
+
+    python benchmarks/trainer_faults.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exactly_once import check
+from machine import write_result
+from resume import write_config, write_model
+from safetensors.numpy import load_file
+
+import rollpacker
+from rollpacker.core.commands import Launch
+from rollpacker.core.events import Committed, Trained, TrainerLost, TrainerReady
+from rollpacker.core.records import Entry, Record
+
+STEPS = 14
+TOLERANCE = 1e-6
+GENERATING, AGAIN = "generating", "setup"
+"""Moments that are no call of a step: a round has just begun; ranks are on their way back."""
+PLAN = (
+    *(GENERATING, "score", "accumulate", "apply", AGAIN, "write_weights", "save"),
+    *("apply", GENERATING, "write_weights"),
+)
+"""Ten kills, in this order."""
+QUICK = (GENERATING, "apply", AGAIN)
+SHARED = (
+    *("train.processes=2", "checkpoint.every_steps=3", "train.eps=1e-4", "algorithm.kl_coef=0.01"),
+    *("data.eval_fraction=0.2", "eval.every_steps=50"),
+)
+ARMS = {
+    "embedded": (),
+    "engines": ("rollout.engines=2", "stream_trainer={enabled: true, reward_wait: true}"),
+}
+
+
+@dataclass
+class Kill:
+    moment: str
+    rank: int
+    sent_s: float
+    noticed_s: float | None = None
+    """After it was sent."""
+    back_s: float | None = None
+    """After it was sent. None: the next one came before."""
+    updates_again: int = 0
+    """Since the last checkpoint."""
+
+
+class Saboteur:
+    """Sees the log as it is written, and calls as they are sent."""
+
+    def __init__(self, plan: Sequence[str]) -> None:
+        self.kills: list[Kill] = []
+        self.engines: Any = None
+        self.engine_pids: set[tuple[int, ...]] = set()
+        """As they were whenever the trainer was back, and at the end of every step."""
+        self._plan = list(plan)
+        self._random = random.Random(0)
+        self._lock = threading.Lock()
+        self._may_strike = True
+        """A step was committed since the last loss."""
+        self._version = self._saved = 0
+        self._ranks: Any = None
+
+    @property
+    def is_through(self) -> bool:
+        return not self._plan
+
+    def called(self, ranks: Any, method: str) -> None:
+        """All ranks were sent this call."""
+        with self._lock:
+            self._ranks = ranks
+            if not self._plan or self._plan[0] != method:
+                return
+            if self._may_strike or (method == AGAIN and self.kills):
+                self._strike()
+
+    def saw(self, entry: Entry) -> None:
+        if not isinstance(entry, Record):
+            return
+        now, event = time.monotonic(), entry.event
+        with self._lock:
+            if isinstance(event, Trained):
+                self._version = event.version
+            elif isinstance(event, Committed):
+                self._may_strike = True
+                self._saved = self._version if event.checkpointed else self._saved
+                self._note_engines()
+            elif isinstance(event, TrainerLost):
+                self.kills[-1].noticed_s = now - self.kills[-1].sent_s
+                self.kills[-1].updates_again = self._version - self._saved
+            elif isinstance(event, TrainerReady):
+                self.kills[-1].back_s = now - self.kills[-1].sent_s
+                self._note_engines()
+            begins = any(isinstance(command, Launch) for command in entry.commands)
+            if begins and self._plan[:1] == [GENERATING] and self._may_strike and self._ranks:
+                self._strike()
+
+    def _strike(self) -> None:
+        moment, number = self._plan.pop(0), self._random.randrange(2)
+        self._may_strike = False
+        self.kills.append(Kill(moment, number, time.monotonic()))
+        os.kill(self._ranks.all[number].pid, signal.SIGKILL)
+
+    def _note_engines(self) -> None:
+        handles = self.engines.handles.values()
+        self.engine_pids.add(
+            tuple(handle.engine.child.pid for handle in handles if hasattr(handle.engine, "child"))
+        )
+
+
+def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tuple[Path, Saboteur]:
+    """Train to the end, with a kill at each of these moments. Returns the run's folder."""
+    from rollpacker.cli import engines
+    from rollpacker.controller.event_log import LogWriter
+    from rollpacker.trainer.launch import Ranks
+
+    saboteur = Saboteur(plan)
+    build, append, replies = engines.build_engines, LogWriter.append, Ranks._replies
+
+    def build_engines(*arguments: Any) -> Any:
+        saboteur.engines = build(*arguments)
+        return saboteur.engines
+
+    def append_seen(log: LogWriter, entry: Entry) -> None:
+        append(log, entry)
+        saboteur.saw(entry)
+
+    def replies_seen(ranks: Ranks, method: str, called: Any) -> Any:
+        saboteur.called(ranks, method)
+        return replies(ranks, method, called)
+
+    engines.build_engines = build_engines
+    LogWriter.append = append_seen  # type: ignore[method-assign]
+    Ranks._replies = replies_seen  # type: ignore[method-assign]
+    try:
+        return rollpacker.train(config, overrides).folder, saboteur
+    finally:
+        engines.build_engines = build
+        LogWriter.append = append  # type: ignore[method-assign]
+        Ranks._replies = replies  # type: ignore[method-assign]
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """Of the last checkpoint."""
+    files = sorted((run / "model").glob("*.safetensors"))
+    assert files, run
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys()
+    return max(float(abs(first[name] - second[name]).max()) for name in first)
+
+
+def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
+    from rollpacker.controller.replay import replay
+    from rollpacker.report.log import EventLog
+
+    checked = check(run / "events.jsonl")
+    summary = json.loads((run / "summary.json").read_text())
+    by_moment = {}
+    for moment in dict.fromkeys(kill.moment for kill in saboteur.kills):
+        kills = [kill for kill in saboteur.kills if kill.moment == moment]
+        back = [kill.back_s for kill in kills if kill.back_s is not None]
+        by_moment[moment] = {
+            "kills": len(kills),
+            "noticed_s": _mean([k.noticed_s for k in kills if k.noticed_s is not None]),
+            "back_s": _mean(back),
+            "updates_again": [kill.updates_again for kill in kills],
+        }
+    return {
+        "kills": len(saboteur.kills),
+        "by_moment": by_moment,
+        "losses": summary["trainer"]["losses"],
+        "wall_s": round(summary["wall_s"], 1),
+        "waited_s": round(summary["seconds"]["recovery"], 1),
+        "engine_processes": len(saboteur.engine_pids),
+        **{name: checked[name] for name in ("steps", "fetched", "trained", "dropped", "engines")},
+        "problems": checked["problems"],
+        "replay_difference": replay(EventLog(run / "events.jsonl")).difference,
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 2) if values else None
+
+
+def is_good(result: dict[str, Any], plan: Sequence[str]) -> bool:
+    return (
+        result["kills"] == result["losses"] == len(plan)
+        and not result["problems"]
+        and result["replay_difference"] is None
+        and result["engine_processes"] == 1
+        and result["engines"]["lost"] == 0
+        and result.get("weights_difference", 0.0) <= TOLERANCE
+    )
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["moment         kills  noticed s  back after s  updates once more"]
+    for moment, one in result["by_moment"].items():
+        back = "-" if one["back_s"] is None else f"{one['back_s']:.2f}"
+        again = ", ".join(map(str, one["updates_again"]))
+        lines.append(f"{moment:14} {one['kills']:5}  {one['noticed_s']:9.2f}  {back:>12}  {again}")
+    return "\n".join(lines)
+
+
+def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str, Any]:
+    config = write_config(folder, steps)
+    overrides = [*SHARED, *ARMS[arm]]
+    run, saboteur = sabotage(config, [f"name={arm}", *overrides], plan)
+    result = result_of(run, saboteur)
+    if arm == "embedded":
+        plain = rollpacker.train(config, ["name=plain", *overrides]).folder
+        result["weights_difference"] = largest_difference(run, plain)
+    result["good"] = saboteur.is_through and is_good(result, plan)
+    print(f"\n{arm}\n{table(result)}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 kills an arm; writes nothing")
+    parser.add_argument("--arm", choices=ARMS, action="append", help="all")
+    args = parser.parse_args()
+    plan, steps = (QUICK, 4) if args.quick else (PLAN, STEPS)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_model(folder / "model")
+        for arm in args.arm or ARMS:
+            began = time.perf_counter()
+            result = results[arm] = run_arm(arm, folder, plan, steps)
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            if not args.quick:
+                write_result(f"trainer_faults_{arm}", result)
+    print(json.dumps(results, indent=1))
+    return 0 if all(result["good"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
