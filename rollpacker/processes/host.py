@@ -42,8 +42,8 @@ class Host(Protocol):
     ) -> tuple[Process, Line]:
         """Start `python -m module` with a line, whose other side it finds by `LINE_FD`.
 
-        `environment` is added to what processes there have anyway; None takes away. A process that cannot be reached
-        any more has ended, as far as its owner is told. Raises `OSError`.
+        `environment` is added to what processes there have anyway; None takes away. A process that
+        cannot be reached any more has ended, as far as its owner is told. Raises `OSError`.
         """
         ...
 

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
 from rollpacker.processes.host import ThisHost
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.remote.copies import Copies
+from rollpacker.remote.facts import HostFacts, facts
+from rollpacker.remote.pump import Pump
+from rollpacker.weight_buffer import BufferLayout
 
 HEAR_S = 0.5
 """How long `hear` waits for news."""
@@ -92,17 +93,8 @@ class Report:
     """The processes that a signal holds."""
 
 
-@dataclass(slots=True)
-class _Own:
-    """A process of this host."""
-
-    child: Child
-    line: Line
-    outgoing: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
-
-
 class Agent:
-    """See above. `copies` are the weights on this host."""
+    """See above."""
 
     def __init__(
         self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
@@ -113,11 +105,11 @@ class Agent:
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
-        self.copies = Copies()
+        self._copies = Copies()
         self._lease_s = lease_s
         self._end = end or (lambda: os._exit(0))
         self._host = ThisHost()
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
         """Of the newest items that were taken."""
         self._first = 1
@@ -150,20 +142,29 @@ class Agent:
             self._changed.wait_for(lambda: bool(self._news), HEAR_S)
             first, news = self._first, tuple(self._news)
         self._called_s = time.monotonic()
-        stopped = [n for n, own in list(self._own.items()) if own.child.is_stopped()]
+        stopped = [n for n, (child, _) in list(self._own.items()) if child.is_stopped()]
         return Report(first=first, news=news, stopped=tuple(stopped))
 
-    def pid(self) -> int:
-        """Of this agent."""
-        return os.getpid()
+    def facts(self) -> HostFacts:
+        """What there is on this host."""
+        return facts()
+
+    def copy(self, source: BufferLayout) -> BufferLayout:
+        """See `Copies.layout`."""
+        return self._copies.layout(source)
+
+    def write(self, source: BufferLayout, start: int, data: bytes) -> None:
+        """See `Copies.write`."""
+        self._copies.write(source, start, data)
 
     def close(self) -> None:
         """End all processes of this host."""
         self._is_over = True
-        for own in list(self._own.values()):
-            own.child.kill()
-        for own in list(self._own.values()):
-            own.child.close()
+        children = [child for child, _ in list(self._own.values())]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.close()
 
     # -- what follows ------------------------------------------------------------------------------
 
@@ -171,15 +172,15 @@ class Agent:
         if isinstance(item, Start):
             self._start(item)
             return
-        own = self._own.get(item.process)
-        if own is None:  # it has ended, which was said
+        child, pump = self._own.get(item.process, (None, None))
+        if child is None or pump is None:  # it has ended, which was said
             return
         if isinstance(item, Said):
-            own.outgoing.put(item.message)
+            pump.post(item.message)
         elif isinstance(item, HangUp):
-            own.line.hang_up()
+            pump.hang_up()
         else:
-            own.child.kill()
+            child.kill()
 
     def _start(self, item: Start) -> None:
         # Ray's own variables, a token's among them, are for this process alone.
@@ -194,27 +195,22 @@ class Agent:
         except OSError as error:
             self._tell(Ended(item.process, f"it could not be started: {error}"))
             return
-        own = self._own[item.process] = _Own(child, line)
         self._tell(Started(item.process, child.pid))
-        for work in (self._listen, self._speak):
-            threading.Thread(target=work, args=(item.process, own), daemon=True).start()
+        process = item.process
+        self._own[process] = (
+            child,
+            Pump(
+                line,
+                lambda message: self._tell(Said(process, message)),
+                lambda: self._ended(process, child),
+            ),
+        )
 
-    def _listen(self, process: int, own: _Own) -> None:
-        with contextlib.suppress(LineEnded):
-            while True:
-                self._tell(Said(process, own.line.receive()))
-        own.outgoing.put(None)
-        how = own.child.how_ended(ENDED_S)
-        own.child.close()
-        del self._own[process]
-        own.line.close()
+    def _ended(self, process: int, child: Child) -> None:
+        how = child.how_ended(ENDED_S)
+        child.close()
+        self._own.pop(process, None)
         self._tell(Ended(process, how or "it hung up"))
-
-    def _speak(self, process: int, own: _Own) -> None:
-        """In a thread of its own: one that is stopped must not hold the others up."""
-        with contextlib.suppress(LineEnded):
-            while (message := own.outgoing.get()) is not None:
-                own.line.send(*message)
 
     def _tell(self, news: News) -> None:
         with self._changed:
