@@ -21,7 +21,8 @@ class Process(Protocol):
     """What an owner can see and do of a process that it has had started; see `Child`."""
 
     pid: int
-    """On its own host."""
+    """On its own host. The owner sets it once it knows of a descendant that does the work; before,
+    it may be 0."""
 
     def is_stopped(self) -> bool: ...
 

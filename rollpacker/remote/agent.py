@@ -65,7 +65,17 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class WorksAs:
+    """This descendant of the process does its work; see `Process.pid`."""
+
+    process: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
+    """A process is there that has no guardian."""
+
     process: int
     pid: int
 
@@ -78,7 +88,7 @@ class Ended:
     how: str
 
 
-Item = Start | Said | HangUp | Kill
+Item = Start | Said | HangUp | Kill | WorksAs
 News = Started | Said | Ended
 
 
@@ -179,6 +189,8 @@ class Agent:
             pump.post(item.message)
         elif isinstance(item, HangUp):
             pump.hang_up()
+        elif isinstance(item, WorksAs):
+            child.pid = item.pid
         else:
             child.kill()
 
@@ -195,7 +207,8 @@ class Agent:
         except OSError as error:
             self._tell(Ended(item.process, f"it could not be started: {error}"))
             return
-        self._tell(Started(item.process, child.pid))
+        if not item.guarded:
+            self._tell(Started(item.process, child.pid))
         process = item.process
         self._own[process] = (
             child,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from rollpacker.processes.child import END_S
 from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
     Ended,
@@ -25,6 +26,7 @@ from rollpacker.remote.agent import (
     Said,
     Start,
     Started,
+    WorksAs,
 )
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
@@ -72,10 +74,19 @@ class RemoteProcess:
     """See `Process` (processes/host.py)."""
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
-        self.pid = 0
         self.how = ""
         self.ended = threading.Event()
+        self._pid = 0
         self._name, self._number, self._session = name, number, session
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        self._pid = pid
+        self._session.add(WorksAs(self._number, pid))
 
     def is_stopped(self) -> bool:
         return self._number in self._session.stopped
@@ -88,6 +99,7 @@ class RemoteProcess:
 
     def close(self) -> None:
         self.kill()
+        self.ended.wait(END_S)
 
     def __str__(self) -> str:
         return f"{self._name} (pid {self.pid} on {self._session.host})"
@@ -247,7 +259,7 @@ class _Session:
         if process is None or pump is None:
             return
         if isinstance(news, Started):
-            process.pid = process.pid or news.pid
+            process.pid = news.pid
         elif isinstance(news, Said):
             pump.post(news.message)
         else:
