@@ -280,8 +280,10 @@ def start_trainer_processes(config: RunConfig) -> Ranks | None:
     return Ranks(config.train.processes)
 
 
-def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Trainer:
-    """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
+def build_trainer(
+    config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
+) -> Trainer:
+    """`folder`: the run's. In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
     has a copy, in processes of its own, and where the engines are in processes of theirs."""
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -316,7 +318,8 @@ def build_trainer(config: RunConfig, policy: Policy, ranks: Ranks | None) -> Tra
         add_adapter(loaded.model, config.model.lora)
     if ranks is not None:
         named = loaded.model.named_parameters()
-        return ProcessTrainer(setup, ranks, [(n, p) for n, p in named if p.requires_grad])
+        weights = [(n, p) for n, p in named if p.requires_grad]
+        return ProcessTrainer(setup, ranks, weights, journal_in=folder)
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)

@@ -82,7 +82,7 @@ class Session:
         carried = build.build_carried(config, checkpoint, job, tokenizer)
         engines = self._engines(policy)
         self._take_folder(checkpoint, identity)
-        trainer = build.build_trainer(config, policy, ranks)
+        trainer = build.build_trainer(config, policy, ranks, folder.path)
         self.stack.callback(trainer.close)
         _load(trainer, checkpoint)
         Caller().run(hand_over_weights(trainer, engines, trainer.version))

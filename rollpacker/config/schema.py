@@ -30,6 +30,9 @@ OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
 """Keys of `stream_trainer` that say when devices leave a round early. A run in which engines and
 trainer each have theirs from beginning to end has none to release."""
 
+MAX_TRAINER_LOSSES = 3
+"""So many losses of the trainer's processes without a committed step between them end the run."""
+
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
 
@@ -423,6 +426,7 @@ class RunConfig:
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             parallelism=self.parallelism_planner,
             fleet=self.rollout.fleet(self.parallelism_planner),
+            max_trainer_losses=None if self.train.processes is None else MAX_TRAINER_LOSSES,
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,
                 evaluates=self.data.eval is not None or self.data.eval_fraction > 0,

@@ -70,6 +70,12 @@ class Commits:
         if command.evaluate:
             await self.evaluator.evaluate(command.step)
         await self.audience.trained(command.step)
+        # A trainer that is lost while it saves begins that again, and nothing else.
+        self.main.later(partial(self._make_durable, command, job_state, waiting))
+
+    async def _make_durable(
+        self, command: Commit, job_state: Mapping[str, Any], waiting: Waiting
+    ) -> None:
         if command.checkpoint:
             state = self._state(job_state)
             write = in_daemon_thread(self._write, command.step, state, waiting)

@@ -73,6 +73,11 @@ class Desk:
         """What the step's gradient holds already."""
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
+    def forget_gradients(self) -> None:
+        """What the step's gradient held is lost."""
+        for known in self._known.values():
+            known.streamed = None
+
     def slowest(self, count: int) -> list[SampleId]:
         """The samples whose checks took longest, the longest first."""
         seconds = {s: k.check_s for s, k in self._known.items() if k.check_s is not None}

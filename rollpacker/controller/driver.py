@@ -48,6 +48,7 @@ from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.reasons import Reasons
+from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
@@ -136,6 +137,7 @@ class Controller:
             audience=parts.audience,
             rows=self._evaluation_rows(),
         )
+        self._recovery = Recovery(*(bus, desk, watch), parts.trainer, checkpoints)
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
@@ -174,7 +176,7 @@ class Controller:
                 self._main.post(self._observing.feed)
                 if isinstance(todo, Finish):
                     return self._reasons.reason_of(todo)
-                await todo()
+                await self._recovery.through(todo)
         finally:
             self._scoring.close()
 
@@ -226,6 +228,7 @@ class Controller:
             training,
             HandingOver(bus, main, watch, trainer=parts.trainer, engines=parts.engines),
             commits,
+            self._recovery,
             main,
             self._carried,
             Recorded(Drop),
@@ -258,3 +261,4 @@ class Controller:
                 return todo
             self._observing.feed()
             self._watch.check_rollout()
+            await self._recovery.look()

@@ -10,6 +10,7 @@ from rollpacker.controller.errors import EnginesLost, RewardsFailed
 from rollpacker.core.commands import Drop, Finish
 from rollpacker.core.events import SampleFailed, SampleScored
 from rollpacker.core.records import Entry, Record
+from rollpacker.trainer.trainer import TrainerProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ class Reasons:
 
     def reason_of(self, finish: Finish) -> str:
         """Why the run ended. Raises `RewardsFailed` if it cannot do what it is for, `EnginesLost`
-        if no engine stays there."""
+        if no engine stays there, `TrainerProcessError` if no trainer does."""
         if not finish.failed:
             return finish.reason
         fleet = self._bus.job.fleet
         if fleet is not None and fleet.given_up:
             raise EnginesLost(finish.reason)
+        if self._bus.job.trainer.given_up:
+            raise TrainerProcessError(f"{finish.reason}. Mend that, then go on with --resume")
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
         raise RewardsFailed(

@@ -63,6 +63,8 @@ class Training:
     """Groups whose gradients were asked for and are not begun ..."""
     _devices: tuple[int, ...] = field(default=(), init=False)
     """... and the devices for them, which engines have released. Empty: all."""
+    _rows_of: int = field(default=0, init=False)
+    """The step whose rows were made: it may be begun again."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
     """Warnings that a run gives once."""
 
@@ -163,8 +165,9 @@ class Training:
             parts = _parts_of(samples, command.groups, updates)
             training = asyncio.ensure_future(self._accumulate(parts[0]))
             await asyncio.sleep(0)  # the trainer's thread begins
-            if self.rows is not None:
+            if self.rows is not None and self._rows_of != command.step:
                 self.rows.add(command, samples)
+                self._rows_of = command.step
             await self.watch.by("train_s", training)
             metrics.update(metrics_of_updates(await self._update(parts)))
         if metrics.get("critic/zero_advantages") == 1.0:

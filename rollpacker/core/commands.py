@@ -203,6 +203,19 @@ class SyncWeights:
 
 
 @command
+class RestoreTrainer:
+    """Let new processes take the place of the lost ones, with weights and optimizer as they were
+    after the optimizer step that made `version`; answered by `TrainerReady`, or by `TrainerLost`.
+    Nothing else is said again: of `TrainOn`, `SyncWeights` or `Commit`, what was not answered is
+    done from its beginning. Gradients that were begun ahead of their step are not: `TrainOn` has
+    all groups."""
+
+    incarnation: int
+    """Of the new ones."""
+    version: int
+
+
+@command
 class Commit:
     """Make the step durable; answered by `Committed`.
 
@@ -246,6 +259,7 @@ Command = (
     | StartGradients
     | TrainOn
     | SyncWeights
+    | RestoreTrainer
     | Commit
     | Finish
 )

@@ -130,6 +130,28 @@ class EngineLost:
 
 
 @event
+class TrainerLost:
+    """A process of the trainer has ended, or can be used no more, and with it all of them. What was
+    asked of them is not answered: whoever obeys it begins it again when they are back."""
+
+    time_s: float
+    incarnation: int
+    """How often they had been brought back."""
+    reason: str
+
+
+@event
+class TrainerReady:
+    """Answer to `RestoreTrainer`: the trainer is where it was, and goes on with what it was asked
+    for."""
+
+    time_s: float
+    incarnation: int
+    version: int
+    """Of its weights."""
+
+
+@event
 class SampleScored:
     """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
     zero."""
@@ -195,6 +217,8 @@ Event = (
     | SampleMoved
     | EngineReady
     | EngineLost
+    | TrainerLost
+    | TrainerReady
     | SampleScored
     | Trained
     | WeightsSynced

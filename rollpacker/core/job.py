@@ -13,6 +13,7 @@ What the job waits for is its phase; `core/phases.py` has the table. The parts t
     lengths      what rounds have shown of lengths: factors of races, loss weights
     ledger       every prompt once, or a reason
     fleet        which engine a sample runs on, and what becomes of a lost one's
+    trainer      whether a lost one is brought back
 
 It is the only thing that a driver talks to; controller and simulator drive the same code.
 """
@@ -47,20 +48,23 @@ from rollpacker.core.events import (
     SampleScored,
     StopRequested,
     Trained,
+    TrainerLost,
+    TrainerReady,
     WeightsSynced,
 )
 from rollpacker.core.fleet import Fleet
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job_state import restore_parts, saved
 from rollpacker.core.ledger import Ledger
 from rollpacker.core.lengths.learned import Learned
 from rollpacker.core.parallelism import ParallelismPlanner
 from rollpacker.core.phases import WAITS_FOR, Phase, ProtocolError, expect
-from rollpacker.core.plain import to_plain
 from rollpacker.core.progress import MAX_EMPTY_STEPS, Progress
 from rollpacker.core.queues import NextRound, Queues
 from rollpacker.core.reward_schedule import RewardSchedule
 from rollpacker.core.rounds import Round, StrayEventError
 from rollpacker.core.stream_plan import StreamPlan
+from rollpacker.core.trainer_losses import TrainerLosses
 
 
 class Job:
@@ -71,6 +75,8 @@ class Job:
         SampleAborted: "_on_aborted",
         SampleFailed: "_on_failed",
         **dict.fromkeys((SampleMoved, EngineReady, EngineLost), "_on_engine"),
+        TrainerLost: "_on_trainer_lost",
+        TrainerReady: "_on_trainer_ready",
         SampleScored: "_on_scored",
         Trained: "_on_trained",
         WeightsSynced: "_on_synced",
@@ -99,6 +105,7 @@ class Job:
             trainer_apart=apart,
             why_kept=str if self.fleet is None else self.fleet.why_kept,
         )
+        self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
         """What the rounds of this step have brought; None between steps."""
@@ -124,7 +131,7 @@ class Job:
         `AssertionError` for what cannot happen: a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
-        if self.fleet is not None and not self.fleet.heeds(event):
+        if self.trainer.given_up or (self.fleet is not None and not self.fleet.heeds(event)):
             return []
         answer: list[Command] = getattr(self, self.HANDLERS[type(event)])(event)
         return answer if self.fleet is None else self.fleet.direct(answer, self._on_aborted)
@@ -303,6 +310,17 @@ class Job:
         reason = self.fleet.given_up
         return self._finish(reason, failed=True) if reason else commands
 
+    def _on_trainer_lost(self, event: TrainerLost) -> list[Command]:
+        if self.phase is Phase.DONE:
+            return []
+        commands = self.trainer.on_lost(event, self.version)
+        reason = self.trainer.given_up
+        return self._finish(reason, failed=True) if reason else [*commands]
+
+    def _on_trainer_ready(self, event: TrainerReady) -> list[Command]:
+        self.trainer.on_ready(event, self.version)
+        return []
+
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
         if not round_.num_in_engine:
@@ -386,6 +404,7 @@ class Job:
 
     def _on_committed(self, event: Committed) -> list[Command]:
         expect(self.phase, event, step=self.step)
+        self.trainer.committed()
         if self._stop_reason is None:
             return self._next_step()
         if not event.checkpointed:  # the wish to stop came while the commit was under way
@@ -411,17 +430,7 @@ class Job:
         flight."""
         if self.phase is not Phase.COMMITTING:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
-        return {
-            **to_plain(self.progress),
-            **self.queues.state(),
-            **self.lengths.state(),
-            "rewards": self.rewards.state(),
-            "parallelism": self.parallelism.state(),
-            "stream": self.stream.state(),
-            "num_late": dict(sorted(self.num_late.items())),
-            "ledger": self.ledger.state(),
-            **({} if self.fleet is None else {"fleet": self.fleet.state()}),
-        }
+        return saved(self)
 
     @classmethod
     def restore(
@@ -437,13 +446,5 @@ class Job:
         job.progress = Progress.restore(state)
         if data_ended is not None:
             job.progress.data_ended = data_ended
-        job.queues.restore(state)
-        job.lengths.restore(state)
-        job.rewards.restore(state["rewards"])
-        job.parallelism.restore(state["parallelism"])
-        job.stream.restore(state["stream"])
-        job.num_late.update(state["num_late"])
-        if job.fleet is not None and "fleet" in state:
-            job.fleet.restore(state["fleet"])
-        job.ledger = Ledger.restore(state["ledger"])
+        restore_parts(job, state)
         return job

@@ -49,6 +49,9 @@ class JobConfig:
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
     """Engines that can be lost. None: one that lives as long as the run, or engines of which the
     core does not know."""
+    max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """So many losses of the trainer's processes without a committed step between them end the run.
+    None: the trainer lives as long as the run."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":

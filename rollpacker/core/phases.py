@@ -30,6 +30,8 @@ from rollpacker.core.events import (
     SampleScored,
     StopRequested,
     Trained,
+    TrainerLost,
+    TrainerReady,
     WeightsSynced,
 )
 
@@ -72,6 +74,9 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     (_P.ROLLING, EngineLost): frozenset(
         {_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING, _P.DONE}
     ),
+    # It is brought back in whatever phase the job is, or the run is given up.
+    **{(phase, TrainerLost): frozenset({phase, _P.DONE}) for phase in Phase},
+    **{(phase, TrainerReady): frozenset({phase}) for phase in Phase},
     **{(phase, SampleScored): frozenset({phase}) for phase in Phase if phase is not _P.ROLLING},
 }
 """Where the job may be after an event that it is told in a phase."""

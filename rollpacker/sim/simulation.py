@@ -20,7 +20,7 @@ import gc
 from collections.abc import Callable
 
 from rollpacker.bus import Bus, Port, Recorded, Routes, Sink
-from rollpacker.core.commands import Drop, Finish
+from rollpacker.core.commands import Drop, Finish, RestoreTrainer
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
@@ -80,7 +80,7 @@ class Simulation:
                 Training(clock, machine, responses, tally, work, self._on_step),
                 Cursor(clock, workload),
                 responses,
-                Recorded(Drop),
+                Recorded(Drop, RestoreTrainer),  # a simulated trainer is never lost
                 self,
             ),
             sinks=() if observe is None else (observe,),

@@ -5,7 +5,9 @@
                             the other ranks become workers themselves and knock at its port: address
                             and token lie in torchrun's store
 
-Every rank obeys one call at a time; a call is made on all of them at once, or on some.
+Every rank obeys one call at a time; a call is made on all of them at once, or on some. A rank that
+ends, ends all: others may wait for it in a joint call. Those that RollPacker has started it can
+start anew (`RanksLost`); torchrun's end with the run.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.processes.child import Child
+from rollpacker.processes.child import Child, state
 from rollpacker.processes.line import Line, LineEnded, ready
 from rollpacker.processes.listener import HELLO, Listener, connect
-from rollpacker.trainer.trainer import TrainerProcessError
+from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
@@ -40,6 +42,9 @@ GRACE_S = 30.0
 """How long the others may take once a rank has failed: they may wait for it in a joint call."""
 LOOK_S = 5.0
 """Ranks that take longer to answer are looked at so often: a signal may have stopped them."""
+STOPPED_S = 60.0
+"""A rank that a signal has stopped is waited for so long during a call; then it is lost, and ended.
+One that is held by a debugger is not."""
 WELCOME, CALL, RESULT, ERROR = range(HELLO + 1, HELLO + 5)
 """Kinds of messages besides `HELLO`."""
 
@@ -150,6 +155,8 @@ class Ranks:
         self._started: list[Rank] = []
         """Those that are children of this process."""
         self._calling = threading.Lock()
+        self._starting = threading.Lock()
+        self._is_closed = False
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
         """It must live as long as the ranks: this process serves it unless torchrun does."""
@@ -162,8 +169,7 @@ class Ranks:
             )
         try:
             if torchrun is None:
-                for rank in range(num_processes):
-                    self._start(rank, _local(rank, num_processes))
+                self._start_all()
             else:
                 self._listener = torchrun.listener()
                 where = self._listener.host, self._listener.port, self._listener.token.hex()
@@ -173,6 +179,33 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+
+    def _start_all(self) -> None:
+        for rank in range(self.num_processes):
+            self._start(rank, _local(rank, self.num_processes))
+
+    def start_anew(self) -> None:
+        """End what is left of them, and start others; `connect` before the next call. Raises
+        `TrainerProcessError` if they were closed meanwhile."""
+        self._kill()
+        with self._starting:
+            if self._is_closed:
+                raise TrainerProcessError("the run is over")
+            for rank in self._started:
+                assert rank.child is not None
+                rank.child.close()
+                rank.line.close()
+            self.all, self._started = [], []
+            self._start_all()
+
+    def how_lost(self) -> str | None:
+        """Which one has ended between two calls, and how. None: none of those that RollPacker has
+        started."""
+        own = self.all if self._listener is None else []
+        for rank in own:
+            if rank.child is not None and (how := rank.child.how_ended()) is not None:
+                return f"{rank} ended by itself ({how}) between two calls"
+        return None
 
     def _start(self, number: int, environment: Mapping[str, str]) -> None:
         line, theirs = Line.pair()
@@ -209,7 +242,7 @@ class Ranks:
             self._check_started()
             if time.monotonic() > until:
                 missing = sorted(set(range(self.num_processes)) - set(found))
-                raise TrainerProcessError(
+                raise self._lost(
                     f"processes {missing} of the trainer did not report within {START_S:.0f} s"
                 )
             own = {rank.line: rank for rank in self._started if rank.number not in found}
@@ -227,7 +260,7 @@ class Ranks:
         for rank in self._started:
             assert rank.child is not None
             if (how := rank.child.how_ended()) is not None:
-                raise TrainerProcessError(
+                raise self._lost(
                     f"process {rank.number} of the trainer ended before it was ready ({how}); its "
                     "messages stand above"
                 )
@@ -236,23 +269,32 @@ class Ranks:
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
         """`method(*arguments[i])` on every rank, or on those of these numbers; their results, in
-        order.
+        order. Raises what `send` does."""
+        from rollpacker.trainer.calls import codec
+
+        return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
+
+    def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
+        """The same with calls of this method as bytes, which may be sent more than once.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
-        meanwhile ends all: `TrainerProcessError`. So does an error of one rank that others wait
-        for longer than `GRACE_S`.
+        meanwhile ends all: `RanksLost`, or `TrainerProcessError` under torchrun. So does an error
+        of one rank that others wait for longer than `GRACE_S`.
         """
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
             called = [self.all[number] for number in numbers] or self.all
-            for rank, values in zip(called, arguments, strict=True):
+            for rank, call in zip(called, calls, strict=True):
                 try:
-                    rank.line.send(CALL, payload=codec().encode((method, values)))
+                    rank.line.send(CALL, payload=call)
                 except LineEnded:
                     self._ended(rank, method)
             replies = self._replies(method, called)
         errors = [error_of(said) for kind, said in replies.values() if kind == ERROR]
+        for error in errors:
+            if isinstance(error, TrainerProcessError):  # to one that ended after it had answered
+                raise self._lost(str(error).partition(".")[0])
         if errors:
             raise min(errors, key=lambda error: not _names_samples(error))
         return [codec().decode(replies[rank.number][1]) for rank in called]
@@ -262,7 +304,7 @@ class Ranks:
         one has failed and others waited too long."""
         found: dict[int, tuple[int, bytes]] = {}
         waiting = {rank.line: rank for rank in called}
-        stopped: set[int] = set()
+        stopped: dict[int, float] = {}
         heard_at = time.monotonic()
         while waiting:
             for line in ready(waiting, min(LOOK_S, GRACE_S)):
@@ -277,22 +319,33 @@ class Ranks:
             if failed and waiting and time.monotonic() - heard_at >= GRACE_S:
                 self._kill()
                 break
-            for rank in waiting.values():
-                if rank.number not in stopped and rank.is_stopped():
-                    stopped.add(rank.number)
-                    logger.warning(
-                        "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
-                    )
+            self._look_for_stopped(waiting.values(), stopped, method)
         return dict(sorted(found.items()))
+
+    def _look_for_stopped(
+        self, waiting: Iterable[Rank], stopped: dict[int, float], method: str
+    ) -> None:
+        """`stopped`: since when, by rank. Raises `RanksLost` for one that stays so."""
+        for rank in waiting:
+            if not rank.is_stopped():
+                stopped.pop(rank.number, None)
+            elif rank.number not in stopped:
+                stopped[rank.number] = time.monotonic()
+                logger.warning(
+                    "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
+                )
+            elif time.monotonic() - stopped[rank.number] > STOPPED_S and state(rank.pid) == "T":
+                raise self._lost(f"{rank} was stopped by a signal during {method!r}, and stayed so")
 
     def _ended(self, rank: Rank, method: str) -> None:
         """End all and raise: the others would wait for this one in a joint call for ever."""
-        how = rank.how_it_ended()
+        raise self._lost(f"{rank} {rank.how_it_ended()} during {method!r}")
+
+    def _lost(self, reason: str) -> TrainerProcessError:
+        """End all. What to raise then."""
         self._kill()
-        raise TrainerProcessError(
-            f"{rank} {how} during {method!r}. No update of this step was kept; --resume goes on "
-            "from the last checkpoint"
-        )
+        lost = RanksLost(reason)
+        return lost if self._listener is None else TrainerProcessError(str(lost))
 
     def _kill(self) -> None:
         for rank in (*self._started, *self.all):
@@ -303,6 +356,8 @@ class Ranks:
 
     def close(self) -> None:
         """End all of them. Idempotent."""
+        with self._starting:
+            self._is_closed = True
         if not self.all:  # they may still load their libraries
             self._kill()
         for rank in self.all:

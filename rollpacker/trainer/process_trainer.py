@@ -3,7 +3,8 @@
 Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
 `apply` brings them together. Of several replicas (`train.replicas`) some may be asked alone.
 Engines have copies of the weights, which are brought up to date through memory that rank 0 writes
-and they read.
+and they read. Where a rank is lost, others are started, which take the last checkpoint and are told
+once more what has happened since (`journal.py`); the memory is the run's own and stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rollpacker.trainer.balance import assign
+from rollpacker.trainer.calls import codec
+from rollpacker.trainer.journal import Journal
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.setup import LearnerSetup
@@ -38,23 +41,28 @@ class ProcessTrainer:
     """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
 
     `ranks` are started and not yet connected; they end with the trainer. `engine_weights` are what
-    the engine's copy consists of: names, shapes and dtypes. Raises `TrainerProcessError` if a
-    process ends, then or in any later call.
+    the engine's copy consists of: names, shapes and dtypes. `journal_in`: see `Journal`. Raises
+    `TrainerProcessError` if a process ends, then or in any later call.
     """
 
     def __init__(
-        self, setup: LearnerSetup, ranks: Ranks, engine_weights: Iterable[tuple[str, Tensor]]
+        self,
+        setup: LearnerSetup,
+        ranks: Ranks,
+        engine_weights: Iterable[tuple[str, Tensor]],
+        journal_in: Path | None = None,
     ) -> None:
         self.version = 0
+        self._setup = setup
         self._ranks = ranks
+        self._journal = Journal(journal_in)
         self._replicas = setup.train.replicas
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             ranks.connect()
             self._all("setup", setup)
             self._buffer = WeightBuffer.create(engine_weights)
-            others = [None] * (ranks.num_processes - 1)
-            self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
+            self._map_weights()
         except BaseException:
             self.close()
             raise
@@ -86,7 +94,7 @@ class ProcessTrainer:
         def accumulate() -> None:
             arguments = [([ordered[i] for i in share],) for share in shares.values()]
             try:
-                self._ranks.call("accumulate", arguments, [*shares])
+                self._change("accumulate", arguments, [*shares])
             except NonFiniteError:
                 if self._replicas > 1:  # the others do not know of it
                     with contextlib.suppress(TrainerProcessError):
@@ -97,13 +105,13 @@ class ProcessTrainer:
 
     async def rescale(self, factor: float) -> None:
         """See `Trainer`."""
-        await self._in_thread(lambda: self._all("rescale", factor))
+        await self._in_thread(lambda: self._change_all("rescale", factor))
 
     async def update(self) -> Mapping[str, float]:
         """See `Trainer`."""
 
         def update() -> Mapping[str, float]:
-            outcomes = self._all("update")
+            outcomes = self._change_all("update")
             return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
 
         return await self._in_thread(update)
@@ -112,7 +120,8 @@ class ProcessTrainer:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
-            outcomes = self._all("apply")
+            outcomes = self._change_all("apply")
+            self._journal.finish_step()
             self.version += 1
             return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
 
@@ -130,14 +139,40 @@ class ProcessTrainer:
     def save(self, folder: Path) -> None:
         """See `Trainer`."""
         self._all("save", folder)
+        self._journal.saved(self.version)
 
     def load(self, folder: Path) -> None:
         """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
         self.version = self._all("load", folder)[0]
+        self._journal.loaded(self.version)
+
+    def how_lost(self) -> str | None:
+        """See `Trainer`."""
+        return self._ranks.how_lost()
+
+    async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
+        """See `Trainer`. Raises `TrainerProcessError`, too, if the checkpoint is too old."""
+
+        def restore() -> None:
+            self._ranks.start_anew()
+            self._ranks.connect()
+            tell()
+            self._all("setup", self._setup)
+            self._map_weights()
+            tell()
+            version = 0 if checkpoint is None else self._all("load", checkpoint)[0]
+            for call in self._journal.since(version):
+                tell()
+                self._ranks.send(call.method, call.calls, call.numbers)
+                version += call.method == "apply"
+            assert version == self.version, (version, self.version)
+
+        await self._in_thread(restore)
 
     def close(self) -> None:
         """End thread and processes. Idempotent."""
         self._ranks.close()
+        self._journal.close()
         self._executor.shutdown(wait=False)
 
     @property
@@ -156,6 +191,26 @@ class ProcessTrainer:
         numbers = range(self._replicas) if replicas is None else sorted(replicas)
         ranks = [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
         return dict(zip(ranks, assign(lengths, len(ranks)), strict=True))
+
+    def _map_weights(self) -> None:
+        others = [None] * (self._ranks.num_processes - 1)
+        self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
+
+    def _change_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._change(method, [arguments] * len(self._ranks.all))
+
+    def _change(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
+    ) -> list[Any]:
+        """A call that ranks in the place of these must be told, too."""
+        calls = [codec().encode((method, one)) for one in arguments]
+        try:
+            results = self._ranks.send(method, calls, numbers)
+        except NonFiniteError:  # all that was accumulated is forgotten
+            self._journal.forget_step()
+            raise
+        self._journal.add(method, calls, numbers)
+        return results
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ranks.call(method, [arguments] * len(self._ranks.all))

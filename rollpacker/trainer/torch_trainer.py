@@ -111,6 +111,13 @@ class TorchTrainer:
         """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
         self.learner.load(folder)
 
+    def how_lost(self) -> None:
+        """See `Trainer`. It lives as long as the run's own process."""
+
+    async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
+        """See `Trainer`. Nobody needs it."""
+        raise AssertionError("a trainer in the run's own process cannot be lost")
+
     def close(self) -> None:
         """End the thread once it is done with what it is at; a call that hangs is not waited for.
         Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -22,6 +22,18 @@ class TrainerError(RuntimeError):
 
 class TrainerProcessError(TrainerError):
     """A process of the trainer ended. The run can be resumed."""
+
+
+class RanksLost(TrainerProcessError):
+    """A process of the trainer ended, or can be used no more; all have been ended, and
+    `Trainer.restore` brings others in their place."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason`: which process, and how, in words."""
+        super().__init__(
+            f"{reason}. No update of this step was kept; --resume goes on from the last checkpoint"
+        )
+        self.reason = reason
 
 
 class TrainerStateError(TrainerError):
@@ -307,6 +319,21 @@ class Trainer(Protocol):
     def load(self, folder: Path) -> None:
         """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit at
         the same number of processes."""
+        ...
+
+    def how_lost(self) -> str | None:
+        """Why processes of it can be used no more, in words, if that shows without a call. None:
+        they live, as far as is known, or there are none. Called between calls."""
+        ...
+
+    async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
+        """After `RanksLost`, or where `how_lost` says so: start new processes, and bring them to
+        where `version` was reached, from a folder that `save` wrote, or from the beginning where
+        there is none yet. Gradients since then are lost. `tell` is called now and then, as a sign
+        of life, in any thread.
+
+        Raises `RanksLost` if one of the new ones ends meanwhile.
+        """
         ...
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ from rollpacker.core.commands import (
     Release,
     Replace,
     Resize,
+    RestoreTrainer,
     Score,
     StartGradients,
     SyncWeights,
@@ -129,7 +130,8 @@ class Rollouts:
             SyncWeights: self._sync,
             Commit: self._commit,
             Finish: self._finish,
-            **dict.fromkeys((Place, Move, Replace, Resize, Release, StartGradients), self._never),
+            **dict.fromkeys((Place, Move, Replace, Resize, Release), self._never),
+            **dict.fromkeys((StartGradients, RestoreTrainer), self._never),
         }
 
     def next_step(self) -> Groups:

@@ -214,6 +214,9 @@ class FakeTrainer:
         self.calls.append("score")
         return [TokenScores() for _ in requests]
 
+    def how_lost(self) -> str | None:
+        return None
+
     async def hand_over(self) -> HandOver:
         return HandOver(weights=None, probe=f"version {self.version}")
 

@@ -1,0 +1,113 @@
+"""What the trainer's ranks were told since their last checkpoints: to be told again to others.
+
+A checkpoint is the trainer at some version. What has brought it to later ones are calls, and the
+same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
+They lie as bytes in files without a name, so that samples of many steps take no memory, and nothing
+is left behind, whoever dies.
+
+    saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
+    `----------- one segment ----------------'      `------- another ---------------
+
+Two segments are kept, as the newest checkpoint may turn out to be damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rollpacker.trainer.trainer import TrainerProcessError
+
+NUM_SEGMENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """See `Ranks.send`."""
+
+    method: str
+    calls: list[bytes]
+    numbers: list[int]
+
+
+class Segment:
+    """Calls since the trainer had some version."""
+
+    def __init__(self, version: int, folder: Path | None) -> None:
+        self.version = version
+        self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # stays open
+        self.end = 0
+        """Bytes of those that a finished step has."""
+
+    def calls(self) -> Iterator[Call]:
+        """Those of finished steps."""
+        self.file.seek(0)
+        while self.file.tell() < self.end:
+            method, numbers, sizes = json.loads(self.file.readline())
+            yield Call(method, [self.file.read(size) for size in sizes], numbers)
+
+
+class Journal:
+    """`folder`: on whose file system the calls lie. None: where temporary files do."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._segments = [Segment(0, folder)]
+
+    def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """All of these ranks have done it. Raises `OSError`."""
+        file = self._segments[-1].file
+        head = json.dumps([method, list(numbers), [len(call) for call in calls]])
+        file.write(f"{head}\n".encode())
+        for call in calls:
+            file.write(call)
+
+    def finish_step(self) -> None:
+        """The calls so far have made a new version."""
+        last = self._segments[-1]
+        last.end = last.file.tell()
+
+    def forget_step(self) -> None:
+        """The calls since then have come to nothing."""
+        last = self._segments[-1]
+        last.file.seek(last.end)
+        last.file.truncate()
+
+    def loaded(self, version: int) -> None:
+        """The trainer is what a checkpoint says, whatever it was before."""
+        self._keep(0)
+        self._segments = [Segment(version, self._folder)]
+
+    def saved(self, version: int) -> None:
+        """There is one more checkpoint to begin from, or there will be in a moment."""
+        self._keep(NUM_SEGMENTS - 1)
+        self._segments.append(Segment(version, self._folder))
+
+    def since(self, version: int) -> Iterator[Call]:
+        """What brings ranks of this version to the last one. What came after that is forgotten.
+
+        Raises `TrainerProcessError` if it does not reach back so far.
+        """
+        self.forget_step()
+        start = next((i for i, one in enumerate(self._segments) if one.version == version), None)
+        if start is None:
+            raise TrainerProcessError(
+                f"the updates since version {version} of the weights, that of the newest checkpoint"
+                " which is whole, are not known any more. --resume goes on from there"
+            )
+        for segment in self._segments[start:]:
+            yield from segment.calls()
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        self._keep(0)
+
+    def _keep(self, count: int) -> None:
+        kept = self._segments[len(self._segments) - count :]
+        for segment in self._segments[: len(self._segments) - count]:
+            segment.file.close()
+        self._segments = kept
