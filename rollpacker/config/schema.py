@@ -12,6 +12,7 @@ from typing import Literal
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.devices import check_devices
+from rollpacker.config.placement import PlacementConfig, RewardHostsConfig, check_placement
 from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
@@ -152,6 +153,10 @@ class RunConfig:
     """Their weighted sum is a sample's reward."""
     seed: int = 0
     runs_dir: str = "runs"
+    runtime: Literal["local", "ray"] = "local"
+    """Who starts the run's processes. local: this machine alone. ray: a cluster of hosts."""
+    placement: PlacementConfig | None = None
+    rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
@@ -182,6 +187,7 @@ class RunConfig:
         self._check_algorithm()
         self._check_quantization()
         check_devices(self.rollout, self.train, self.parallelism_planner, self.model)
+        check_placement(self)
         self._check_stream_trainer()
         self._check_adapters()
         self._check_carrying()

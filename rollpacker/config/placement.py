@@ -1,0 +1,237 @@
+"""Which devices each role has (`placement.*`), and the keys that follow from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+
+RoleName = Literal["rollout", "train", "judge"]
+MAX_DEVICE = 99_999
+"""Larger numbers in a line are a slip."""
+_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlacement:
+    """Devices of the engines (`placement.rollout.*`)."""
+
+    devices: int | str = "all"
+    """all: as many engines as fit on what roles that take no turns with them leave. A number of
+    devices. Or which, over all hosts, such as `0-7` or `0-3,6`; one alone is `3-3`."""
+    per_engine: int = 1
+    """Devices of one engine, all on one host. More than one with vLLM only."""
+    memory_gib: float | None = None
+    """What an engine takes on each of its devices. None: as estimated from the model."""
+
+    def __post_init__(self) -> None:
+        _check_line(self.devices, self.per_engine, "per_engine")
+        _check_memory(self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlacement:
+    """Devices of the trainer (`placement.train.*`): one of its processes on each."""
+
+    devices: int | str = "all"
+    """As for the engines."""
+    per_replica: int = 1
+    """Devices over which one whole copy of the model is sharded, all on one host."""
+    memory_gib: float | None = None
+    """What a process of the trainer takes. None: as estimated from the model."""
+
+    def __post_init__(self) -> None:
+        _check_line(self.devices, self.per_replica, "per_replica")
+        _check_memory(self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgePlacement:
+    """Devices that nothing of the run is put on (`placement.judge.*`): for the server of a judge's
+    model, which the run asks and does not start."""
+
+    devices: int | str = 1
+    """As for the engines."""
+    memory_gib: float | None = None
+    """What it takes on each of its devices. None: not known, and not counted."""
+
+    def __post_init__(self) -> None:
+        _check_line(self.devices, 1, "")
+        _check_memory(self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """Which devices engines and trainer have (`placement.*`). Devices are numbered over hosts; on a
+    CPU a device is a core, and cores share their host's memory. This section rules: the number of
+    engines, the trainer's processes and replicas, `train.colocate` and
+    `parallelism_planner.initial` follow from it, and where they are set as well they must agree."""
+
+    rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
+    train: TrainPlacement = field(default_factory=TrainPlacement)
+    judge: JudgePlacement | None = None
+    colocate: tuple[RoleName, ...] = ()
+    """Roles that may be on the same devices, where they take turns. All others have theirs for
+    themselves."""
+    across_hosts: tuple[RoleName, ...] = ()
+    """Roles of which one unit, an engine or a replica, may have devices on several hosts."""
+
+    def __post_init__(self) -> None:
+        for name in ("colocate", "across_hosts"):
+            roles: tuple[str, ...] = getattr(self, name)
+            if len(set(roles)) < len(roles):
+                raise ValueError(f"{name} names a role twice: {list(roles)}")
+            if "judge" in roles and self.judge is None:
+                raise ValueError(f"{name} names judge, which has no devices: set placement.judge")
+        if len(self.colocate) == 1:
+            raise ValueError(
+                f"colocate names {self.colocate[0]} alone: roles take turns with another one"
+            )
+
+    @property
+    def turns(self) -> bool:
+        """Engines and trainer share devices."""
+        return {"rollout", "train"} <= set(self.colocate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardHostsConfig:
+    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` beside the engines, on every
+    host."""
+
+    per_host: int = 1
+    """Processes on each host, each with the whole set of rewards, their workers and sandboxes."""
+
+    def __post_init__(self) -> None:
+        if self.per_host < 1:
+            raise ValueError(f"per_host must be at least 1, not {self.per_host}")
+
+
+def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
+    """What a line of `placement` says: all, a number of devices, or which. Raises `ValueError`."""
+    if isinstance(line, int):
+        if line < 1:
+            raise ValueError(f"devices must be at least 1, not {line}")
+        return line
+    if line == "all":
+        return "all"
+    if not _RANGES.fullmatch(line):
+        raise ValueError(
+            f"devices must be all, a number, or ranges such as 0-7 or 0-3,6, not {line!r}"
+        )
+    numbers: list[int] = []
+    for part in line.split(","):
+        first, _, last = part.partition("-")
+        if max(len(first), len(last)) > len(str(MAX_DEVICE)):
+            raise ValueError(f"devices {part}: there are no so many devices")
+        if int(last or first) < int(first):
+            raise ValueError(f"devices {part} ends before it begins: did you mean {last}-{first}?")
+        numbers += range(int(first), int(last or first) + 1)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"devices {line} names one twice")
+    return tuple(sorted(numbers))
+
+
+def num_devices(line: int | str) -> int | None:
+    """How many a line asks for; None: all."""
+    devices = devices_of(line)
+    if devices == "all":
+        return None
+    return devices if isinstance(devices, int) else len(devices)
+
+
+def check_placement(config: RunConfig) -> None:
+    """Raises `ValueError` with one message where keys that follow from `placement` are set to
+    something else."""
+    if config.rewards_hosts is not None and config.runtime == "local":
+        raise ValueError(
+            "rewards_hosts is for several hosts: set runtime=ray, or leave rewards_hosts out"
+        )
+    placement, planner = config.placement, config.parallelism_planner
+    if placement is None:
+        return
+    per_engine, engine = placement.rollout.per_engine, config.rollout.engine
+    if per_engine > 1 and not engine.is_tensor_parallel:
+        raise ValueError(
+            f"placement.rollout.per_engine={per_engine} does not go with rollout.engine.name="
+            f"{engine.name}, which runs on one device: set rollout.engine.name=vllm, or "
+            "per_engine=1"
+        )
+    if planner.enabled and planner.initial != per_engine:
+        raise ValueError(
+            f"parallelism_planner.initial={planner.initial}, but placement.rollout.per_engine="
+            f"{per_engine}: with the planner set both to the degree to begin with"
+        )
+    for one in derived(placement):
+        part, name = one.key.split(".")
+        value = getattr(getattr(config, part), name)
+        if one.value is not None and value not in (one.unset, one.value):
+            raise ValueError(
+                f"{one.key}={_word(value)}, but {one.lines} makes it {_word(one.value)}: placement "
+                f"rules, so leave {one.key} out, or change placement"
+            )
+
+
+class Derived(NamedTuple):
+    """A key that follows from `placement`."""
+
+    key: str
+    unset: object
+    """What it is where nobody set it."""
+    value: object
+    """What follows. None: it depends on the hosts."""
+    lines: str
+    """Of the section, which say so."""
+
+
+def derived(
+    placement: PlacementConfig, engines: int | None = None, processes: int | None = None
+) -> list[Derived]:
+    """All of them. `engines` and `processes`: how many there are on the hosts, where that is
+    known."""
+    rollout, train = placement.rollout, placement.train
+    of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
+    if engines is None and of_engines is not None:
+        engines = of_engines // rollout.per_engine
+    processes = of_train if processes is None else processes
+    replicas = None if processes is None else processes // train.per_replica
+    per_engine = f"placement.rollout.per_engine={rollout.per_engine}"
+    lines = f"placement.train.devices={train.devices}"
+    return [
+        Derived(
+            *("rollout.engines", 1, engines),
+            f"placement.rollout.devices={rollout.devices} with per_engine={rollout.per_engine}",
+        ),
+        Derived("train.processes", None, processes, lines),
+        Derived("train.replicas", 1, replicas, f"{lines} with per_replica={train.per_replica}"),
+        Derived(
+            *("train.colocate", False, placement.turns),
+            f"placement.colocate=[{','.join(placement.colocate)}]",
+        ),
+        Derived("parallelism_planner.initial", 1, rollout.per_engine, per_engine),
+    ]
+
+
+def _word(value: object) -> str:
+    return str(value).lower()
+
+
+def _check_line(devices: int | str, per_unit: int, key: str) -> None:
+    if per_unit < 1:
+        raise ValueError(f"{key} must be at least 1, not {per_unit}")
+    count = num_devices(devices)
+    if count is not None and count % per_unit:
+        fits = [str(n) for n in (count // per_unit * per_unit, -(-count // per_unit) * per_unit)]
+        raise ValueError(
+            f"devices={devices} is {count}, which {key}={per_unit} does not divide: make it "
+            f"{' or '.join(n for n in fits if n != '0')}"
+        )
+
+
+def _check_memory(memory_gib: float | None) -> None:
+    if memory_gib is not None and not (math.isfinite(memory_gib) and memory_gib >= 0):
+        raise ValueError(f"memory_gib must be a number from 0 on, not {memory_gib}")
