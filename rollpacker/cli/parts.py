@@ -19,6 +19,7 @@ from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.core.job import Job
@@ -271,20 +272,23 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
-def start_trainer_processes(config: RunConfig) -> Ranks | None:
+def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ranks | None:
     """Let them load their libraries while this process loads its own. None if there are none."""
     if config.train.processes is None:
         return None
     from rollpacker.trainer.launch import Ranks
 
-    return Ranks(config.train.processes)
+    if hosts is None or hosts.plan is None:
+        return Ranks(config.train.processes)
+    return Ranks(config.train.processes, hosts.of_ranks(), hosts.address)
 
 
 def build_trainer(
     config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
-    """`folder`: the run's. In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
-    has a copy, in processes of its own, and where the engines are in processes of theirs."""
+    """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
+    has a copy, in processes of its own, and where the engines are in processes of theirs. `folder`:
+    the run's."""
     from rollpacker.trainer.lora import add_adapter
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner

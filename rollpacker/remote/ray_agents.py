@@ -32,12 +32,14 @@ from ray.exceptions import (
     ActorUnschedulableError,
     GetTimeoutError,
     RayActorError,
+    RayError,
     RayTaskError,
 )
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollpacker.remote.agent import Agent
+from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
 from rollpacker.remote.token import PATH, is_demanded
 
@@ -46,6 +48,8 @@ LOWEST = (2, 54)
 LEASE_S = 12.0
 """An agent that nobody calls for so long ends with all that it has."""
 REACH_S = 5.0
+ASK_S = 60.0
+"""Within which a host must say what it has: ray starts a process for it first."""
 GROUPS = {"say": "say", "hear": "hear"}
 """Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
 
@@ -88,6 +92,27 @@ class Cluster:
         """Of the host of this process."""
         address: str = ray.util.get_node_ip_address()
         return address
+
+    def facts(self, address: str) -> HostFacts:
+        """What there is on that host. Raises `ValueError` if it cannot be asked."""
+        found: HostFacts = self._ask(address, facts)
+        return found
+
+    def sees(self, address: str, path: str) -> bool:
+        """Whether there is such a file or folder on that host. Raises `ValueError`."""
+        return bool(self._ask(address, os.path.exists, path))
+
+    def _ask(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+        try:
+            asked = ray.remote(function).options(**there).remote(*arguments)
+            return ray.get(asked, timeout=ASK_S)
+        except (GetTimeoutError, RayError) as error:
+            raise ValueError(
+                f"{address} is in ray's cluster, and cannot be asked what it has: "
+                f"{_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+                "there, in the environment that ray was started from?"
+            ) from error
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
         """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
