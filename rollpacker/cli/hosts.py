@@ -93,7 +93,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     try:
         facts = facts_of(cluster)
         plan = plan_of(config, rooms_of(cluster, facts))
-        config = placed(config, plan)
+        if config.placement is not None:
+            config = placed(config, plan)
         return config, _on_cluster(config, cluster, plan, facts)
     except BaseException:
         cluster.close()
