@@ -85,6 +85,8 @@ class WeightBuffer:
         except (OSError, RuntimeError) as error:
             raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
         self.layout = layout
+        self._memory: Memory | None = None
+        """Where this object made it."""
         self.tensors: dict[str, Tensor] = {}
         for name, place in layout.places.items():
             dtype: torch.dtype = getattr(torch, place.dtype)
@@ -105,10 +107,11 @@ class WeightBuffer:
             size = value.numel() * value.element_size()
             end += -(-size // ALIGNMENT) * ALIGNMENT
         size = end + ALIGNMENT
-        descriptor, path = _reserved(size)
-        inode = os.fstat(descriptor).st_ino
-        buffer = cls(BufferLayout(path=path, inode=inode, size_bytes=size, places=places))
-        weakref.finalize(buffer, _give_up, descriptor, path)
+        memory = Memory(size)
+        buffer = cls(
+            BufferLayout(path=memory.path, inode=memory.inode, size_bytes=size, places=places)
+        )
+        buffer._memory = memory
         return buffer
 
     def source(self, version: int) -> WeightSource:
@@ -151,6 +154,18 @@ class WeightReader:
         if self._buffer is None or self._buffer.layout != source.layout:
             self._buffer = WeightBuffer(source.layout)
         return self._buffer.reading(source.version)
+
+
+class Memory:
+    """Memory without a name that other processes of this machine can map, as long as this object
+    lives."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises `OSError`, or `ValueError` if there is no room."""
+        self.descriptor, self.path = _reserved(size_bytes)
+        self.inode = os.fstat(self.descriptor).st_ino
+        self.close = weakref.finalize(self, _give_up, self.descriptor, self.path)
+        """Give it back; those that have mapped it keep it."""
 
 
 def _reserved(size: int) -> tuple[int, str]:

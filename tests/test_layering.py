@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "processes": (),
     "data": NOUNS,
     "trainer": (*NOUNS, "algo", "host_store", "processes", "weight_buffer", "weight_probe"),
-    "remote": (*NOUNS, "rollout", "trainer", "rewards"),
+    "remote": ("processes", "weight_buffer"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
     "chat_template": (),

@@ -9,20 +9,26 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.engines import Engines
     from rollpacker.core.parallelism import ParallelismConfig
+    from rollpacker.processes.host import Host
     from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.rollout.messages import EngineSetup
     from rollpacker.trainer.trainer import ModelConfig
 
 
-def build_engines(config: RunConfig, policy: Policy) -> Engines:
-    """Those that the config asks for. Processes begin to load at once. Raises `ValueError` if there
-    are fewer devices, or if the model cannot be cut in as many parts."""
+def build_engines(config: RunConfig, policy: Policy, hosts: Hosts | None = None) -> Engines:
+    """Those that the config asks for, on these hosts, or on this machine.
+
+    Processes begin to load at once. Raises `ValueError` if there are fewer devices, or if the model
+    cannot be cut in as many parts.
+    """
     from rollpacker.cli.parts import give_adapter
     from rollpacker.controller.engines import Engines
+    from rollpacker.processes.host import ThisHost
     from rollpacker.rollout.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -43,8 +49,14 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
 
-    def make(number: int, incarnation: int, tensor_parallel: int) -> Engine:
+    def place(number: int, tensor_parallel: int) -> tuple[Host, dict[str, str]]:
+        if hosts is not None and hosts.plan is not None:
+            return hosts.of_engine(number, tensor_parallel)
         own = ",".join(devices[number * tensor_parallel : (number + 1) * tensor_parallel])
+        return ThisHost(), {"CUDA_VISIBLE_DEVICES": own} if own.strip(",") else {}
+
+    def make(number: int, incarnation: int, tensor_parallel: int) -> Engine:
+        host, environment = place(number, tensor_parallel)
         return ProcessEngine(
             engine_setup(
                 config.model,
@@ -55,7 +67,8 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
             ),
             name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
-            environment={"CUDA_VISIBLE_DEVICES": own} if own.strip(",") else {},
+            environment=environment,
+            host=host,
         )
 
     first = [make(number, 0, planner.initial) for number in range(count)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollpacker.callbacks import Callback
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.core.job import Job
@@ -273,13 +274,15 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
-def start_trainer_processes(config: RunConfig) -> Ranks | None:
+def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ranks | None:
     """Let them load their libraries while this process loads its own. None if there are none."""
     if config.train.processes is None:
         return None
     from rollpacker.trainer.launch import Ranks
 
-    return Ranks(config.train.processes)
+    if hosts is None or hosts.plan is None:
+        return Ranks(config.train.processes)
+    return Ranks(config.train.processes, hosts.of_ranks(), hosts.address)
 
 
 def build_trainer(

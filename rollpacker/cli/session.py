@@ -17,6 +17,7 @@ from rollpacker.cli.output import print_line, progress
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
@@ -56,6 +57,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
+        from rollpacker.cli.hosts import open_hosts
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -68,7 +70,9 @@ class Session:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
-        ranks = build.start_trainer_processes(config)
+        config, hosts = open_hosts(config)
+        self.stack.callback(hosts.close)
+        ranks = build.start_trainer_processes(config, hosts)
         if ranks is not None:
             self.stack.callback(ranks.close)
         shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
@@ -80,7 +84,7 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
-        engines = self._engines(policy)
+        engines = self._engines(config, policy, hosts)
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks, folder.path)
         self.stack.callback(trainer.close)
@@ -114,12 +118,12 @@ class Session:
         )
         self._open(parts, watch, time_s, build.marks(config, policy))
 
-    def _engines(self, policy: Policy) -> Engines:
+    def _engines(self, config: RunConfig, policy: Policy, hosts: Hosts) -> Engines:
         """Before the run has a folder: what one refuses in its process leaves nothing behind."""
         from rollpacker.cli.engines import all_made, build_engines
         from rollpacker.controller.shared_devices import let_go_of_all
 
-        engines = build_engines(self.config, policy)
+        engines = build_engines(config, policy, hosts)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
         if self.config.train.colocate:  # until weights are handed over: the trainer is to load

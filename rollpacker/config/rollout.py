@@ -61,11 +61,8 @@ class RolloutConfig:
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
-    def fleet(self, parallelism: ParallelismConfig) -> FleetConfig | None:
-        """What the core needs to know of engines that can be lost, or laid out anew; None: there is
-        one, for good, in the run's own process."""
-        if self.engines == 1 and not parallelism.of_several:
-            return None
+    def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:
+        """What the core needs to know of engines that can be lost, or laid out anew."""
         moves = self.engine.takes_up_carried
         return FleetConfig(
             num_engines=self.engines,

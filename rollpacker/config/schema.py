@@ -317,7 +317,8 @@ class RunConfig:
     @property
     def engines_are_apart(self) -> bool:
         """They are in processes of their own."""
-        return self.rollout.engines > 1 or self.parallelism_planner.of_several
+        of_several = self.parallelism_planner.of_several
+        return self.rollout.engines > 1 or of_several or self.runtime == "ray"
 
     @property
     def trainer_apart(self) -> bool:
@@ -424,7 +425,7 @@ class RunConfig:
             layouts=(self.layout,),
             min_verdicts=2 if self.algorithm.needs_groups else 1,
             parallelism=self.parallelism_planner,
-            fleet=self.rollout.fleet(self.parallelism_planner),
+            fleet=self.rollout.fleet(self.parallelism_planner) if self.engines_are_apart else None,
             max_trainer_losses=None if self.train.processes is None else MAX_TRAINER_LOSSES,
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,

@@ -315,9 +315,8 @@ class Job:
     def _on_trainer_lost(self, event: TrainerLost) -> list[Command]:
         if self.phase is Phase.DONE:
             return []
-        commands = self.trainer.on_lost(event, self.version)
-        reason = self.trainer.given_up
-        return self._finish(reason, failed=True) if reason else [*commands]
+        commands, why = self.trainer.on_lost(event, self.version), self.trainer.given_up
+        return self._finish(why, failed=True) if why else [*commands]
 
     def _on_trainer_ready(self, event: TrainerReady) -> list[Command]:
         self.trainer.on_ready(event, self.version)

@@ -78,9 +78,9 @@ class Child:
         return f"{self.name} (pid {self.pid})"
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) or a debugger holds it. False where the system does not
+        """Whether a signal (SIGSTOP) holds it, and no debugger. False where the system does not
         tell."""
-        return state(self.pid) in ("T", "t")
+        return state(self.pid) == "T"
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
         """Say in words how it ended, or None if it has not ended within `wait_s`."""

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rollpacker.imports import load_function, silence_noise
+from rollpacker.processes.host import inherited_line
 from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rollout.engine import Engine, EngineError, EngineOutput
 from rollpacker.rollout.messages import (
@@ -210,7 +211,8 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a crash in a library says where
     silence_noise()
-    line = Line.inherited(int(sys.argv[1]))
+    line = inherited_line()
+    assert line is not None, "a host starts it"
     try:
         line.send(HELLO, payload=codec().encode(os.getpid()))
         setup = codec().decode(line.receive().payload)

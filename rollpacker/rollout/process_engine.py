@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -24,9 +22,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
-from rollpacker.processes.line import Line
+from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     EngineError,
     EngineOutput,
@@ -69,6 +66,7 @@ MAX_WAIT_S = 0.5
 ENDED_S = 0.4
 """How long it may take to learn how a process ended that has hung up."""
 CLOSE_S = 5.0
+HERE = ThisHost()
 
 
 class EngineRefusedError(EngineError, ValueError):
@@ -95,9 +93,10 @@ class ProcessEngine:
         heartbeat_s: float = HEARTBEAT_S,
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
+        host: Host = HERE,
     ) -> None:
-        """Starts the process. `environment` is added to this process's own. Raises `OSError`, and
-        `TypeError` for a setup that cannot be sent."""
+        """Starts the process, on `host`. `environment` is added to what processes there have.
+        Raises `OSError`, and `TypeError` for a setup that cannot be sent."""
         self.name = name
         self.last_answer_s = time.monotonic()
         """When the process last answered, on the monotonic clock."""
@@ -111,15 +110,10 @@ class ProcessEngine:
         self._ready: Future[None] = Future()
         self._is_heard = self._is_over = False
         told = codec().encode(setup)  # here: in the thread, nobody would hear that it cannot be
-        self._line, theirs = Line.pair()
-        with theirs:
-            self.child = Child.start(
-                [sys.executable, "-m", "rollpacker.rollout.engine_worker", f"{theirs.fileno()}"],
-                name,
-                guarded=True,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **(environment or {})},
-            )
+        self._host = host
+        self.child, self._line = host.start(
+            "rollpacker.rollout.engine_worker", name, guarded=True, environment=environment or {}
+        )
         self._loop = asyncio.SelectorEventLoop()
         self._loop.call_soon(self._begin, told, start_s)
         self._thread = threading.Thread(target=self._work, name=f"rollpacker-{name}", daemon=True)
@@ -155,6 +149,8 @@ class ProcessEngine:
         if weights is not None and not isinstance(weights, WeightSource):
             raise EngineError("an engine in a process reads its weights from a source")
         self._inbox.begin_weights(version)
+        if weights is not None:
+            weights = await asyncio.to_thread(self._host.weights, weights)
         call = self._exchanges.call(UPDATE_WEIGHTS, version, weights)
         self._wake()
         await asyncio.wrap_future(call)

@@ -1,6 +1,7 @@
 """Starting the trainer's processes and talking to them.
 
-    started by RollPacker   every rank is a child of the run's process, with an inherited line to it
+    started by RollPacker   every rank is a child of the run, with an inherited line to it,
+                            or of its agent on another host
     under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
                             the other ranks become workers themselves and knock at its port: address
                             and token lie in torchrun's store
@@ -17,14 +18,13 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.processes.child import Child, state
+from rollpacker.processes.host import LINE_FD, Host, Process, ThisHost, inherited_line
 from rollpacker.processes.line import Line, LineEnded, ready
 from rollpacker.processes.listener import HELLO, Listener, connect
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
@@ -32,8 +32,7 @@ from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
-LINE_FD = "ROLLPACKER_TRAINER_LINE"
-"""Descriptor of the line to the run's own process, in its child's environment."""
+LOOPBACK = "127.0.0.1"
 START_S = 300.0
 """How long all ranks may take to say hello: they load torch first."""
 END_S = 5.0
@@ -121,6 +120,16 @@ def _own_address() -> list[str]:
     return []
 
 
+class RankPlace(NamedTuple):
+    """Where a rank is started."""
+
+    local_rank: int
+    """Its number on its host: its device there."""
+    host: Host
+    environment: Mapping[str, str]
+    """What it finds besides."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Rank:
     """One worker as the run's own process sees it."""
@@ -128,7 +137,7 @@ class Rank:
     number: int
     pid: int
     line: Line
-    child: Child | None
+    child: Process | None
     """None if torchrun started it."""
 
     def how_it_ended(self) -> str:
@@ -148,9 +157,14 @@ class Rank:
 class Ranks:
     """All workers of a trainer."""
 
-    def __init__(self, num_processes: int) -> None:
-        """Start them; `connect` before the first call."""
+    def __init__(
+        self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
+    ) -> None:
+        """Start them, each at its place, or all on this machine; `connect` before the first call.
+        `address`: of this machine, where ranks on other hosts reach it."""
         self.num_processes = num_processes
+        self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
+        self._address = address
         self.all: list[Rank] = []
         self._started: list[Rank] = []
         """Those that are children of this process."""
@@ -182,7 +196,17 @@ class Ranks:
 
     def _start_all(self) -> None:
         for rank in range(self.num_processes):
-            self._start(rank, _local(rank, self.num_processes))
+            self._start(rank, self._placed(rank))
+
+    def _placed(self, rank: int) -> dict[str, str]:
+        """Return the environment that torchrun would give a rank."""
+        place = self._places[rank]
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(place.local_rank),
+            "WORLD_SIZE": str(self.num_processes),
+            **place.environment,
+        }
 
     def start_anew(self) -> None:
         """End what is left of them, and start others; `connect` before the next call. Raises
@@ -208,15 +232,12 @@ class Ranks:
         return None
 
     def _start(self, number: int, environment: Mapping[str, str]) -> None:
-        line, theirs = Line.pair()
-        with theirs:
-            child = Child.start(
-                [sys.executable, "-m", "rollpacker.trainer.worker"],
-                f"rank {number}",
-                guarded=False,  # it ends with its line
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, LINE_FD: str(theirs.fileno())},
-            )
+        child, line = self._places[number].host.start(
+            "rollpacker.trainer.worker",
+            f"rank {number}",
+            guarded=False,  # it ends with its line
+            environment=environment,
+        )
         self._started.append(Rank(number=number, pid=child.pid, line=line, child=child))
 
     def connect(self) -> None:
@@ -224,8 +245,8 @@ class Ranks:
         environment: dict[str, str] = {}
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
-            self._store = _store_on_loopback()
-            environment = _served_at(self._store.port)
+            self._store = _store_at(self._address)
+            environment = _served_at(self._address, self._store.port)
         found = self._greeted()
         for rank in found:
             with contextlib.suppress(LineEnded):  # the first call says so
@@ -248,7 +269,7 @@ class Ranks:
             own = {rank.line: rank for rank in self._started if rank.number not in found}
             for line in ready(own, 0.0 if self._listener is not None else 0.2):
                 with contextlib.suppress(LineEnded, TimeoutError):  # seen above
-                    line.receive(1.0)
+                    own[line].pid = int(line.receive(1.0).payload)
                     found[own[line].number] = own[line]
             if self._listener is not None:
                 for line, hello in self._listener.accept(0.2):
@@ -334,7 +355,7 @@ class Ranks:
                 logger.warning(
                     "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
                 )
-            elif time.monotonic() - stopped[rank.number] > STOPPED_S and state(rank.pid) == "T":
+            elif time.monotonic() - stopped[rank.number] > STOPPED_S:
                 raise self._lost(f"{rank} was stopped by a signal during {method!r}, and stayed so")
 
     def _ended(self, rank: Rank, method: str) -> None:
@@ -377,9 +398,9 @@ class Ranks:
 
 def line_to_run() -> Line:
     """Return a worker's line to the run's own process. Raises `OSError` and `LineEnded`."""
-    if LINE_FD in os.environ:
-        line = Line.inherited(int(os.environ[LINE_FD]))
-        line.send(HELLO)
+    line = inherited_line()
+    if line is not None:
+        line.send(HELLO, payload=str(os.getpid()).encode())
     else:
         torchrun = Torchrun.from_environment()
         assert torchrun is not None, "neither RollPacker nor torchrun started this worker"
@@ -399,23 +420,18 @@ def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = Non
     )
 
 
-def _store_on_loopback() -> TCPStore:
-    """Serve a store that only processes of this machine reach: left to itself, torch's listens on
-    every interface, whatever host it is given."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+def _store_at(address: str) -> TCPStore:
+    """Serve a store that is reached at this address alone: left to itself, torch's listens on every
+    interface, whatever host it is given."""
+    with socket.create_server((address, 0)) as listening:
         port = listening.getsockname()[1]
-        return _store("127.0.0.1", port, is_master=True, listen_fd=listening.detach())
+        return _store(address, port, is_master=True, listen_fd=listening.detach())
 
 
-def _local(rank: int, size: int) -> dict[str, str]:
-    """Return the environment that torchrun would give a rank of one machine."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-
-
-def _served_at(port: int) -> dict[str, str]:
+def _served_at(address: str, port: int) -> dict[str, str]:
     """Return the environment in which torchrun would say where its store is."""
     return {
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.imports import silence_noise
+from rollpacker.processes.host import LINE_FD
 from rollpacker.processes.line import Line, LineEnded
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
-from rollpacker.trainer.launch import ERROR, LINE_FD, RESULT, line_to_run
+from rollpacker.trainer.launch import ERROR, RESULT, line_to_run
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weight_buffer import BufferLayout, WeightBuffer
@@ -144,11 +145,12 @@ def main() -> None:
     silence_noise()
     import rollpacker.trainer.learner  # noqa: F401
 
+    is_torchruns = LINE_FD not in os.environ
     try:
         line = line_to_run()
     except (OSError, LineEnded) as error:
         sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
-    if LINE_FD not in os.environ:  # torchrun's child: it is told what the run's process is told,
+    if is_torchruns:  # it is told what the run's process is told,
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ends the step first, with all ranks
     serve(line)
 

@@ -21,6 +21,7 @@ import pytest
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.processes.child import children, state
+from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     Carried,
     EngineConfig,
@@ -41,6 +42,7 @@ from rollpacker.rollout.messages import (
 )
 from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
+from tests.remote.agents import Net
 from tests.rollout.engines import Heard
 from tests.rollout.made import counting
 from tests.rollout.tiny import request
@@ -58,13 +60,25 @@ def setup(make: str = "counting", **arguments: object) -> EngineSetup:
     )
 
 
+@pytest.fixture(params=["here", "behind an agent", "over a bad line"])
+def host(request) -> Iterator[Host]:
+    """Where the process is: an engine on another host is the same engine."""
+    if request.param == "here":
+        yield ThisHost()
+        return
+    net = Net(lost=0.2 if request.param == "over a bad line" else 0.0)
+    host = net.host()
+    yield host
+    host.close()
+
+
 @pytest.fixture
-def started() -> Iterator[Callable[..., tuple[ProcessEngine, Heard]]]:
+def started(host) -> Iterator[Callable[..., tuple[ProcessEngine, Heard]]]:
     engines = []
 
     def start(make: str = "counting", **options: object) -> tuple[ProcessEngine, Heard]:
         arguments = {"step_s": options.pop("step_s")} if "step_s" in options else {}
-        engine = ProcessEngine(setup(make, **arguments), **options)
+        engine = ProcessEngine(setup(make, **arguments), host=host, **options)
         engines.append(engine)
         heard = Heard()
         engine.start(heard, heard.on_error)
@@ -77,6 +91,12 @@ def started() -> Iterator[Callable[..., tuple[ProcessEngine, Heard]]]:
 
 def close(engine: ProcessEngine) -> None:
     asyncio.run(engine.close())
+
+
+def wait_for_worker(engine: ProcessEngine) -> None:
+    """Until it is known which process does the work, and not its guardian."""
+    while not (pid := engine.child.pid) or b"guardian" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        time.sleep(0.01)
 
 
 def ready(engine: ProcessEngine) -> None:
@@ -145,8 +165,7 @@ def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
     make = "slow" if when == "loading" else "counting"
     engine, heard = started(make, heartbeat_s=200.0, **options)
     if when == "loading":
-        while engine.child.pid == engine.child.process.pid:
-            time.sleep(0.01)
+        wait_for_worker(engine)
     else:
         ready(engine)
     if when == "decoding":
@@ -157,7 +176,8 @@ def test_a_killed_process_is_noticed_at_once_and_nothing_follows(started, when):
     os.kill(engine.child.pid, signal.SIGKILL)
     error = heard.wait_for_error()
     assert heard.error_s - killed_s < KILL_SEEN_S
-    assert f"engine (pid {engine.child.pid}) ended by itself (signal 9, SIGKILL)" == error
+    assert f"{engine.child} ended by itself (signal 9, SIGKILL)" == error
+    assert re.match(rf"engine \(pid {engine.child.pid}( on there)?\) ended", error)
     with pytest.raises(EngineError, match=r"the engine died: .*SIGKILL"):
         engine.submit([request(9)])
     with pytest.raises(EngineError, match="SIGKILL"):
@@ -199,8 +219,7 @@ def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
 
 def test_a_process_that_is_stopped_while_it_loads_is_noticed_too(started):
     engine, heard = started("slow", heartbeat_s=0.5)
-    while engine.child.pid == engine.child.process.pid:
-        time.sleep(0.01)
+    wait_for_worker(engine)
     os.kill(engine.child.pid, signal.SIGSTOP)
     assert "a signal has stopped it" in heard.wait_for_error()
 

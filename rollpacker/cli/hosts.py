@@ -1,0 +1,230 @@
+"""The hosts of a run, and which of its processes is started where: this machine, or those of a ray
+cluster (`runtime=ray`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.roles import Host as Room
+    from rollpacker.core.roles import Placement
+    from rollpacker.processes.host import Host
+    from rollpacker.remote.facts import HostFacts
+    from rollpacker.remote.ray_agents import Cluster
+    from rollpacker.trainer.launch import RankPlace
+
+RESERVE_S = 60.0
+"""How long ray may take to reserve the devices: others may have them."""
+SHM_BYTES = 64 << 20
+"""Free in /dev/shm of a host, where torch and vLLM share memory between processes."""
+
+
+@dataclass(slots=True)
+class Hosts:
+    """Where the processes of one run are started."""
+
+    plan: Placement | None = None
+    """None: all on this machine, and nothing says on which of its devices."""
+    by_name: Mapping[str, Host] = field(default_factory=dict)
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """By host: the network interface by which its processes reach others."""
+    address: str = "127.0.0.1"
+    """Of this machine, as processes on others reach it."""
+    close: Callable[[], None] = lambda: None
+
+    def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
+        """Where this engine is started, with so many devices, and what its environment has."""
+        devices = self._devices("rollout")[number * degree : (number + 1) * degree]
+        return self._place(devices)
+
+    def of_ranks(self) -> list[RankPlace]:
+        """Where the trainer's processes are started."""
+        from rollpacker.trainer.launch import RankPlace
+
+        found = []
+        for device in self._devices("train"):
+            host, environment = self._place([device])
+            local = (
+                0
+                if environment.get("CUDA_VISIBLE_DEVICES")
+                else len([one for one in found if one.host is host])
+            )
+            found.append(RankPlace(local, host, environment))
+        return found
+
+    def _devices(self, role: str) -> list[int]:
+        assert self.plan is not None
+        return [device for unit in self.plan.of(role) for device in unit.devices]
+
+    def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
+        from rollpacker.processes.host import ThisHost
+
+        assert self.plan is not None
+        there = [self.plan.devices[device] for device in devices]
+        name = there[0].host
+        environment = {}
+        if self.plan.kind == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one.local) for one in there)
+        if name in self.interfaces:
+            environment["GLOO_SOCKET_IFNAME"] = self.interfaces[name]
+        return self.by_name.get(name) or ThisHost(), environment
+
+
+def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
+    """The hosts, and the config with what follows from their number.
+
+    Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
+    message.
+    """
+    from rollpacker.cli.placement import hosts_of, placed, plan_of
+
+    if config.runtime == "local":
+        if config.placement is None:
+            return config, Hosts()
+        plan = plan_of(config, hosts_of(config))
+        return placed(config, plan), Hosts(plan=plan)
+    cluster = join_cluster()
+    try:
+        facts = facts_of(cluster)
+        plan = plan_of(config, rooms_of(cluster, facts))
+        if config.placement is not None:
+            config = placed(config, plan)
+        return config, _on_cluster(config, cluster, plan, facts)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def join_cluster() -> Cluster:
+    """The ray cluster that RAY_ADDRESS names, or this machine is of. Raises `ValueError`."""
+    from rollpacker.imports import require
+
+    require("ray", extra="ray", what="runtime=ray")
+    from rollpacker.remote.token import demand_token
+
+    demand_token()
+    from rollpacker.remote.ray_agents import join
+
+    return join()
+
+
+def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
+    """Of every host, by address, this one's first. Raises `ValueError` if they differ in what must
+    be the same."""
+    from rollpacker.remote.facts import differences
+
+    facts = {address: cluster.facts(address) for address in cluster.nodes}
+    if differs := differences(facts):
+        raise ValueError("; ".join(differs))
+    return facts
+
+
+def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Room]:
+    """What placement asks of hosts: on a CPU as many devices as ray has cores of each."""
+    from rollpacker.core.roles import Host
+
+    return [
+        Host(
+            name=address,
+            cores=cluster.nodes[address].num_cpus,
+            memory_bytes=one.memory_bytes,
+            gpu_bytes=one.gpu_bytes[: cluster.nodes[address].num_gpus],
+            address=address,
+            shm_bytes=one.shm_bytes,
+        )
+        for address, one in facts.items()
+    ]
+
+
+def _on_cluster(
+    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+) -> Hosts:
+    from rollpacker.remote.copies import read
+    from rollpacker.remote.remote_host import RemoteHost
+    from rollpacker.remote.spread import Spread
+
+    own = cluster.own_address
+    used = [host for host in facts if any(d.host == host and d.units for d in plan.devices)]
+    _check(config, cluster, plan, {host: facts[host] for host in used})
+    resource = "CPU" if plan.kind == "cpu" else "GPU"
+    counts = {
+        host: sum(1 for device in plan.devices if device.host == host and device.units)
+        for host in used
+    }
+    cluster.reserve(
+        {host: {resource: float(count)} for host, count in counts.items()}, within_s=RESERVE_S
+    )
+    spread = Spread(read, cluster.put)
+    heartbeat_s = config.deadlines.heartbeat_s
+    remote = {
+        host: RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
+        for host in used
+        if host != own
+    }
+
+    def close() -> None:
+        for host in remote.values():
+            host.close()
+        cluster.close()
+
+    return Hosts(
+        plan=plan,
+        by_name=remote,
+        interfaces={host: facts[host].interfaces.get(host, "") for host in used} if remote else {},
+        address=own if remote else "127.0.0.1",
+        close=close,
+    )
+
+
+def _check(
+    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+) -> None:
+    """What each host must have. Raises `ValueError` with the first that lacks something."""
+    ranks = [plan.devices[device].host for unit in plan.of("train") for device in unit.devices]
+    if ranks and ranks[0] != cluster.own_address:
+        raise ValueError(
+            f"the trainer's first process is placed on {ranks[0]}, and the run is on "
+            f"{cluster.own_address}, which hands its weights out: start the run there, or let "
+            "placement.train.devices begin with a device of this host"
+        )
+    model = Path(config.model.path)
+    for host, one in facts.items():
+        if model.exists() and not cluster.sees(host, str(model.resolve())):
+            raise ValueError(
+                f"{host} has no {model.resolve()} (model.path): put the model there under the same "
+                "path, or on a file system that all hosts share"
+            )
+        if one.shm_bytes < SHM_BYTES:
+            raise ValueError(
+                f"/dev/shm of {host} has {one.shm_bytes >> 20} MiB free, and processes there share "
+                f"memory through it: let it have {SHM_BYTES >> 20} MiB or more (in a container: "
+                "--shm-size)"
+            )
+    others = sorted(set(ranks) - {cluster.own_address})
+    if others:
+        _check_shared(config, cluster, others)
+
+
+def _check_shared(config: RunConfig, cluster: Cluster, hosts: Sequence[str]) -> None:
+    """Processes of the trainer on several hosts write one checkpoint."""
+    runs = Path(config.runs_dir).expanduser().resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    probe = runs / f".seen-by-all-{os.getpid()}"
+    probe.touch()
+    try:
+        blind = [host for host in hosts if not cluster.sees(host, str(probe))]
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    if blind:
+        raise ValueError(
+            f"{', '.join(blind)} cannot see {runs} (runs_dir), where processes of the trainer there"
+            " would write their part of a checkpoint: put runs_dir on a file system that all hosts "
+            "share, or place the trainer on one host"
+        )

@@ -1,0 +1,86 @@
+"""Where a run's processes are started: on this machine, or on others (`remote/`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from rollpacker.processes.child import Child
+from rollpacker.processes.line import Line
+
+if TYPE_CHECKING:
+    from rollpacker.weight_buffer import WeightSource
+
+LINE_FD = "ROLLPACKER_LINE"
+"""Descriptor of a child's side of its line, in its environment."""
+
+
+class Process(Protocol):
+    """What an owner can see and do of a process that it has had started; see `Child`."""
+
+    pid: int
+    """On its own host. The owner sets it once it knows of a descendant that does the work; before,
+    it may be 0."""
+
+    def is_stopped(self) -> bool: ...
+
+    def how_ended(self, wait_s: float = 0.0) -> str | None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Host(Protocol):
+    """A machine. Its methods may be called from any thread."""
+
+    name: str
+
+    def start(
+        self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
+    ) -> tuple[Process, Line]:
+        """Start `python -m module` with a line, whose other side it finds by `LINE_FD`.
+
+        `environment` is added to what processes there have anyway; None takes away. A process that
+        cannot be reached any more has ended, as far as its owner is told. Raises `OSError`.
+        """
+        ...
+
+    def weights(self, source: WeightSource) -> WeightSource:
+        """Where processes of this host read these weights; waits until they are there. Raises
+        `OSError` if they cannot be brought, `StaleWeightsError` if they changed meanwhile."""
+        ...
+
+
+class ThisHost:
+    """The machine of the run's own process."""
+
+    name = "this machine"
+
+    def start(
+        self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
+    ) -> tuple[Child, Line]:
+        """See `Host`."""
+        line, theirs = Line.pair()
+        variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
+        with theirs:
+            child = Child.start(
+                [sys.executable, "-m", module],
+                name,
+                guarded=guarded,
+                pass_fds=[theirs.fileno()],
+                env={name: value for name, value in variables.items() if value is not None},
+            )
+        return child, line
+
+    def weights(self, source: WeightSource) -> WeightSource:
+        """See `Host`."""
+        return source
+
+
+def inherited_line() -> Line | None:
+    """The line of a process that a `Host` has started; None in any other."""
+    fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
+    return None if fd is None else Line.inherited(int(fd))

@@ -1,0 +1,10 @@
+"""The processes of a run on other hosts.
+
+    the run                                             a host
+    RemoteHost --say(items), hear() -- ray --> Agent -- lines --> engines, the trainer's processes
+    Spread     --read, write --------- ray --> Copies             map the weights
+
+`ray_agents.py` is the only file that imports ray. What ray does: it knows the hosts, reserves their
+devices, starts one agent on each and carries its calls. What it does not: nothing is restarted or
+repeated by it, since what follows a loss is the core's decision.
+"""

@@ -1,0 +1,46 @@
+"""Copies of the trainer's weights, on a host that the trainer is not on.
+
+A copy is a buffer of the same bytes (`weight_buffer.py`), so whoever maps it knows by the same
+numbers whether it is whole. Its first bytes are written first and its last bytes last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from rollpacker.weight_buffer import BufferLayout, Memory
+
+
+class Copies:
+    """Of each buffer one, however many versions come through it."""
+
+    def __init__(self) -> None:
+        self._by_source: dict[tuple[str, int], Memory] = {}
+
+    def layout(self, source: BufferLayout) -> BufferLayout:
+        """Where the copy of this buffer is; it is made when first asked for. Raises `ValueError` if
+        there is no room."""
+        key = source.path, source.inode
+        if key not in self._by_source:
+            self._by_source.clear()  # one trainer, one buffer: those before are gone
+            self._by_source[key] = Memory(source.size_bytes)
+        memory = self._by_source[key]
+        return replace(source, path=memory.path, inode=memory.inode)
+
+    def write(self, source: BufferLayout, start: int, data: bytes) -> None:
+        """Bytes of the source from `start` on."""
+        memory = self._by_source[source.path, source.inode]
+        assert os.pwrite(memory.descriptor, data, start) == len(data)
+
+
+def read(layout: BufferLayout, start: int, size: int) -> bytes:
+    """Bytes of a buffer of this host. Raises `OSError` if it is gone."""
+    with open(layout.path, "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_ino != layout.inode:
+            raise FileNotFoundError(f"{layout.path} is another file")
+        return os.pread(file.fileno(), size, start)
+
+
+Read = Callable[[BufferLayout, int, int], bytes]

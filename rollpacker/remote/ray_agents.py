@@ -1,0 +1,318 @@
+"""Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
+
+    join(address)              connect, by token only (`token.py`)
+    Cluster.hosts              address -> what ray knows of it
+    Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
+    Cluster.connect(address)   a new agent there
+
+Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
+to its host by the resource `node:ADDRESS` and not by the node's id: a raylet that comes back has
+another id, and the agent that is made anew shall find its devices reserved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollpacker.remote.agent import Agent
+from rollpacker.remote.facts import HostFacts, facts
+from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
+from rollpacker.remote.token import PATH, is_demanded
+
+LOWEST = (2, 54)
+"""Ray's first version with token authentication that needs no dashboard."""
+LEASE_S = 12.0
+"""An agent that nobody calls for so long ends with all that it has."""
+REACH_S = 5.0
+ASK_S = 60.0
+"""Within which a host must say what it has: ray starts a process for it first."""
+GROUPS = {"say": "say", "hear": "hear"}
+"""Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A host as ray knows it."""
+
+    address: str
+    num_cpus: int
+    num_gpus: int
+
+
+class Cluster:
+    """What `join` gives."""
+
+    def __init__(self) -> None:
+        self._group: PlacementGroup | None = None
+        self._bundles: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """Those that are there now, by address; the run's own first."""
+        own = ray.util.get_node_ip_address()
+        found = {}
+        for node in sorted(ray.nodes(), key=lambda one: one["NodeManagerAddress"] != own):
+            if node["Alive"]:
+                resources, address = node["Resources"], node["NodeManagerAddress"]
+                found[address] = Node(
+                    address=address,
+                    num_cpus=int(resources.get("CPU", 0)),
+                    num_gpus=int(resources.get("GPU", 0)),
+                )
+        return found
+
+    @property
+    def own_address(self) -> str:
+        """Of the host of this process."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def facts(self, address: str) -> HostFacts:
+        """What there is on that host. Raises `ValueError` if it cannot be asked."""
+        found: HostFacts = self._ask(address, facts)
+        return found
+
+    def sees(self, address: str, path: str) -> bool:
+        """Whether there is such a file or folder on that host. Raises `ValueError`."""
+        return bool(self._ask(address, os.path.exists, path))
+
+    def _ask(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+        try:
+            asked = ray.remote(function).options(**there).remote(*arguments)
+            return ray.get(asked, timeout=ASK_S)
+        except (GetTimeoutError, RayError) as error:
+            raise ValueError(
+                f"{address} is in ray's cluster, and cannot be asked what it has: "
+                f"{_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+                "there, in the environment that ray was started from?"
+            ) from error
+
+    def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
+        """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
+        is connected. Raises `ValueError`, with who has them, if that takes too long."""
+        bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
+        self._bundles = {address: place for place, address in enumerate(wanted)}
+        self._group = placement_group(bundles, strategy="SPREAD")
+        if not self._group.wait(within_s):
+            remove_placement_group(self._group)
+            self._group = None
+            raise ValueError(
+                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {self._taken()}. "
+                "Wait for the others, or ask for fewer devices"
+            )
+
+    def _taken(self) -> str:
+        left, there = ray.available_resources(), ray.cluster_resources()
+        return "Of all hosts together " + ", ".join(
+            f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
+            for one in ("CPU", "GPU")
+            if one in there
+        )
+
+    def connect(self, address: str) -> Callable[[int], Calls]:
+        """Makes new agents on that host, in the devices that were reserved."""
+        place = self._bundles[address]
+
+        def make(predecessor: int) -> Calls:
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=place
+            )
+            try:
+                return _RayCalls(
+                    _Actor.options(scheduling_strategy=strategy, name=None, lifetime=None).remote(
+                        lease_s=LEASE_S, predecessor=predecessor
+                    )
+                )
+            except Exception as error:  # whatever ray says of a cluster that is gone
+                raise Gone(str(error)) from error
+
+        return make
+
+    def put(self, data: bytes) -> Any:
+        """In this host's object store; an agent that is called with it gets the bytes."""
+        return ray.put(data)
+
+    def close(self) -> None:
+        """Let go of devices and hosts. Idempotent."""
+        with contextlib.suppress(Exception):
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._group = None
+        ray.shutdown()
+
+
+_Actor: Any = ray.remote(
+    num_cpus=0,
+    max_restarts=0,
+    max_task_retries=0,
+    concurrency_groups={"say": 1, "hear": 1, "bulk": 8},
+)(Agent)
+
+
+class _RayCalls:
+    """See `Calls`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def begin(self, method: str, *arguments: Any) -> Answer:
+        group = GROUPS.get(method, "bulk")
+        try:
+            asked = getattr(self._actor, method).options(concurrency_group=group)
+            return _RayAnswer(asked.remote(*arguments))
+        except RayActorError as error:
+            raise Gone(_short(error)) from error
+
+    def end(self) -> None:
+        with contextlib.suppress(Exception):  # it cannot be reached: its lease ends it
+            ray.kill(self._actor)
+
+
+class _RayAnswer:
+    """See `Answer`."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def result(self, timeout_s: float) -> Any:
+        try:
+            return ray.get(self._reference, timeout=timeout_s)
+        except GetTimeoutError:
+            raise TimeoutError from None
+        except ActorUnavailableError as error:
+            raise Unavailable(_short(error)) from error
+        except (ActorDiedError, ActorUnschedulableError) as error:
+            raise Gone(_short(error)) from error
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise Gone(_short(error)) from error
+
+
+def _short(error: Exception) -> str:
+    """The one sentence of ray's many lines that says what happened."""
+    text = " ".join(str(error).split())
+    found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
+    return found.group() if found else text[:200]
+
+
+def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
+    return ", ".join(
+        f"{amount:g} {resource} on {address}"
+        for address, resources in wanted.items()
+        for resource, amount in resources.items()
+    )
+
+
+def join(address: str | None = None) -> Cluster:
+    """Connect to the cluster at `address` (that of its head, HOST:PORT), or to the one that this
+    machine belongs to, or to one of this machine alone that ends with this process.
+
+    Raises `ValueError` with one message for what the user can mend.
+    """
+    assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
+    check_version()
+    address = address or os.environ.get("RAY_ADDRESS") or _running()
+    if address is not None:
+        _check_answers(address)
+    options: dict[str, Any] = (
+        {"address": "local", "include_dashboard": False}
+        if address is None
+        else {"address": address}
+    )
+    with _own_signals():
+        try:
+            ray.init(configure_logging=False, log_to_driver=True, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            ray.shutdown()
+            raise ValueError(
+                f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
+                f"the token in {os.environ[PATH]} the cluster's?"
+            ) from error
+    return Cluster()
+
+
+def check_version() -> None:
+    """Raises `ValueError` for a ray without token authentication."""
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < LOWEST:
+        raise ValueError(
+            f"ray {ray.__version__} is installed, and runtime=ray needs "
+            f"{'.'.join(map(str, LOWEST))} or newer, which asks everybody for a token: "
+            "make cluster installs one"
+        )
+
+
+def _running() -> str | None:
+    """The cluster that this machine belongs to."""
+    path = Path("/tmp/ray/ray_current_cluster")  # where `ray start` says so
+    with contextlib.suppress(OSError):
+        found = path.read_text().strip()
+        with contextlib.suppress(ValueError):
+            _check_answers(found)
+            return found
+    return None
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would wait for twenty seconds, and say the same of a wrong token."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"nobody answers at {address}, where ray's head should be ({error}): start it there "
+            "with ray start --head, or set RAY_ADDRESS to where it is"
+        ) from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handlers: ray's own would end it in the middle of a step."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not in the main thread, where ray sets none
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def is_head_alive(address: str, *, within_s: float) -> bool:
+    """Whether the head still takes connections."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        with contextlib.suppress(ValueError):
+            _check_answers(address)
+            return True
+        time.sleep(0.5)
+    return False

@@ -1,0 +1,309 @@
+"""The run's side of another host: processes there look as those beside the run do.
+
+    owner --line--> relay --> items --say--> Agent
+                          <-- news <--hear-- Agent
+
+One thread says, one hears, and each line has its own two. What was begun on a host that is lost has
+ended; what is begun later waits for a new agent there. Nothing here knows how calls travel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rollpacker.processes.child import END_S
+from rollpacker.processes.line import Line
+from rollpacker.remote.agent import (
+    Ended,
+    HangUp,
+    Item,
+    Kill,
+    News,
+    Report,
+    Said,
+    Start,
+    Started,
+    WorksAs,
+)
+from rollpacker.remote.facts import HostFacts
+from rollpacker.remote.pump import Pump
+from rollpacker.remote.spread import Spread
+from rollpacker.weight_buffer import WeightSource
+
+SLICE_S = 0.25
+"""An answer is waited for in slices, so that seconds in which this process was held are not
+counted."""
+RETRY_S = 1.0
+"""Between two tries to get a new agent."""
+
+
+class Unavailable(Exception):
+    """The call may have been done or not: the same one may be made again."""
+
+
+class Gone(Exception):
+    """The agent is dead, or was never there; the message says why."""
+
+
+class Answer(Protocol):
+    """Of a call that is under way."""
+
+    def result(self, timeout_s: float) -> Any:
+        """Raises `TimeoutError`, `Unavailable`, `Gone`, and what the call raised."""
+        ...
+
+
+class Calls(Protocol):
+    """An agent that can be called."""
+
+    def begin(self, method: str, *arguments: Any) -> Answer: ...
+
+    def end(self) -> None:
+        """Have it ended, if it can be reached."""
+        ...
+
+
+Connect = Callable[[int], Calls]
+"""Has a new agent made. It is given the process id of the one before on that host, or 0."""
+
+
+class RemoteProcess:
+    """See `Process` (processes/host.py)."""
+
+    def __init__(self, name: str, number: int, session: _Session) -> None:
+        self.how = ""
+        self.ended = threading.Event()
+        self._pid = 0
+        self._name, self._number, self._session = name, number, session
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        self._pid = pid
+        self._session.add(WorksAs(self._number, pid))
+
+    def is_stopped(self) -> bool:
+        return self._number in self._session.stopped
+
+    def how_ended(self, wait_s: float = 0.0) -> str | None:
+        return self.how if self.ended.wait(wait_s) else None
+
+    def kill(self) -> None:
+        self._session.add(Kill(self._number))
+
+    def close(self) -> None:
+        self.kill()
+        self.ended.wait(END_S)
+
+    def __str__(self) -> str:
+        return f"{self._name} (pid {self.pid} on {self._session.host})"
+
+
+class RemoteHost:
+    """See `Host` (processes/host.py)."""
+
+    def __init__(self, name: str, connect: Connect, spread: Spread, *, heartbeat_s: float) -> None:
+        """An agent that does not answer for `heartbeat_s` is lost, with all that it has."""
+        self.name = name
+        self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
+        self._lock = threading.Lock()
+        self._session = _Session(name, connect, 0, heartbeat_s)
+
+    def start(
+        self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
+    ) -> tuple[RemoteProcess, Line]:
+        """See `Host`. It returns at once; the process begins once the host can be reached."""
+        return self._living().start(module, name, guarded=guarded, environment=environment)
+
+    def weights(self, source: WeightSource) -> WeightSource:
+        """See `Host`."""
+        session = self._session
+        try:
+            return self._spread.bring(source, session, session.call)
+        except Gone as error:
+            raise OSError(f"{self.name} is lost: {error}") from error
+
+    def facts(self) -> HostFacts:
+        """What there is on this host; waits until it can be reached. Raises `OSError`."""
+        try:
+            found: HostFacts = self._living().call("facts")
+        except Gone as error:
+            raise OSError(f"{self.name} is lost: {error}") from error
+        return found
+
+    def close(self) -> None:
+        """End all that this run has there."""
+        self._session.close()
+
+    def _living(self) -> _Session:
+        with self._lock:
+            if self._session.is_over:
+                before = self._session.agent_pid
+                self._session = _Session(self.name, self._connect, before, self._heartbeat_s)
+            return self._session
+
+
+class _Session:
+    """One agent of a host, from its making to its loss."""
+
+    def __init__(self, host: str, connect: Connect, predecessor: int, heartbeat_s: float) -> None:
+        self.host = host
+        self.stopped: frozenset[int] = frozenset()
+        self.agent_pid = predecessor
+        self.is_over = False
+        self._heartbeat_s = heartbeat_s
+        self._connected = threading.Event()
+        self._calls: Calls | None = None
+        self._processes: dict[int, tuple[RemoteProcess, Pump]] = {}
+        self._num_started = 0
+        self._items: list[Item] = []
+        self._changed = threading.Condition()
+        self._why = ""
+        threading.Thread(target=self._run, args=(connect,), daemon=True).start()
+
+    # -- what owners do ----------------------------------------------------------------------------
+
+    def start(
+        self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
+    ) -> tuple[RemoteProcess, Line]:
+        line, theirs = Line.pair()
+        with self._changed:
+            self._num_started += 1
+            number = self._num_started
+            process = RemoteProcess(name, number, self)
+            pump = Pump(
+                Line(theirs),
+                lambda message: self.add(Said(number, message)),
+                lambda: self.add(HangUp(number)),
+            )
+            self._processes[number] = process, pump
+        self.add(
+            Start(
+                process=number,
+                module=module,
+                name=name,
+                guarded=guarded,
+                environment=dict(environment),
+            )
+        )
+        if self.is_over:
+            self._ended(number, self._why)
+        return process, line
+
+    def add(self, item: Item) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Have the agent do something that may be done twice. Raises `Gone`."""
+        while not self._connected.wait(SLICE_S):
+            if self.is_over:
+                raise Gone(self._why)
+        return self._patiently(method, *arguments, patience_s=float("inf"))
+
+    def close(self) -> None:
+        self._lose("the run has let go of it")
+
+    # -- the threads -------------------------------------------------------------------------------
+
+    def _run(self, connect: Connect) -> None:
+        while not self.is_over and not self._reach(connect):
+            time.sleep(RETRY_S)
+        if not self.is_over:
+            self._connected.set()
+            threading.Thread(target=self._guarded, args=(self._say,), daemon=True).start()
+            self._guarded(self._hear)
+
+    def _reach(self, connect: Connect) -> bool:
+        try:
+            self._calls = connect(self.agent_pid)
+            found: HostFacts = self._patiently("facts", patience_s=float("inf"))
+        except Gone:  # its machine may come back
+            return False
+        self.agent_pid = found.pid
+        return True
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Gone as error:
+            self._lose(str(error))
+
+    def _say(self) -> None:
+        sequence = 0
+        while not self.is_over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self.is_over)
+                items, self._items = self._items, []
+            sequence += 1
+            self._patiently("say", sequence, items, patience_s=float("inf"))
+
+    def _hear(self) -> None:
+        acknowledged = 0
+        while not self.is_over:
+            report: Report = self._patiently("hear", acknowledged, patience_s=self._heartbeat_s)
+            for news in report.news[acknowledged + 1 - report.first :]:
+                self._take(news)
+            acknowledged = max(acknowledged, report.first + len(report.news) - 1)
+            self.stopped = frozenset(report.stopped)
+
+    def _take(self, news: News) -> None:
+        process, pump = self._processes.get(news.process, (None, None))
+        if process is None or pump is None:
+            return
+        if isinstance(news, Started):
+            process.pid = news.pid
+        elif isinstance(news, Said):
+            pump.post(news.message)
+        else:
+            assert isinstance(news, Ended)
+            self._ended(news.process, news.how)
+
+    def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
+        """Call, again where it may have been lost. Raises `Gone` after so many seconds without an
+        answer in which this process ran."""
+        assert self._calls is not None
+        silent_s = 0.0
+        answer = self._calls.begin(method, *arguments)
+        while True:
+            began_s = time.monotonic()
+            try:
+                return answer.result(SLICE_S)
+            except TimeoutError:
+                pass
+            except Unavailable:
+                time.sleep(SLICE_S)
+                answer = self._calls.begin(method, *arguments)
+            silent_s += min(time.monotonic() - began_s, 2 * SLICE_S)
+            if self.is_over:
+                raise Gone(self._why)
+            if silent_s > patience_s:
+                raise Gone(f"{self.host} has not answered for {silent_s:.1f} s")
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            if self.is_over:
+                return
+            self.is_over, self._why = True, why
+            numbers = list(self._processes)
+            self._changed.notify_all()
+        for number in numbers:
+            self._ended(number, why)
+        if self._calls is not None:
+            self._calls.end()
+
+    def _ended(self, number: int, how: str) -> None:
+        process, pump = self._processes.pop(number, (None, None))
+        if process is not None and pump is not None:
+            process.how = how
+            process.ended.set()
+            pump.finish()

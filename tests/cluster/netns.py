@@ -1,0 +1,199 @@
+"""Hosts on one machine: network namespaces on a switch, each with a ray of its own.
+
+    with Network(3) as network: network.start_ray(); network.run(0, [...])
+
+Addresses are 10.77.N.1 and so on, N drawn for each network. Linux, as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PORT = 6399
+START_S = 90.0
+
+
+def why_impossible() -> str | None:
+    """Why this machine can have no such network; None if it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux, and root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` command (Debian, Ubuntu: apt-get install iproute2)"
+    tried = subprocess.run(
+        ["unshare", "-nm", "ip", "link", "add", "name", "t0", "type", "veth", "peer", "name", "t1"],
+        capture_output=True,
+        text=True,
+    )
+    return f"network namespaces are not allowed here: {tried.stderr}" if tried.returncode else None
+
+
+class Network:
+    """So many hosts on one switch."""
+
+    def __init__(self, size: int, *, cores: int = 2) -> None:
+        number = random.SystemRandom().randrange(1, 250)
+        self._prefix = f"rp{number}"
+        self.addresses = [f"10.77.{number}.{host + 1}" for host in range(size)]
+        self._cores = cores
+        self.folder = Path(tempfile.mkdtemp(prefix="rollpacker-cluster-"))
+        self.token = self.folder / "token"
+        self._started: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Network:
+        self.token.touch(0o600)
+        self.token.write_text(secrets.token_hex(32))
+        switch = self.switch
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "name", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for host, address in enumerate(self.addresses):
+                name, port = self._name(host), f"p{host}"
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+                pair = ("type", "veth", "peer", "name", port, "netns", switch)
+                _ip("-n", name, "link", "add", "name", "eth0", *pair)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in range(len(self.addresses)):
+            self.kill_all(host)
+        for name in (*map(self._name, range(len(self.addresses))), self.switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _name(self, host: int) -> str:
+        return f"{self._prefix}h{host}"
+
+    @property
+    def switch(self) -> str:
+        """The namespace to which all are connected, by ports p0, p1, ..."""
+        return f"{self._prefix}sw"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        return {
+            **os.environ,
+            **own,
+            "RAY_ADDRESS": f"{self.addresses[0]}:{PORT}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    # -- what runs there ---------------------------------------------------------------------------
+
+    def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on a host."""
+        options.setdefault("env", self.environment)
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._name(host), *command], start_new_session=True, **options
+        )
+
+    def run(
+        self, host: int, command: Sequence[str], timeout_s: float = 600.0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command there to its end."""
+        process = self.popen(
+            host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        )
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, said, "")
+
+    def start_ray(self, hosts: Sequence[int] | None = None) -> None:
+        """Ray's head on host 0, and nodes of it on the others."""
+        for host in range(len(self.addresses)) if hosts is None else hosts:
+            where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            if host:
+                where = [f"--address={self.addresses[0]}:{PORT}"]
+            environment = self.environment
+            del environment["RAY_ADDRESS"]
+            started = self.run(
+                host,
+                [
+                    *(sys.executable, "-m", "ray.scripts.scripts", "start", *where),
+                    f"--node-ip-address={self.addresses[host]}",
+                    f"--num-cpus={self._cores}",
+                    f"--object-store-memory={128 << 20}",
+                    *((f"--temp-dir={self.folder / 'ray'}",) if host == 0 else ()),
+                ],
+                env=environment,
+                timeout_s=START_S,
+            )
+            assert started.returncode == 0, started.stdout
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def cut(self, host: int) -> None:
+        """Nothing gets to this host or from it any more."""
+        _ip("-n", self.switch, "link", "set", f"p{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self.switch, "link", "set", f"p{host}", "up")
+
+    def slow(self, host: int, mbit: int) -> None:
+        """What goes to this host is held to so many Mbit/s."""
+        held = ("tbf", "rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms")
+        subprocess.run(
+            ["tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{host}", "root", *held],
+            check=True,
+        )
+
+    def fast(self, host: int) -> None:
+        """Take that back."""
+        subprocess.run(
+            ["tc", "-n", self.switch, "qdisc", "del", "dev", f"p{host}", "root"], check=True
+        )
+
+    def pids(self, host: int) -> list[int]:
+        """Of all processes there."""
+        said = subprocess.run(
+            ["ip", "netns", "pids", self._name(host)], capture_output=True, text=True, check=False
+        )
+        return [int(word) for word in said.stdout.split()]
+
+    def named(self, host: int, part: str) -> list[int]:
+        """Of those whose command line has this part."""
+        found = []
+        for pid in self.pids(host):
+            with contextlib.suppress(OSError):
+                if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def kill_all(self, host: int) -> None:
+        """End everything there."""
+        until = time.monotonic() + 10
+        while (pids := self.pids(host)) and time.monotonic() < until:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")

@@ -1,0 +1,255 @@
+"""A host behind an agent: how it is lost, what comes after, and how weights get there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from rollpacker.processes.child import state
+from rollpacker.processes.host import ThisHost
+from rollpacker.processes.line import Line, LineEnded
+from rollpacker.remote.agent import Agent, Said, Start
+from rollpacker.remote.copies import read
+from rollpacker.remote.facts import HostFacts, differences, facts
+from rollpacker.remote.remote_host import Gone
+from rollpacker.remote.spread import BUCKET_BYTES, Spread
+from rollpacker.weight_buffer import StaleWeightsError, WeightBuffer, WeightReader
+from tests.remote.agents import InProcess, Net
+
+ECHO = "tests.remote.echo"
+
+
+def wait_for(condition, within_s: float = 60.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def echoes(line: Line, text: bytes) -> bytes:
+    line.send(1, 7, text)
+    message = line.receive(60.0)
+    assert (message.kind, message.number) == (1, 7)
+    return message.payload
+
+
+def start(host, name: str = "echo"):
+    return host.start(ECHO, name, guarded=False, environment={"WORD": "hello"})
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.3])
+def test_messages_come_back_whole_and_in_order(lost):
+    host = Net(lost=lost).host()
+    process, line = start(host)
+    assert echoes(line, b"WORD") == b"hello"
+    for number in range(60):
+        line.send(2, number, bytes([number]) * number)
+    for number in range(60):
+        assert line.receive(60.0) == (2, number, bytes([number]) * number)
+    wait_for(lambda: process.pid)
+    assert state(process.pid)
+    line.close()
+    assert process.how_ended(60.0) == "exit status 0"
+    host.close()
+
+
+def test_a_large_message_does_not_hold_up_another_process():
+    host = Net().host()
+    (_, silent), (_, line) = start(host, "silent"), start(host)
+    silent.send(3)  # it reads no more
+    for _ in range(4):
+        silent.send(2, 0, bytes(8 << 20))
+    assert echoes(line, b"WORD") == b"hello"
+    host.close()
+
+
+def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
+    net = Net()
+    host = net.host(heartbeat_s=1.0)
+    process, line = start(host)
+    assert echoes(line, b"WORD") == b"hello"
+    net.is_cut.set()
+    assert "there has not answered for 1" in process.how_ended(60.0)
+    with pytest.raises(LineEnded):
+        line.receive(60.0)
+    later, line = start(host)  # waits for the host
+    line.send(1, 7, b"WORD")
+    net.is_cut.clear()
+    assert line.receive(60.0).payload == b"hello"
+    assert len(net.agents) > 1 and later.how_ended() is None
+    host.close()
+    for agent in net.agents:
+        agent.close()
+
+
+def test_an_agent_ends_what_it_started_when_nobody_calls():
+    ended = threading.Event()
+    agent = Agent(lease_s=0.5, end=ended.set)
+    agent.say(1, [Start(process=1, module=ECHO, name="e", guarded=False, environment={})])
+    (started,) = agent.hear(0).news
+    assert ended.wait(60.0)
+    assert state(started.pid) == ""
+
+
+def test_items_that_come_twice_are_taken_once():
+    agent = Agent(lease_s=60.0)
+    agent.say(1, [Start(process=1, module=ECHO, name="e", guarded=False, environment={})])
+    from rollpacker.processes.frames import Message
+
+    for _ in range(2):
+        agent.say(2, [Said(1, Message(2, 5, b"once"))])
+    wait_for(lambda: len(agent.hear(0).news) > 1)
+    time.sleep(0.2)
+    assert [type(news).__name__ for news in agent.hear(0).news] == ["Started", "Said"]
+    agent.close()
+
+
+def test_what_cannot_be_started_has_ended():
+    host = Net().host()
+    process, line = host.start("no.such.module", "x", guarded=False, environment={})
+    assert process.how_ended(60.0) == "exit status 1"
+    with pytest.raises(LineEnded):
+        line.receive(60.0)
+    host.close()
+
+
+def test_ray_variables_stay_with_the_agent(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/secret")
+    host = Net().host()
+    _, line = start(host)
+    assert echoes(line, b"RAY_AUTH_TOKEN_PATH") == b""
+    host.close()
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def weights(size: int) -> WeightBuffer:
+    return WeightBuffer.create([("a", torch.zeros(size)), ("b", torch.zeros(3))])
+
+
+def write(buffer: WeightBuffer, version: int) -> None:
+    with buffer.writing(version) as tensors:
+        for tensor in tensors.values():
+            tensor.fill_(version)
+
+
+@pytest.mark.parametrize("size", [1, 3 * BUCKET_BYTES // 4 + 5])
+def test_each_version_gets_to_each_host_once(size):
+    net, num_read = Net(lost=0.1), []
+
+    def counted(layout, start, size):
+        num_read.append(size)
+        return read(layout, start, size)
+
+    spread = Spread(counted, bytes)
+    from rollpacker.remote.remote_host import RemoteHost
+
+    hosts = [RemoteHost(f"h{n}", net.connect, spread, heartbeat_s=5.0) for n in range(2)]
+    buffer = weights(size)
+    for version in (1, 2):
+        write(buffer, version)
+        num_read.clear()
+        for host in hosts:
+            found = host.weights(buffer.source(version))
+            assert found == host.weights(buffer.source(version))
+            assert found.layout.inode != buffer.layout.inode
+            with WeightReader().reading(found) as tensors:
+                assert all((one == version).all() for one in tensors.values())
+        assert sum(num_read) <= buffer.layout.size_bytes + 1024
+    for host in hosts:
+        host.close()
+
+
+def test_weights_that_change_on_their_way_are_never_whole_there():
+    net, buffer = Net(), weights(2 * BUCKET_BYTES)
+    write(buffer, 1)
+
+    def changing(layout, start, size):
+        if start > BUCKET_BYTES:
+            write(buffer, 2)
+        return read(layout, start, size)
+
+    host = net.host()
+    host._spread = Spread(changing, bytes)
+    with pytest.raises(StaleWeightsError, match="changed on their way"):
+        host.weights(buffer.source(1))
+    (agent,) = net.agents
+    there = agent.copy(buffer.layout)
+    with (
+        pytest.raises(StaleWeightsError, match=r"only in part|no weights"),
+        WeightBuffer(there).reading(1),
+    ):
+        pass
+    host.close()
+
+
+def test_weights_for_a_host_that_is_lost_meanwhile():
+    net, buffer = Net(), weights(4 * BUCKET_BYTES)
+    write(buffer, 1)
+
+    def cutting(layout, start, size):
+        if start > BUCKET_BYTES:
+            net.is_cut.set()
+        return read(layout, start, size)
+
+    host = net.host(heartbeat_s=0.6)
+    host._spread = Spread(cutting, bytes)
+    with pytest.raises(OSError, match="there is lost: there has not answered"):
+        host.weights(buffer.source(1))
+    for agent in net.agents:
+        agent.close()
+
+
+def test_on_this_machine_weights_are_where_they_are():
+    buffer = weights(4)
+    assert ThisHost().weights(buffer.source(1)) == buffer.source(1)
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def test_facts_of_this_host():
+    found = facts()
+    assert found.pid == os.getpid() and found.num_cores >= 1
+    assert found.versions["torch"] == torch.__version__
+    assert found.memory_bytes > 1 << 28
+
+
+def test_versions_that_differ_are_named_with_their_hosts():
+    one = facts()
+    other = HostFacts(
+        name="b",
+        pid=1,
+        num_cores=1,
+        memory_bytes=1,
+        gpu_bytes=(),
+        shm_bytes=1,
+        versions={**one.versions, "torch": "9.9"},
+    )
+    assert differences({"a": one, "b": one}) == []
+    (said,) = differences({"a": one, "b": other})
+    assert said == (f"torch must be the same on all hosts: a has {torch.__version__}, b has 9.9")
+
+
+def test_an_agent_that_cannot_be_made_is_tried_again():
+    net, tries = Net(), []
+
+    def connect(predecessor: int) -> InProcess:
+        tries.append(predecessor)
+        if len(tries) < 3:
+            raise Gone("no such host yet")
+        return net.connect(predecessor)
+
+    net_host = net.host()
+    net_host.close()
+    from rollpacker.remote.remote_host import RemoteHost
+
+    host = RemoteHost("late", connect, Spread(read, bytes), heartbeat_s=5.0)
+    assert host.facts().pid == os.getpid()
+    assert len(tries) == 3
+    host.close()
