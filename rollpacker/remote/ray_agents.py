@@ -74,17 +74,16 @@ class Cluster:
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """Those that are there now, by address; the run's own first."""
-        own = ray.util.get_node_ip_address()
+        """Those that are there now, by address; the run's own first, the others in order."""
+        alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
-        for node in sorted(ray.nodes(), key=lambda one: one["NodeManagerAddress"] != own):
-            if node["Alive"]:
-                resources, address = node["Resources"], node["NodeManagerAddress"]
-                found[address] = Node(
-                    address=address,
-                    num_cpus=int(resources.get("CPU", 0)),
-                    num_gpus=int(resources.get("GPU", 0)),
-                )
+        for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
+            resources = alive[address]["Resources"]
+            found[address] = Node(
+                address=address,
+                num_cpus=int(resources.get("CPU", 0)),
+                num_gpus=int(resources.get("GPU", 0)),
+            )
         return found
 
     @property
@@ -221,6 +220,11 @@ def _short(error: Exception) -> str:
     text = " ".join(str(error).split())
     found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
     return found.group() if found else text[:200]
+
+
+def _numbers(address: str) -> list[tuple[int, str]]:
+    """So that 10.0.0.9 comes before 10.0.0.10, and IPv6 as it is written."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
 
 
 def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:

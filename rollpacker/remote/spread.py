@@ -35,6 +35,7 @@ class _Place:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     source: WeightSource | None = None
+    head: bytes = b""
     there: WeightSource | None = None
 
 
@@ -46,7 +47,7 @@ class Spread:
         whoever is called with what it returns."""
         self._read, self._put = read, put
         self._lock = threading.Lock()
-        self._version: tuple[BufferLayout, int] | None = None
+        self._version: tuple[WeightSource, bytes] | None = None
         self._buckets: OrderedDict[int, Any] = OrderedDict()
         self._at: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
         """What each host has."""
@@ -57,16 +58,16 @@ class Spread:
         with self._lock:
             place = self._at.setdefault(host, _Place())
         with place.lock:
-            if place.source != source or place.there is None:
-                place.there = self._send(source, call)
-                place.source = source
+            head = self._read(source.layout, 0, ALIGNMENT)
+            if place.there is None or (place.source, place.head) != (source, head):
+                place.there = self._send(source, head, call)
+                place.source, place.head = source, head
             return place.there
 
-    def _send(self, source: WeightSource, call: Call) -> WeightSource:
+    def _send(self, source: WeightSource, head: bytes, call: Call) -> WeightSource:
         layout = source.layout
         size = layout.size_bytes
         there: BufferLayout = call("copy", layout)
-        head = self._read(layout, 0, ALIGNMENT)
         call("write", layout, 0, head)
         starts = iter(range(ALIGNMENT, size - ALIGNMENT, BUCKET_BYTES))
         errors: list[Exception] = []
@@ -78,7 +79,7 @@ class Spread:
                         start = next(starts, None)
                     if start is None:
                         return
-                    call("write", layout, start, self._bucket(source, start))
+                    call("write", layout, start, self._bucket(source, head, start))
             except Exception as error:
                 errors.append(error)
 
@@ -94,10 +95,10 @@ class Spread:
         call("write", layout, size - ALIGNMENT, self._read(layout, size - ALIGNMENT, ALIGNMENT))
         return WeightSource(version=source.version, layout=there)
 
-    def _bucket(self, source: WeightSource, start: int) -> Any:
+    def _bucket(self, source: WeightSource, head: bytes, start: int) -> Any:
         with self._lock:
-            if self._version != (source.layout, source.version):
-                self._version = source.layout, source.version
+            if self._version != (source, head):
+                self._version = source, head
                 self._buckets.clear()
             if start not in self._buckets:
                 end = min(start + BUCKET_BYTES, source.layout.size_bytes - ALIGNMENT)

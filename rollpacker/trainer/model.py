@@ -417,7 +417,8 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
     """What `model.dtype` means on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _short(error: Any) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.resume import write_config, write_model
 from tests.cluster.netns import Network, why_impossible
 
 ROOT = Path(__file__).parents[2]
@@ -79,27 +81,28 @@ def test_ranks_weights_and_doors(network):
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):
+    write_model(tmp_path / "model")
+    config = write_config(tmp_path, steps=500)
     before = {host: set(network.pids(host)) for host in range(3)}
     process = train(
         network,
-        *("runtime=ray", "rollout.engines=2", "train.processes=2", "train.steps=100"),
-        *(f"runs_dir={tmp_path}", f"model.path={model(tmp_path)}"),
-        *("rollout.engine.name=torch", "eval.every_steps=1000"),
-        config="configs/quickstart.yaml",
+        *("runtime=ray", "rollout.engines=2", "train.processes=2"),
+        *("rollout.max_response_tokens=2000", "checkpoint.every_steps=50"),
+        config=str(config),
     )
-    log = tmp_path / "quickstart" / "events.jsonl"
+    log = tmp_path / "runs" / "reference" / "events.jsonl"
     until = time.monotonic() + 240
     while not (log.exists() and '"Committed"' in log.read_text()):
         assert time.monotonic() < until and process.poll() is None, process.stdout.read()
         time.sleep(0.2)
-    (driver,) = [p for p in network.named(0, "rollpacker.cli.main") if b"ip\0" not in cmdline(p)]
-    os.kill(driver, signal.SIGKILL)
+    assert sum(b"engine_worker" in cmdline(pid) for pid in network.pids(1)) >= 2
+    os.kill(process.pid, signal.SIGKILL)
     until = time.monotonic() + LEFT_S
     while left := {
         pid
         for host in range(3)
         for pid in set(network.pids(host)) - before[host]
-        if b"rollpacker" in cmdline(pid)
+        if b"rollpacker" in cmdline(pid) or b"ray::Agent" in cmdline(pid)
     }:
         assert time.monotonic() < until, [cmdline(pid) for pid in left]
         time.sleep(0.1)
@@ -112,27 +115,8 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
-def model(folder: Path) -> Path:
-    """The quickstart's architecture, warmed up for a few seconds."""
-    import subprocess
-
-    path = folder / "model"
-    subprocess.run([sys.executable, "examples/quickstart/make_demonstrations.py"], cwd=ROOT)
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "rollpacker.cli.main", "warmup"),
-            *("configs/quickstart-warmup.yaml", f"output={path}", "steps=20"),
-        ],
-        cwd=ROOT,
-        check=True,
-    )
-    return path
-
-
 @pytest.mark.skipif(find_spec("vllm") is None, reason="make cluster has vLLM")
 def test_a_run_over_three_hosts_learns_on_the_prompts_of_a_local_one(network, tmp_path):
-    import subprocess
-
     subprocess.run([sys.executable, "examples/quickstart/make_demonstrations.py"], cwd=ROOT)
     warm = tmp_path / "warm"
     subprocess.run(
