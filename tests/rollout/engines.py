@@ -117,16 +117,11 @@ if find_spec("vllm") is not None:  # make test-vllm
     )
 
 
-if "ROLLPACKER_ENGINES_BEHIND_RAY" in os.environ:  # make test-cluster, on a host of a cluster
+if kind := os.environ.get("ROLLPACKER_ENGINE_BEHIND_RAY"):  # tests/cluster, on one of its hosts
     from tests.cluster.behind_ray import another_host
 
-    ENGINES = {
-        name.replace("in a process", "behind ray"): replace(
-            one, make=partial(one.make, host=another_host)
-        )
-        for name, one in ENGINES.items()
-        if name.endswith("in a process")
-    }
+    one = ENGINES[f"{kind} in a process"]
+    ENGINES = {f"{kind} behind ray": replace(one, make=partial(one.make, host=another_host))}
 
 
 class Heard:
