@@ -106,28 +106,33 @@ class Hosts:
 
 
 def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
-    """The hosts, and the config with what follows from their number.
+    """The hosts, and the config with the keys that follow from its `placement` on them.
 
     Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
     message.
     """
-    from rollpacker.cli.placement import hosts_of, placed, plan_of
+    from rollpacker.cli.placement import on_this_host, placed, plan_of
 
     if config.runtime == "local":
-        if config.placement is None:
-            return config, Hosts()
-        plan = plan_of(config, hosts_of(config))
-        return placed(config, plan), Hosts(plan=plan)
+        return on_this_host(config), Hosts()
     cluster = join_cluster()
     try:
         facts = facts_of(cluster)
         plan = plan_of(config, rooms_of(cluster, facts))
-        if config.placement is not None:
-            config = placed(config, plan)
+        config = placed(config, plan)
         return config, _on_cluster(config, cluster, plan, facts)
     except BaseException:
         cluster.close()
         raise
+
+
+def rooms() -> list[Room]:
+    """What the hosts of the cluster have. Raises `ValueError`."""
+    cluster = join_cluster()
+    try:
+        return rooms_of(cluster, facts_of(cluster))
+    finally:
+        cluster.close()
 
 
 def join_cluster() -> Cluster:

@@ -63,10 +63,9 @@ def _shm_bytes() -> int | None:
 def hosts_of(config: RunConfig) -> list[Host]:
     """Those that the run has. Raises `ValueError`."""
     if config.runtime == "ray":
-        raise ValueError(
-            "runtime=ray: this version has no runtime but local; the hosts of a cluster cannot be "
-            "asked for. Set runtime=local"
-        )
+        from rollpacker.cli.hosts import rooms
+
+        return rooms()
     return [this_host(device_kind(config))]
 
 
@@ -189,8 +188,8 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
 
 def on_this_host(config: RunConfig) -> RunConfig:
     """The config with the keys that follow from its `placement` on this machine. Raises
-    `ValueError` if the runtime is another one, or devices are short."""
-    if config.placement is None and config.runtime == "local":
+    `ValueError` if devices are short."""
+    if config.placement is None:
         return config
     plan = plan_of(config, hosts_of(config))
     _check_in_turn(plan)

@@ -13,11 +13,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
-from rollpacker.cli.hosts import Hosts, open_hosts
 from rollpacker.cli.output import print_line, progress
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
@@ -37,6 +37,7 @@ class Session:
     """One process's share of a run."""
 
     config: RunConfig
+    hosts: Hosts
     folder: RunFolder
     stack: ExitStack
     _: KW_ONLY
@@ -50,7 +51,6 @@ class Session:
     _caller: Caller = field(default_factory=Caller, init=False)
     _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
-    _hosts: Hosts = field(default_factory=Hosts, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
     """There is something to save."""
@@ -70,10 +70,7 @@ class Session:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
-        config, self._hosts = open_hosts(config)
-        hosts = self._hosts
-        self.stack.callback(hosts.close)
-        ranks = build.start_trainer_processes(config, hosts)
+        ranks = build.start_trainer_processes(config, self.hosts)
         if ranks is not None:
             self.stack.callback(ranks.close)
         shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
@@ -85,7 +82,7 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
-        engines = self._engines(config, policy, hosts)
+        engines = self._engines(policy)
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks, folder.path)
         self.stack.callback(trainer.close)
@@ -119,12 +116,12 @@ class Session:
         )
         self._open(parts, watch, time_s, build.marks(config, policy))
 
-    def _engines(self, config: RunConfig, policy: Policy, hosts: Hosts) -> Engines:
+    def _engines(self, policy: Policy) -> Engines:
         """Before the run has a folder: what one refuses in its process leaves nothing behind."""
         from rollpacker.cli.engines import all_made, build_engines
         from rollpacker.controller.shared_devices import let_go_of_all
 
-        engines = build_engines(config, policy, hosts)
+        engines = build_engines(self.config, policy, self.hosts)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
         if self.config.train.colocate:  # until weights are handed over: the trainer is to load
@@ -167,7 +164,7 @@ class Session:
         assert self._controller is not None
         first = self._controller.parts.job.step
         self.has_begun = True
-        self._hosts.watch(self._controller.fail)
+        self.hosts.watch(self._controller.fail)
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)

@@ -135,16 +135,6 @@ def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
     return callbacks
 
 
-def _placed(config: RunConfig) -> RunConfig:
-    """The config on this machine's devices. What it has without effect is said."""
-    from rollpacker.cli.placement import on_this_host
-
-    config = on_this_host(config)
-    if config.without_effect is not None:
-        logger.warning("%s", config.without_effect)
-    return config
-
-
 def run_to_end(
     config: RunConfig,
     *,
@@ -157,6 +147,7 @@ def run_to_end(
 ) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
+    from rollpacker.cli.hosts import open_hosts
     from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.resuming import let_others_end, reason_to_end
     from rollpacker.cli.session import Session
@@ -164,7 +155,6 @@ def run_to_end(
 
     watch = time.perf_counter()
     silence_noise()
-    config = _placed(config)
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
     try:
@@ -179,8 +169,13 @@ def run_to_end(
                 summary = _finish(folder.path, display=display, is_done=True)
                 return Run(folder.path, reason=done, summary=summary)
             look_for_hub(config)
+            config, hosts = open_hosts(config)
+            stack.callback(hosts.close)
+            if config.without_effect is not None:
+                logger.warning("%s", config.without_effect)
             session = Session(
                 config,
+                hosts,
                 folder,
                 stack,
                 resume=resume,

@@ -36,6 +36,8 @@ from rollpacker.weight_buffer import WeightSource
 SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
 counted."""
+REACH = 12
+"""A new agent may take so many heartbeats until it answers: ray starts a process for it."""
 RETRY_S = 1.0
 """Between two tries to get a new agent."""
 
@@ -224,8 +226,11 @@ class _Session:
     def _reach(self, connect: Connect) -> bool:
         try:
             self._calls = connect(self.agent_pid)
-            found: HostFacts = self._patiently("facts", patience_s=float("inf"))
+            # It may have been lost on its way: then another agent is asked for.
+            found: HostFacts = self._patiently("facts", patience_s=REACH * self._heartbeat_s)
         except Gone:  # its machine may come back
+            if self._calls is not None:
+                self._calls.end()
             return False
         self.agent_pid = found.pid
         return True

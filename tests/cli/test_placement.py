@@ -110,11 +110,19 @@ def test_keys_that_do_not_agree_and_turns_on_other_devices(
     assert "engines are on devices 0-1, the trainer on 0, and where they take turns" in told
 
 
-def test_ray_is_not_there_yet(command: Command) -> None:
+def test_a_cluster_is_never_without_a_token(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
     for option in ((), ("--dry-run",)):
-        assert "runtime=ray: this version has no runtime but local" in command.refused(
-            *option, runtime="ray"
-        )
+        said = command.refused(*option, runtime="ray")
+        assert "ray's token cannot be read" in said and "make cluster makes one" in said
+    file.write_text("secret")
+    file.chmod(0o644)
+    assert f"others may read it: chmod 600 {file}" in command.refused(runtime="ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_MODE is disabled" in command.refused(runtime="ray")
 
 
 def test_a_run_has_the_processes_of_its_placement(tmp_path: Path, two_cores: None) -> None:

@@ -72,10 +72,10 @@ def test_an_engine_on_another_host_is_what_every_engine_is(network, kind):
 def test_ranks_weights_and_doors(network):
     switch = network.switch
     network.slow(1, 100)
-    cut = f"nsenter --net=/run/netns/{switch} ip link set p2 down"
+    cut = f"nsenter --net=/run/netns/{switch} ip link set p1 down"
     run_tests(network, "tests/cluster/inside.py", ROLLPACKER_SLOW="1", ROLLPACKER_CUT=cut)
     network.fast(1)
-    network.mend(2)
+    network.mend(1)
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):

@@ -218,6 +218,7 @@ def test_facts_of_this_host():
     assert found.pid == os.getpid() and found.num_cores >= 1
     assert found.versions["torch"] == torch.__version__
     assert found.memory_bytes > 1 << 28
+    assert found.interfaces["127.0.0.1"] == "lo"
 
 
 def test_versions_that_differ_are_named_with_their_hosts():
@@ -230,6 +231,7 @@ def test_versions_that_differ_are_named_with_their_hosts():
         gpu_bytes=(),
         shm_bytes=1,
         versions={**one.versions, "torch": "9.9"},
+        interfaces={},
     )
     assert differences({"a": one, "b": one}) == []
     (said,) = differences({"a": one, "b": other})
