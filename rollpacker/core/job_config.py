@@ -47,8 +47,8 @@ class JobConfig:
     speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Kinds of round in which the engine decodes speculatively."""
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Engines that can be lost. None: one that lives as long as the run, or engines of which the
-    core does not know."""
+    """Engines that can be lost. None: one that lives as long as the run, or, in older logs of
+    simulations, engines of which the core did not know."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":
