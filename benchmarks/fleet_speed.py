@@ -226,12 +226,14 @@ def main() -> int:
     args = parser.parse_args()
     spread = FleetConfig(num_engines=NUM_ENGINES)
     group = FleetConfig(num_engines=NUM_ENGINES, routing="group")
+    turns = FleetConfig(num_engines=NUM_ENGINES, routing="turns")
     moving = FleetConfig(num_engines=NUM_ENGINES, moves=True)
     arms = {
         "one engine, not known": lambda: measure(args.rounds, None),
         "one engine": lambda: measure(args.rounds, FleetConfig()),
         "spread": lambda: measure(args.rounds, spread),
         "group": lambda: measure(args.rounds, group),
+        "turns": lambda: measure(args.rounds, turns),
         "spread, one lost": lambda: measure(args.rounds, moving, lose=True),
         "spread, with the log": lambda: measure(args.rounds, spread, log=True),
     }

@@ -76,7 +76,7 @@ class Hosts:
         """Where the trainer's processes are started."""
         from rollpacker.trainer.launch import RankPlace
 
-        found = []
+        found: list[RankPlace] = []
         for device in self._devices("train"):
             host, environment = self._place([device])
             local = (

@@ -47,8 +47,8 @@ class JobConfig:
     speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Kinds of round in which the engine decodes speculatively."""
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Engines that can be lost. None: one that lives as long as the run, or engines of which the
-    core does not know."""
+    """Engines that can be lost. None: one that lives as long as the run, or, in older logs of
+    simulations, engines of which the core did not know."""
     max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """So many losses of the trainer's processes without a committed step between them end the run.
     None: the trainer lives as long as the run."""

@@ -50,7 +50,7 @@ def run_tests(network: Network, *arguments: str, **variables: str) -> str:
         "PYTHONPATH": str(ROOT),
     }
     done = network.run(
-        0, [sys.executable, "-m", "pytest", "-q", "-s", *arguments], cwd=ROOT, env=environment
+        0, [sys.executable, "-m", "pytest", "-s", *arguments], cwd=ROOT, env=environment
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
@@ -74,8 +74,10 @@ def test_ranks_weights_and_doors(network):
     network.slow(1, 100)
     cut = f"nsenter --net=/run/netns/{switch} ip link set p1 down"
     run_tests(network, "tests/cluster/inside.py", ROLLPACKER_SLOW="1", ROLLPACKER_CUT=cut)
+    network.kill_all(1)  # ray has given it up
     network.fast(1)
     network.mend(1)
+    network.start_ray([1])
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):
