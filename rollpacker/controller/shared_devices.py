@@ -107,7 +107,8 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Wait until that device is the engines', and keep it so. In a thread of its own."""
+        """Wait until that device is the engines', and keep it so. In a thread of its own. Raises
+        `EngineError` once the run is over."""
         while not self._keep(number):
             time.sleep(LOOK_S)
         try:
@@ -118,7 +119,9 @@ class SharedDevices:
 
     def _keep(self, number: int) -> bool:
         with self._bus.lock:
-            if number in self._lent and not self._engines.is_closed:
+            if self._engines.is_closed:
+                raise EngineError("the run is over")
+            if number in self._lent:
                 return False
             self._loading.update({number} & set(self._all))
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
@@ -175,7 +176,7 @@ class World:
 
 
 def colocated(count: int, steps: int, **tail: Any) -> RunConfig:
-    config = run_config(steps=steps)
+    config = run_config(steps=steps, generation_s=60.0)
     return replace(
         config,
         rollout=replace(config.rollout, engines=count, prompts_per_step=6),
@@ -251,14 +252,19 @@ def test_an_engine_that_is_lost_while_it_is_away_is_made_anew_when_its_device_is
 
     async def accumulate(samples: Any, replicas: Any = None) -> None:
         await original(samples, replicas)
-        if not killed:
-            killed.append(one.newest(1))
-            one.newest(1).kill("killed in its sleep")
+        if replicas is None and not killed:
+            killed.append(0)
+            one.newest(0).kill("killed in its sleep")
+            while not any(t.name == "rollpacker-new-engine" for t in threading.enumerate()):
+                assert (0, 1) not in one.made
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # time to do what it must not
+            assert (0, 1) not in one.made
 
     one.trainer.accumulate = accumulate  # type: ignore[method-assign]
     check(one, 4)
     (lost,) = events(one.recorder, EngineLost)
-    assert lost.engine == 1 and "killed in its sleep" in lost.reason and (1, 1) in one.made
+    assert lost.engine == 0 and "killed in its sleep" in lost.reason and (0, 1) in one.made
 
 
 def test_a_refill_wakes_the_engines_whose_devices_replicas_have(tmp_path: Path) -> None:

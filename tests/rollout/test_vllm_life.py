@@ -15,8 +15,10 @@ import torch
 
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.host_store import HostStore
+from rollpacker.rollout import vllm_setup
 from rollpacker.rollout.attention import UnsupportedModelError
-from rollpacker.rollout.engine import EngineError, EngineOutput
+from rollpacker.rollout.engine import EngineConfig, EngineError, EngineOutput
+from rollpacker.rollout.vllm_draws import Draws
 from tests.rollout.test_engine import Recorder
 from tests.rollout.tiny import carrying, generate, group, moved, request, tiny_model
 from tests.rollout.with_vllm import (
@@ -283,3 +285,21 @@ def test_one_that_does_not_wake_up_whole_is_never_sampled_from(
     with pytest.raises(EngineError, match="reload it first"):
         engine.submit([request(0)])
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep_if_it_must(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """By names that vLLM's own arguments have."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    told: list[Any] = []
+    monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 80))
+    monkeypatch.setattr(LLMEngine, "from_engine_args", told.append)
+    vllm_setup.open_vllm(model_of(), EngineConfig(name="vllm"), Draws(), sleeps=sleeps)
+    vllm_setup._the_only_one.release()
+    (arguments,) = told
+    assert arguments.enable_sleep_mode is sleeps and not arguments.enforce_eager
+    assert arguments.gpu_memory_utilization == pytest.approx(0.9 * 60 / 80)
