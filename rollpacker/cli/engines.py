@@ -37,7 +37,8 @@ def build_engines(config: RunConfig, policy: Policy) -> Engines:
         import torch
 
         if config.train.colocate:  # names and shapes are all that is asked of it from now on
-            policy.loaded.model.to("cpu")
+            model: torch.nn.Module = policy.loaded.model
+            model.to("cpu")
             torch.cuda.empty_cache()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)

@@ -126,7 +126,8 @@ class TrainConfig:
     colocate: bool = False
     """Engines and the trainer's processes share devices, one engine and one process on each. With
     stream_trainer engines let go of their devices towards the end of a round; their samples go on
-    in the others, and replicas begin on the groups that are complete. On a CPU."""
+    in the others, and replicas begin on the groups that are complete. On CUDA whoever has not its
+    turn waits in host memory."""
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """With several processes: gradients are added up over them once a step, or after every
     micro-batch, which needs less memory."""

@@ -183,7 +183,42 @@ def train(config: Path, name: str, *overrides: str) -> tuple[rollpacker.Run, lis
     return run, list(EventLog(run.folder / "events.jsonl"))
 
 
-def test_a_run_that_releases_devices_learns_what_one_without_does(config: Path) -> None:
+MOVES = """\
+import os, sys
+from rollpacker import host_store
+
+host_store.HostStore.__init__.__defaults__ = ("cpu",)
+offload = host_store.HostStore.offload
+
+def noted(self, tensors):
+    tensors = list(tensors)
+    for one in tensors:
+        if not host_store.local(one).untyped_storage().resizable():  # a mapped file, on a CPU
+            one.data = one.data.clone()
+    moved = offload(self, tensors)
+    with open({moved!r}, "a") as file:
+        print(sys.argv[-1] if "engine" in " ".join(sys.orig_argv) else "rank", moved, file=file)
+    return moved
+
+host_store.HostStore.offload = noted
+"""
+"""For the processes of a run: host memory plays the device's part, so that all does move."""
+
+
+@pytest.fixture
+def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Who moved how many bytes, line by line, in processes that start from now on."""
+    path = tmp_path / "moved"
+    (tmp_path / "sitecustomize.py").write_text(MOVES.format(moved=str(path)))
+    root = Path(rollpacker.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    return path
+
+
+def test_a_run_that_releases_devices_learns_what_one_without_does(
+    config: Path, moved: Path
+) -> None:
+    """With memory that changes sides at each hand-over, in engines and ranks alike."""
     run, log = train(config, "released", "stream_trainer={enabled: true, kinds: [plain]}")
     records = [entry for entry in log if isinstance(entry, Record)]
     commands = [command for record in records for command in record.commands]
@@ -191,6 +226,11 @@ def test_a_run_that_releases_devices_learns_what_one_without_does(config: Path) 
     assert any(isinstance(c, Move) and c.engine == 0 for c in commands)
     assert any(isinstance(c, StartGradients) for c in commands)
     assert replay(log).difference is None
+    lines = [line.split() for line in moved.read_text().splitlines()]
+    by_rank = [int(size) for who, size in lines if who == "rank"]
+    by_engine = [int(size) for who, size in lines if who != "rank"]
+    assert sum(map(bool, by_rank)) >= 2 * 3 and sum(map(bool, by_engine)) >= 2 * 3
+    (moved.parent / "sitecustomize.py").unlink()
     other, _ = train(config, "kept")
     for name in ("actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
         found, expected = (list(r.metrics[name]) for r in (run, other))

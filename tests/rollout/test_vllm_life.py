@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rollpacker.core.events import SampleFailed, SampleGenerated
+from rollpacker.host_store import HostStore
 from rollpacker.rollout.attention import UnsupportedModelError
 from rollpacker.rollout.engine import EngineError, EngineOutput
 from tests.rollout.test_engine import Recorder
@@ -202,3 +203,61 @@ def test_the_process_is_left_as_it_was() -> None:
 def test_a_head_size_that_the_cpu_kernel_lacks_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"heads of size 8.*quickstart-vllm\.yaml"):
         made(tiny_model())
+
+
+def test_it_sleeps_and_wakes_up_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own order of things; a CPU's worker leaves the memory where it is."""
+    engine = made(model_of())
+    requests = [*group(0, 3, seed=1), *group(1, 3, seed=1)]
+    before = responses(engine, requests)
+    vllm, calls = engine._vllm, []
+    vllm.model_config.enable_sleep_mode = True
+    for name in ("sleep", "wake_up", "reset_prefix_cache", "step"):
+        original = getattr(vllm, name)
+
+        def call(*arguments: Any, name: str = name, of: Any = original, **named: Any) -> Any:
+            calls.append((name, *arguments, *named.values()))
+            return of(*arguments, **named)
+
+        monkeypatch.setattr(vllm, name, call)
+    engine._host = HostStore("cpu")
+    asyncio.run(engine.offload())
+    assert vllm.is_sleeping() and calls == [("sleep", 1)]
+    assert not any(one.untyped_storage().nbytes() for one in engine._model.parameters())
+    with pytest.raises(EngineError, match="reload it first"):
+        engine.submit(requests)
+    asyncio.run(engine.reload())
+    woken = [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), ("reset_prefix_cache",)]
+    assert calls[1:4] == woken and {one[0] for one in calls[4:]} == {"step"}
+    assert not vllm.is_sleeping()
+    assert responses(engine, requests) == before
+    newer = model_of(1)
+    asyncio.run(engine.offload())
+    asyncio.run(engine.reload())
+    asyncio.run(engine.update_weights(1, dict(newer.named_parameters())))
+    assert [one.tokens for one in responses(engine, requests)] != [one.tokens for one in before]
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("fault", ["part of it sleeps on", "it forgot its weights"])
+def test_one_that_does_not_wake_up_whole_is_never_sampled_from(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    engine = made(model_of())
+    vllm = engine._vllm
+    vllm.model_config.enable_sleep_mode = True
+    wake_up = vllm.wake_up
+    asyncio.run(engine.offload())
+
+    def fail(tags: list[str]) -> bool:
+        if fault == "part of it sleeps on":
+            return wake_up(tags=tags) if tags == ["weights"] else False
+        vllm.apply_model(lambda model: [one.data.zero_() for one in model.parameters()] and None)
+        return bool(wake_up(tags=tags))
+
+    monkeypatch.setattr(vllm, "wake_up", fail)
+    with pytest.raises(EngineError, match=r"did not wake up|does not compute what the model does"):
+        asyncio.run(engine.reload())
+    with pytest.raises(EngineError, match="reload it first"):
+        engine.submit([request(0)])
+    asyncio.run(engine.close())
