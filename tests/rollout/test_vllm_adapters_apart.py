@@ -33,6 +33,7 @@ def test_in_a_process_of_its_own_adapters_come_through_shared_memory(
     settings = EngineConfig(name="vllm", kv_cache_gib=0.05)
     setup = engine_setup(config, settings, threads=devices, tensor_parallel=devices)
     engine = ProcessEngine(setup)
+    asyncio.run(engine.ready())
     model = add_adapter(load_model(config).model, lora)
     buffer = WeightBuffer.create(adapter_parameters(model).items())
     try:
