@@ -62,7 +62,7 @@ class _Piece(NamedTuple):
     anew: Anew
     place: int
     """In the response, of the first one."""
-    count: int
+    num_tokens: int
     row: int
     """Of the hidden state before it."""
 
@@ -70,12 +70,12 @@ class _Piece(NamedTuple):
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> None:
     device, size = hidden_states.device, runner.input_batch.vocab_size
     settings = Settings([one.draw.sampling for one in found], size, device)
-    keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.count]]
+    keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.num_tokens]]
     all_keys = torch.tensor(keys, device=device)
-    places = torch.cat([torch.arange(one.place, one.place + one.count) for one in found])
+    places = torch.cat([torch.arange(one.place, one.place + one.num_tokens) for one in found])
     places = places.to(device)
-    rows = torch.cat([torch.arange(one.row, one.row + one.count) for one in found]).to(device)
-    counts = torch.tensor([one.count for one in found])
+    rows = torch.cat([torch.arange(one.row, one.row + one.num_tokens) for one in found]).to(device)
+    counts = torch.tensor([one.num_tokens for one in found])
     requests = torch.arange(len(found)).repeat_interleave(counts).to(device)
     tokens: list[int] = []
     log_probs: list[float] = []
@@ -88,6 +88,6 @@ def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> 
         log_probs += drawn[1].tolist()
     start = 0
     for one in found:
-        one.anew.tokens += tokens[start : start + one.count]
-        one.anew.log_probs += log_probs[start : start + one.count]
-        start += one.count
+        one.anew.tokens += tokens[start : start + one.num_tokens]
+        one.anew.log_probs += log_probs[start : start + one.num_tokens]
+        start += one.num_tokens
