@@ -1,7 +1,8 @@
 """Does the quickstart learn with vLLM as its engine, and as much as with the embedded one?
 
 Every seed gets its own demonstrations and warm-up; from the same warmed-up weights one run trains
-with vLLM and one with the embedded engine, everything else being configs/quickstart-vllm.yaml.
+with vLLM and one with the embedded engine, everything else being configs/quickstart-vllm.yaml, but
+that neither carries.
 Held-out pass@1 is sampled at temperature 1 with four samples per prompt. The interval of the paired
 difference is Student's.
 
@@ -36,6 +37,7 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
         *("train", "configs/quickstart-vllm.yaml", f"seed={seed}", f"name={arm}-{seed}"),
         *(f"runs_dir={folder}", f"model.path={model}", "save_samples=false"),
         *("eval.samples_per_prompt=4", f"rollout.engine.name={ENGINES[arm]}"),
+        "tail_batching.carry=none",
     )
     lines = (folder / f"{arm}-{seed}" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

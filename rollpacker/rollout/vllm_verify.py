@@ -12,12 +12,12 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rollpacker.rollout.extend import DRAW_LOGITS
-from rollpacker.rollout.vllm_draws import NUMBER, Draw, Draws, Settings
+from rollpacker.rollout.vllm_draws import NUMBER, Anew, Draw, Draws, Settings
 
 
 def watch(runner: Any, draws: Draws) -> None:
@@ -35,37 +35,47 @@ def _draw_anew(
     runner: Any, draws: Draws, hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
     """`hidden_states` [tokens of the step, hidden]; so many of them are each request's."""
-    found: list[tuple[Draw, int, int, int]] = []
+    found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]
         draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
-        if draw.anew is None or len(draw.anew.tokens) == draw.offset:
+        anew = draw.anew
+        if anew is None or len(anew.tokens) == draw.offset:
             continue
         # The first token to draw comes from the state after the prompt without what was carried.
         before = len(state.prompt_token_ids) - draw.offset - 1
         begin, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
-        place = len(draw.anew.tokens)
+        place = len(anew.tokens)
         count = min(end - before, draw.offset) - place
         if count > 0:
             assert begin <= before + place, "vLLM has read carried tokens from its prefix cache"
             row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
-            found.append((draw, place, count, row + before + place - begin))
+            found.append(_Piece(draw, anew, place, count, row + before + place - begin))
     if found:
         _draw_all(runner, found, hidden_states)
 
 
-def _draw_all(
-    runner: Any, found: list[tuple[Draw, int, int, int]], hidden_states: torch.Tensor
-) -> None:
-    """Of each of these: how it is drawn, its first place in the response, how many, and where their
-    hidden states begin."""
+class _Piece(NamedTuple):
+    """Carried tokens of one request that a step has read."""
+
+    draw: Draw
+    anew: Anew
+    place: int
+    """In the response, of the first one."""
+    num_tokens: int
+    row: int
+    """Of the hidden state before it."""
+
+
+def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> None:
     device, size = hidden_states.device, runner.input_batch.vocab_size
-    settings = Settings([draw.sampling for draw, *_ in found], size, device)
-    keys = [key for draw, place, n, _ in found for key in draw.anew.keys[place : place + n]]
+    settings = Settings([one.draw.sampling for one in found], size, device)
+    keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.num_tokens]]
     all_keys = torch.tensor(keys, device=device)
-    places = torch.cat([torch.arange(place, place + n) for _, place, n, _ in found]).to(device)
-    rows = torch.cat([torch.arange(row, row + n) for *_, n, row in found]).to(device)
-    counts = torch.tensor([n for _, _, n, _ in found])
+    places = torch.cat([torch.arange(one.place, one.place + one.num_tokens) for one in found])
+    places = places.to(device)
+    rows = torch.cat([torch.arange(one.row, one.row + one.num_tokens) for one in found]).to(device)
+    counts = torch.tensor([one.num_tokens for one in found])
     requests = torch.arange(len(found)).repeat_interleave(counts).to(device)
     tokens: list[int] = []
     log_probs: list[float] = []
@@ -77,7 +87,7 @@ def _draw_all(
         tokens += drawn[0].tolist()
         log_probs += drawn[1].tolist()
     start = 0
-    for draw, _, count, _ in found:
-        draw.anew.tokens += tokens[start : start + count]
-        draw.anew.log_probs += log_probs[start : start + count]
-        start += count
+    for one in found:
+        one.anew.tokens += tokens[start : start + one.num_tokens]
+        one.anew.log_probs += log_probs[start : start + one.num_tokens]
+        start += one.num_tokens
