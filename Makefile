@@ -86,7 +86,7 @@ vllm: $(VLLM_VENV)/.installed
 	@echo "The environment is $(VLLM_VENV). To use it:  source $(VLLM_BIN)/activate"
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_BIN)/pip install --quiet "pytest>=8" "pytest-timeout>=2.3"
+	$(VLLM_BIN)/pip install --quiet --editable ".[test]"
 	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
 	  tests/rollout/test_vllm_parallel.py tests/rollout/test_vllm_hybrid.py \
 	  tests/rollout/test_conformance.py tests/cli/test_vllm_bad_input.py
