@@ -547,7 +547,7 @@ def test_what_others_hold_is_missing_from_it_too() -> None:
     asked = request(role("rollout", 1, 1, 60))
     hosts = [replace(host, held_bytes=50) for host in cores(2, memory=100)]
     with pytest.raises(
-        PlacementError, match=r"\(h0 0.0 GiB beside the 0.0 GiB of the run's own pro"
+        PlacementError, match=r"\(h0 0.0 KiB beside the 0.0 KiB of the run's own pro"
     ):
         plan_placement(hosts, asked)
     plan = plan_placement([*hosts, *cores(1, memory=100)], asked)
