@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rollpacker.core.roles import as_ranges
+from rollpacker.core.roles import as_ranges, text_of_bytes
 
 if TYPE_CHECKING:
     from rollpacker.config.placement import PlacementConfig
@@ -266,9 +266,11 @@ def table(plan: Placement) -> list[str]:
     lines = _rows(rows)
     for host in plan.hosts:
         if host.memory_bytes is not None:
-            own = f", {_size(host.held_bytes)} of it the run's own" if host.held_bytes else ""
-            used = _size(host.used_bytes + host.held_bytes)
-            lines.append(f"{host.name}: {used} of {_size(host.memory_bytes)}{own}")
+            own = (
+                f", {text_of_bytes(host.held_bytes)} of it the run's own" if host.held_bytes else ""
+            )
+            used = text_of_bytes(host.used_bytes + host.held_bytes)
+            lines.append(f"{host.name}: {used} of {text_of_bytes(host.memory_bytes)}{own}")
     if plan.unknown:
         names = ", ".join(plan.unknown)
         lines.append(
@@ -302,17 +304,17 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
     if kind == "cpu":
         every = tuple(dict.fromkeys(name for units in names.values() for name in units))
         total = sum(used.values())
-        memory = f"{_size(total)} together" if known.whole else "not known"
+        memory = f"{text_of_bytes(total)} together" if known.whole else "not known"
         row = (_numbers(0, host.cores - 1), host.name, every, memory)
-        told = f"{host.name}: {_size(total)} of {_size(host.memory_bytes)}"
+        told = f"{host.name}: {text_of_bytes(total)} of {text_of_bytes(host.memory_bytes)}"
         return [*_rows([row]), *([told] if known.whole else [])]
     rows = []
     for device in range(max([len(host.gpu_bytes), *(n + 1 for n in on)])):
-        size = _size(used.get(device, 0)) if known.whole else "not known"
-        has = "there is none"
+        size = text_of_bytes(used.get(device, 0)) if known.whole else "not known"
+        has = ", and there is no such device here"
         if device < len(host.gpu_bytes):
-            has = _size(host.gpu_bytes[device])
-        rows.append((str(device), host.name, names.get(device, ()), f"{size} of {has}"))
+            has = f" of {text_of_bytes(host.gpu_bytes[device])}"
+        rows.append((str(device), host.name, names.get(device, ()), f"{size}{has}"))
     return _rows(rows)
 
 
@@ -348,11 +350,7 @@ def _shown(device: PlacedDevice) -> tuple[object, ...]:
 
 
 def _memory(device: PlacedDevice) -> str:
-    used = _size(device.used_bytes) if device.units else "-"
-    return used if device.memory_bytes is None else f"{used} of {_size(device.memory_bytes)}"
-
-
-def _size(size_bytes: int) -> str:
-    from rollpacker.trainer.training_memory import text_of_bytes
-
-    return text_of_bytes(size_bytes)
+    used = text_of_bytes(device.used_bytes) if device.units else "-"
+    return (
+        used if device.memory_bytes is None else f"{used} of {text_of_bytes(device.memory_bytes)}"
+    )

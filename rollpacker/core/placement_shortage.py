@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollpacker.core.placement_search import Search, only, without_memory
-from rollpacker.core.roles import Host, PlacementError, PlacementRequest, Role, as_line, as_ranges
+from rollpacker.core.roles import (
+    Host,
+    PlacementError,
+    PlacementRequest,
+    Role,
+    as_line,
+    as_ranges,
+    text_of_bytes,
+)
 
 _MOST_HOSTS = 4
 """Named in one message."""
@@ -119,8 +127,8 @@ def _check_pinned_memory(hosts: Sequence[Host], request: PlacementRequest) -> No
             if load > has:
                 roles = [role for role in request.roles if role.pinned]
                 raise PlacementError(
-                    f"{where} has {gib(has)}{_held(host)}, and what would be there takes "
-                    f"{gib(load)} ({_needs(request, roles)})"
+                    f"{where} has {text_of_bytes(has)}{_held(host)}, and what would be there takes "
+                    f"{text_of_bytes(load)} ({_needs(request, roles)})"
                 )
         first += len(site.pins)
 
@@ -146,17 +154,22 @@ def _memory_of(hosts: Sequence[Host], request: PlacementRequest, roles: Sequence
         )
         turns = f" ({' and '.join(together)} share it)" if len(together) > 1 else ""
         enough = "the largest has" if load > most else "too few have as much: the largest has"
-        return f"{what}: up to {gib(load)} on one device{turns}, and {enough} {gib(most)}"
+        return (
+            f"{what}: up to {text_of_bytes(load)} on one device{turns}, and {enough} "
+            f"{text_of_bytes(most)}"
+        )
     wanted = ", ".join(_wanted(role) for role in roles)
     named = hosts[:_MOST_HOSTS]
-    memory = ", ".join(f"{host.name} {gib(host.left_bytes)}{_held(host)}" for host in named)
+    memory = ", ".join(
+        f"{host.name} {text_of_bytes(host.left_bytes)}{_held(host)}" for host in named
+    )
     return f"{wanted}; {what}: more than the hosts' memory ({memory}{_more(hosts)})"
 
 
 def _held(host: Host) -> str:
     if not host.held_bytes:
         return ""
-    return f" beside the {gib(host.held_bytes)} of the run's own process"
+    return f" beside the {text_of_bytes(host.held_bytes)} of the run's own process"
 
 
 def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:
@@ -165,8 +178,8 @@ def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:
     for role in roles:
         needs = role.need
         word = "core" if request.kind == "cpu" else "device"
-        turn = f", {gib(needs.turn)} of it while it works" if needs.turn else ""
-        parts.append(f"{role.name} takes {gib(needs.most)} on each {word}{turn}")
+        turn = f", {text_of_bytes(needs.turn)} of it while it works" if needs.turn else ""
+        parts.append(f"{role.name} takes {text_of_bytes(needs.most)} on each {word}{turn}")
     return "; ".join(parts)
 
 
@@ -210,8 +223,3 @@ def _devices(count: int) -> str:
 
 def _word(request: PlacementRequest) -> str:
     return "core" if request.kind == "cpu" else "CUDA device"
-
-
-def gib(size_bytes: int) -> str:
-    """The size in words."""
-    return f"{size_bytes / (1 << 30):.1f} GiB"

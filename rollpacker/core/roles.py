@@ -204,3 +204,11 @@ def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)
+
+
+def text_of_bytes(size_bytes: int) -> str:
+    """The size in words, in the largest unit that fits."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1024:.1f} KiB"

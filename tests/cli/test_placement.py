@@ -80,6 +80,16 @@ def test_without_lines_the_machine_is_everybodys(command: Command, two_cores: No
     assert row[2] == "run, engine 0, trainer's process 0, engine 1, trainer's process 1"
 
 
+def test_a_gpu_that_is_not_there_is_said(command: Command, two_cores: None) -> None:
+    assert command.train("--dry-run", model__device="cuda") == 0
+    _, row, *_ = devices_in(command.out)
+    assert row[:3] == ["0", "this host", "run"]
+    assert row[3].endswith("iB, and there is no such device here")
+    lines = {"rollout": {"devices": 1}, "train": {"devices": 1}}
+    told = command.refused("--dry-run", placement=lines, model__device="cuda")
+    assert "there is no CUDA device on this host" in told
+
+
 def test_what_is_short_is_one_message_and_what_it_names_is_taken(
     command: Command, two_cores: None
 ) -> None:

@@ -535,6 +535,26 @@ def test_cores_share_their_hosts_memory() -> None:
     assert [host.used_bytes for host in plan.hosts] == [20, 70]
 
 
+def test_what_a_range_takes_is_missing_from_its_hosts_memory() -> None:
+    asked = request(role("rollout", (0,), 1, 60), role("train", 1, 1, 60))
+    plan = plan_placement(cores(2, 2, memory=100), asked)
+    assert devices_of(plan, "train") == [(2,)]
+    with pytest.raises(PlacementError, match="more than the hosts' memory"):
+        plan_placement(cores(4, memory=100), asked)
+
+
+def test_what_others_hold_is_missing_from_it_too() -> None:
+    asked = request(role("rollout", 1, 1, 60))
+    hosts = [replace(host, held_bytes=50) for host in cores(2, memory=100)]
+    with pytest.raises(
+        PlacementError, match=r"\(h0 0.0 KiB beside the 0.0 KiB of the run's own pro"
+    ):
+        plan_placement(hosts, asked)
+    plan = plan_placement([*hosts, *cores(1, memory=100)], asked)
+    assert devices_of(plan, "rollout") == [(2,)]
+    assert [(host.used_bytes, host.held_bytes) for host in plan.hosts] == [(0, 50), (60, 0)]
+
+
 def test_what_is_not_known_is_said() -> None:
     judge = with_(role("judge", 1), needs=lambda per_unit: None)
     assert plan_placement(cores(2), request(role("rollout", 1), judge)).unknown == ("judge",)
