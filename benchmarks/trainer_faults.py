@@ -57,6 +57,7 @@ PLAN = (
 QUICK = (GENERATING, "apply", AGAIN)
 SHARED = (
     *("train.processes=2", "checkpoint.every_steps=3", "train.eps=1e-4", "algorithm.kl_coef=0.01"),
+    "algorithm.kl_in=reward",
     *("data.eval_fraction=0.2", "eval.every_steps=50"),
 )
 ARMS = {
