@@ -210,7 +210,10 @@ def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
         "wall_s": round(summary["wall_s"], 1),
         "waited_s": round(summary["seconds"]["recovery"], 1),
         "engine_processes": len(saboteur.engine_pids),
-        **{name: checked[name] for name in ("steps", "fetched", "trained", "dropped", "engines")},
+        **{
+            name: checked[name]
+            for name in ("steps", "fetched", "trained", "dropped", "engines", "trainer")
+        },
         "problems": checked["problems"],
         "replay_difference": replay(EventLog(run / "events.jsonl")).difference,
     }
