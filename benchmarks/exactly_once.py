@@ -23,15 +23,16 @@ def check(path: Path) -> dict[str, Any]:
     launched_version: dict[str, int] = {}
     verdicts: dict[str, float | None] = {}
     problems: list[str] = []
-    engines = Engines()
+    engines, trainer = Engines(), Trainer()
     version = steps = 0
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         entry = json.loads(line)
         if "session" in entry:
-            engines = Engines(engines.lost)
+            engines, trainer = Engines(engines.lost), Trainer(trainer.lost, trainer.version)
         if "session" in entry or "note" in entry:
             continue
-        problems += [f"line {number}: {problem}" for problem in engines.read(entry)]
+        found = [*engines.read(entry), *trainer.read(entry)]
+        problems += [f"line {number}: {problem}" for problem in found]
         match entry["event"]:
             case "PromptsFetched":
                 fetched.update(entry["prompts"])
@@ -70,6 +71,7 @@ def check(path: Path) -> dict[str, Any]:
         "dropped": dropped.total(),
         "steps": steps,
         "engines": {"lost": engines.lost},
+        "trainer": {"lost": trainer.lost},
         "problems": problems,
     }
 
@@ -148,6 +150,49 @@ class Engines:
         twice = [f"{sample} ended twice"] if sample in self._ended else []
         self._ended.add(sample)
         return twice
+
+
+class Trainer:
+    """Whether each step is trained once, and one that comes back is where it was."""
+
+    def __init__(self, lost: int = 0, version: int = 0) -> None:
+        self.lost = lost
+        self.version = version
+        self._incarnation = 0
+        self._is_there = True
+        self._asked = 0
+        """The step that it is to train."""
+
+    def read(self, entry: dict[str, Any]) -> list[str]:
+        """What cannot be, in words."""
+        problems = []
+        where = entry.get("incarnation"), entry.get("version")
+        match entry["event"]:
+            case "TrainerLost" if entry["incarnation"] == self._incarnation:
+                self.lost += 1
+                self._is_there = False
+            case "TrainerReady":
+                if where != (self._incarnation, self.version) or self._is_there:
+                    problems.append(f"the trainer is back as {where}")
+                self._is_there = True
+            case "Trained":
+                if (entry["step"], entry["version"]) != (self._asked, self.version + 1):
+                    problems.append(f"step {entry['step']} was trained to {entry['version']}")
+                if not self._is_there:
+                    problems.append("a trainer that was lost has trained")
+                self._asked, self.version = 0, entry["version"]
+            case "WeightsSynced" if not self._is_there:
+                problems.append("a trainer that was lost has handed weights over")
+        for command in entry.get("commands", ()):
+            match command["command"]:
+                case "TrainOn":
+                    self._asked = command["step"]
+                case "RestoreTrainer":
+                    self._incarnation += 1
+                    asked = command["incarnation"], command["version"]
+                    if asked != (self._incarnation, self.version):
+                        problems.append("the trainer is to be where it was not")
+        return problems
 
 
 def _group_problems(

@@ -57,6 +57,7 @@ PLAN = (
 QUICK = (GENERATING, "apply", AGAIN)
 SHARED = (
     *("train.processes=2", "checkpoint.every_steps=3", "train.eps=1e-4", "algorithm.kl_coef=0.01"),
+    "algorithm.kl_in=reward",
     *("data.eval_fraction=0.2", "eval.every_steps=50"),
 )
 ARMS = {
@@ -209,7 +210,10 @@ def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
         "wall_s": round(summary["wall_s"], 1),
         "waited_s": round(summary["seconds"]["recovery"], 1),
         "engine_processes": len(saboteur.engine_pids),
-        **{name: checked[name] for name in ("steps", "fetched", "trained", "dropped", "engines")},
+        **{
+            name: checked[name]
+            for name in ("steps", "fetched", "trained", "dropped", "engines", "trainer")
+        },
         "problems": checked["problems"],
         "replay_difference": replay(EventLog(run / "events.jsonl")).difference,
     }

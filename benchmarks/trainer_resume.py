@@ -8,8 +8,9 @@ disturbed:
              step after the resume may differ in rounding alone (later ones sample other tokens as
              soon as one flips, so their difference is only reported).
     kills    one rank of two is killed (SIGKILL) at random moments, of the start-up and of the steps
-             by turns. Each time the run must end with exit code 6, and what resumes must end bit
-             for bit where the undisturbed run did. `exactly_once.py` checks the log.
+             by turns. One loss is made to end the run here, which goes on by itself otherwise
+             (`trainer_faults.py`): each time with exit code 6, and what resumes must end bit for
+             bit where the undisturbed run did. `exactly_once.py` checks the log.
 
 Without streaming: which groups are begun early depends on the clock, and with them the order of
 sums.
@@ -117,8 +118,10 @@ def _train(
 ) -> None:
     import rollpacker
     from rollpacker.cli.errors import report_error
+    from rollpacker.config import schema
 
     os.setsid()
+    schema.MAX_TRAINER_LOSSES = 1
     observers: list[Any] = [] if step is None else [_KillRun(step)]
     if delay_s is not None:
         _kill_a_rank_after(delay_s)

@@ -44,8 +44,8 @@ class Commits:
     watch: Watch
     evaluator: Evaluator
     _: KW_ONLY
-    folder: Path
-    """Takes the checkpoints, of which the last `keep_last` stay."""
+    recovery: Recovery
+    """Knows the folder of the checkpoints, of which the last `keep_last` stay."""
     keep_last: int
     devices: SharedDevices
     """And the trainer on them."""
@@ -56,7 +56,6 @@ class Commits:
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience
-    recovery: Recovery
 
     def routes(self) -> Routes:
         return {Commit: self._on_commit}
@@ -93,7 +92,8 @@ class Commits:
 
     def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
         save = partial(self._save, waiting)
-        write_checkpoint(self.folder, step, state, save, self.keep_last, run=self.folder.parent)
+        folder = self.recovery.checkpoints
+        write_checkpoint(folder, step, state, save, self.keep_last, run=folder.parent)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.devices.trainer.save(folder)

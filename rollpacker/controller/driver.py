@@ -103,7 +103,6 @@ class Controller:
         """`time_s` is where the run's clock goes on (0 in a new run)."""
         self.config = config
         self.parts = parts
-        self._checkpoints = checkpoints
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
@@ -221,7 +220,7 @@ class Controller:
         )
         commits = Commits(
             *(bus, main, desk, self._scoring, watch, self._evaluator),
-            folder=self._checkpoints,
+            recovery=self._recovery,
             keep_last=self.config.checkpoint.keep_last,
             devices=self._devices,
             cursor=parts.cursor,
@@ -230,7 +229,6 @@ class Controller:
             log=parts.log,
             samples=parts.samples,
             audience=parts.audience,
-            recovery=self._recovery,
         )
         return [
             self._generation,

@@ -119,7 +119,13 @@ def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert "step_000002" in mortal.restored_from
     found = newest_checkpoint(folder / "checkpoints")
     assert not (found.folder / "half").exists()
-    assert check(folder / "events.jsonl")["problems"] == []
+    checked = check(folder / "events.jsonl")
+    assert checked["problems"] == [] and checked["trainer"] == {"lost": len(MOMENTS)}
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    ready = next(line for line in lines if "TrainerReady" in line)
+    for wrong in ([line for line in lines if line != ready], [*lines, ready]):
+        (tmp_path / "wrong.jsonl").write_text("\n".join(wrong))
+        assert check(tmp_path / "wrong.jsonl")["problems"]
     assert replay(EventLog(folder / "events.jsonl")).difference is None
     num_rows = [
         sum(pyarrow.parquet.read_metadata(file).num_rows for file in at.glob("samples/*.parquet"))

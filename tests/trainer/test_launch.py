@@ -31,6 +31,7 @@ from rollpacker.trainer.trainer import (
     LoraConfig,
     ModelConfig,
     NonFiniteError,
+    RanksLost,
     TokenScores,
     TrainConfig,
     TrainerError,
@@ -164,6 +165,36 @@ def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
         ranks.close()
     said = [r.getMessage() for r in caplog.records if "was stopped by a signal" in r.getMessage()]
     assert len(said) == 1 and f"kill -CONT {rank.pid}" in said[0]
+
+
+def test_a_rank_that_stays_stopped_is_lost_and_another_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "LOOK_S", 0.1)
+    monkeypatch.setattr(launch, "STOPPED_S", 0.3)
+    ranks = Ranks(1)
+    try:
+        ranks.connect()
+        pid = ranks.all[0].pid
+        assert ranks.how_lost() is None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RanksLost, match=rf"pid {pid}\) was stopped by a signal"):
+            ranks.call("hashes", [()])
+        ranks.start_anew()
+        ranks.connect()
+        another = ranks.all[0].pid
+        assert another != pid and not Path(f"/proc/{pid}").exists()
+        with pytest.raises(TrainerError, match="failed: AttributeError"):
+            ranks.call("hashes", [()])
+        os.kill(another, signal.SIGKILL)
+        until = time.monotonic() + START_S
+        while (how := ranks.how_lost()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert how is not None and f"pid {another}" in how and "SIGKILL" in how
+    finally:
+        ranks.close()
+    with pytest.raises(TrainerProcessError, match="the run is over"):
+        ranks.start_anew()
 
 
 def test_a_rank_does_only_what_is_listed() -> None:
