@@ -5,9 +5,9 @@
     Replace                                  a new engine loads on a device of the engines' alone
 
 Nothing is decided here: who is to have a device is what `core/devices.py` reads from the commands.
-Engine k and process k of the trainer are on device k. What an engine is told while it is away waits
-(`Handle.told`), and is why it comes back. On a CPU there is nothing to move, and the same calls are
-made.
+Engine k has the devices from k times its degree on, process k of the trainer device k. What an
+engine is told while it is away waits (`Handle.told`), and is why it comes back. On a CPU there is
+nothing to move, and the same calls are made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SharedDevices:
         self.trainer = trainer
         self._engines = engines
         train = config.train
-        self._all = range(config.rollout.engines if train.colocate else 0)
+        self._all = range((train.processes or 0) if train.colocate else 0)
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = set()
         """Devices whose memory is the replicas', or will be in a moment."""
@@ -107,23 +107,25 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Wait until that device is the engines', and keep it so. In a thread of its own. Raises
-        `EngineError` once the run is over."""
-        while not self._keep(number):
+        """Wait until that engine's devices are the engines', and keep them so. In a thread of its
+        own. Raises `EngineError` once the run is over."""
+        size = self._engines.layout.tensor_parallel
+        devices = {*range(number * size, (number + 1) * size)} & {*self._all}
+        while not self._keep(devices):
             time.sleep(LOOK_S)
         try:
             yield
         finally:
             with self._bus.lock:
-                self._loading.discard(number)
+                self._loading -= devices
 
-    def _keep(self, number: int) -> bool:
+    def _keep(self, devices: set[int]) -> bool:
         with self._bus.lock:
             if self._engines.is_closed:
                 raise EngineError("the run is over")
-            if number in self._lent:
+            if devices & self._lent:
                 return False
-            self._loading.update({number} & set(self._all))
+            self._loading |= devices
             return True
 
     def _groups(self, devices: Collection[int]) -> set[int]:
@@ -134,10 +136,11 @@ class SharedDevices:
         have to go; None: the replicas are there."""
         while True:
             with self._bus.lock:
-                if not (self._engines.num_at(wanted) or self._loading & wanted):
+                numbers = {device // self._engines.layout.tensor_parallel for device in wanted}
+                if not (self._engines.num_at(numbers) or self._loading & wanted):
                     are_there = wanted <= self._lent
                     self._lent |= wanted
-                    leaving = [h for h in self._engines.living if h.number in wanted]
+                    leaving = [h for h in self._engines.living if h.number in numbers]
                     leaving = [handle for handle in leaving if not handle.is_away]
                     for handle in leaving:
                         handle.is_away = True
