@@ -17,6 +17,7 @@ from rollpacker.imports import silence_noise
 
 if TYPE_CHECKING:
     from rollpacker.cli.given import Overrides, Reward
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.session import Session
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
@@ -147,7 +148,6 @@ def run_to_end(
 ) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
-    from rollpacker.cli.hosts import open_hosts
     from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.resuming import let_others_end, reason_to_end
     from rollpacker.cli.session import Session
@@ -169,10 +169,7 @@ def run_to_end(
                 summary = _finish(folder.path, display=display, is_done=True)
                 return Run(folder.path, reason=done, summary=summary)
             look_for_hub(config)
-            config, hosts = open_hosts(config)
-            stack.callback(hosts.close)
-            if config.without_effect is not None:
-                logger.warning("%s", config.without_effect)
+            config, hosts = _on_hosts(config, stack)
             session = Session(
                 config,
                 hosts,
@@ -198,6 +195,17 @@ def run_to_end(
         raise
     session.end(reason)
     return run
+
+
+def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts]:
+    """The hosts, and the config on them. What it has without effect is said."""
+    from rollpacker.cli.hosts import open_hosts
+
+    config, hosts = open_hosts(config)
+    stack.callback(hosts.close)
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
+    return config, hosts
 
 
 def _end_in_error(session: Session) -> None:

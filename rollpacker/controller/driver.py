@@ -210,7 +210,6 @@ class Controller:
         training = Training(
             *(bus, main, desk, watch),
             config=self.config,
-            trainer=parts.trainer,
             devices=self._devices,
             engines=parts.engines,
             reward=parts.reward,

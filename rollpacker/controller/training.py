@@ -49,7 +49,6 @@ class Training:
     watch: Watch
     _: KW_ONLY
     config: RunConfig
-    trainer: Trainer
     devices: SharedDevices
     engines: Engines
     """This, `reward` and `carried` are only asked how they are."""
@@ -66,6 +65,10 @@ class Training:
     """The step whose rows were made: it may be begun again."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
     """Warnings that a run gives once."""
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.devices.trainer
 
     def routes(self) -> Routes:
         return {StartGradients: self._on_start_gradients, TrainOn: self._on_train_on}

@@ -3,7 +3,8 @@
     FetchPrompts -> Launch -> (Score, Abort, Defer) -> TrainOn -> SyncWeights -> Commit -> next
                     ^ one Round at a time decides these
 
-What the job waits for is its phase; `core/phases.py` has the table. The parts that it composes:
+Controller and simulator drive the same code, and talk to nothing else of it. What the job waits for
+is its phase; `core/phases.py` has the table. Its parts:
 
     queues       which prompts wait, and which round is next
     Round        the round under way: race, abort, defer
@@ -14,8 +15,6 @@ What the job waits for is its phase; `core/phases.py` has the table. The parts t
     ledger       every prompt once, or a reason
     fleet        which engine a sample runs on, and what becomes of a lost one's
     trainer      whether a lost one is brought back
-
-It is the only thing that a driver talks to; controller and simulator drive the same code.
 """
 
 from __future__ import annotations
@@ -309,8 +308,8 @@ class Job:
         assert self.fleet is not None, f"{event} in a run whose engines are not told apart"
         if self.phase is Phase.DONE:
             return []
-        commands = self.fleet.on_engine(event, self.version)
-        return self._finish(self.fleet.given_up, failed=True) if self.fleet.given_up else commands
+        commands, why = self.fleet.on_engine(event, self.version), self.fleet.given_up
+        return self._finish(why, failed=True) if why else commands
 
     def _on_trainer_lost(self, event: TrainerLost) -> list[Command]:
         if self.phase is Phase.DONE:
