@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli import findings, output, trials
+from rollpacker.cli.cluster_findings import cluster
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
 
@@ -26,6 +27,8 @@ PATIENCE_S = 30.0
 """A check that takes longer is given up."""
 INPUTS_PATIENCE_S = 600.0
 """For data and rewards, which may have much to look at."""
+CLUSTER_PATIENCE_S = 180.0
+"""For the hosts of a cluster, each of which starts a process to answer."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 
@@ -129,6 +132,8 @@ def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck
         yield _NamedCheck("run", lambda: trials.run_folder(config))
         yield _NamedCheck("training", lambda: trials.training(config))
         yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
+        if config.runtime == "ray":
+            yield _NamedCheck("cluster", lambda: cluster(config), patience_s=CLUSTER_PATIENCE_S)
         yield _NamedCheck("memory fit", lambda: trials.fit(config), needs="model")
         for tracker in config.tracker_configs:
             yield _NamedCheck(tracker.name, partial(findings.tracker, tracker), must=False)

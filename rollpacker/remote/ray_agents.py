@@ -252,6 +252,8 @@ def join(address: str | None = None) -> Cluster:
     assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
     check_version()
     address = address or os.environ.get("RAY_ADDRESS") or _running()
+    if address == "local":  # as ray itself takes it
+        address = None
     if address is not None:
         _check_answers(address)
     options: dict[str, Any] = (
