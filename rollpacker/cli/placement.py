@@ -128,6 +128,8 @@ def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
                 needs=lambda devices: given,
             )
         )
+    if config.runtime == "ray":  # the trainer hands its weights out on the run's host, the first
+        roles.sort(key=lambda role: role.name != "train")
     across = set(lines.across_hosts)
     return PlacementRequest(
         roles=tuple(replace(role, across_hosts=role.name in across) for role in roles),
