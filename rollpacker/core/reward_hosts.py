@@ -35,6 +35,10 @@ class RewardHosts:
     def all_given_up(self) -> bool:
         return len(self.given_up) == self._count
 
+    def num_under_way(self, number: int) -> int:
+        """Samples that it has to judge."""
+        return self._under_way[number]
+
     def is_settled(self) -> bool:
         """Each is ready or given up."""
         return self.num_ready + len(self.given_up) == self._count

@@ -135,7 +135,7 @@ class HostedReward:
             self._setup = codec().encode(setup)
         except TypeError as error:
             raise RewardError(f"rewards_hosts: arguments of rewards: {error}.") from None
-        self._book = RewardHosts(len(self._places))
+        self.book = RewardHosts(len(self._places))
         self._living: dict[int, _Process] = {}
         self._counts: dict[str, float] = {}
         """Of reward hosts that are gone; see `metrics`."""
@@ -185,7 +185,7 @@ class HostedReward:
 
     def metrics(self) -> dict[str, float]:
         """See `Reward`. `reward_hosts/lost` is the number of losses so far."""
-        counts = {**self._counts, "reward_hosts/lost": float(self._book.num_lost)}
+        counts = {**self._counts, "reward_hosts/lost": float(self.book.num_lost)}
         for process in list(self._living.values()):
             for name, count in process.status.metrics.items():
                 counts[name] = counts.get(name, 0.0) + count
@@ -197,9 +197,9 @@ class HostedReward:
         return self._unsandboxed
 
     @property
-    def pids(self) -> list[int]:
-        """Of the living, in order of their places."""
-        return [process.child.pid for _, process in sorted(self._living.items())]
+    def pids(self) -> dict[int, int]:
+        """Of the living, by their places."""
+        return {number: process.child.pid for number, process in self._living.items()}
 
     async def close(self) -> None:
         """See `Reward`. Idempotent."""
@@ -225,18 +225,18 @@ class HostedReward:
     # -- checks, in the thread ---------------------------------------------------------------------
 
     async def _settled(self) -> None:
-        while not self._book.is_settled() and not self._book.given_up:
+        while not self.book.is_settled() and not self.book.given_up:
             await self._changed.wait()
-        if self._book.given_up:
+        if self.book.given_up:
             raise RewardError(self._why())
 
     def _why(self) -> str:
-        return "; ".join(f"{self._name(n)}: {why}" for n, why in self._book.given_up.items())
+        return "; ".join(f"{self._name(n)}: {why}" for n, why in self.book.given_up.items())
 
     async def _score(
         self, samples: Sequence[RewardInput], timeout_s: float | None
     ) -> list[Verdict]:
-        size = math.ceil(len(samples) / max(self._book.num_ready, 1))
+        size = math.ceil(len(samples) / max(self.book.num_ready, 1))
         shares = [samples[start : start + size] for start in range(0, len(samples), size)]
         found = await asyncio.gather(*(self._judge(share, timeout_s) for share in shares))
         return [verdict for share in found for verdict in share]
@@ -251,8 +251,8 @@ class HostedReward:
                 alone = (self._judge([one], timeout_s) for one in samples)
                 return [verdict for (verdict,) in await asyncio.gather(*alone)]
             return [Failed(reason=f"a reward host cannot have its columns: {error}")]
-        while (number := self._book.deal(len(samples))) is None:
-            if self._book.all_given_up:
+        while (number := self.book.deal(len(samples))) is None:
+            if self.book.all_given_up:
                 raise RewardHostsLost(self._why())
             await self._changed.wait()
         judged = False
@@ -263,7 +263,7 @@ class HostedReward:
         except _Lost as lost:
             return [Failed(reason=str(lost), cause=Cause.INFRASTRUCTURE)] * len(samples)
         finally:
-            self._book.ended(number, len(samples), judged=judged)
+            self.book.ended(number, len(samples), judged=judged)
 
     # -- processes, in the thread ------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class HostedReward:
         elif kind == READY:
             process.is_ready = True
             self._unsandboxed |= said
-            self._book.ready(process.number)
+            self.book.ready(process.number)
             self._tell()
         elif kind == JUDGED:
             process.status = said.status
@@ -328,7 +328,7 @@ class HostedReward:
             self._lose(process, f"it was not ready within {START_S:g} s")
 
     def _hung_up(self, process: _Process) -> None:
-        self._book.hold(process.number)
+        self.book.hold(process.number)
         self._soon(self._find_out(process))
 
     async def _find_out(self, process: _Process) -> None:
@@ -345,15 +345,15 @@ class HostedReward:
         process.forget(f"{process.child} was lost: {why}")
         self._soon(asyncio.to_thread(process.close))
         if for_good:
-            self._book.give_up(number, why)
-        elif self._book.lost(number, why):
+            self.book.give_up(number, why)
+        elif self.book.lost(number, why):
             logger.warning("%s is lost and begins anew: %s", process.child, why)
             try:
                 self._begin(number)
             except OSError as error:
-                self._book.give_up(number, str(error))
-        if number in self._book.given_up:
-            logger.warning("%s judges no more: %s", process.name, self._book.given_up[number])
+                self.book.give_up(number, str(error))
+        if number in self.book.given_up:
+            logger.warning("%s judges no more: %s", process.name, self.book.given_up[number])
         self._tell()
 
     def _tell(self) -> None:

@@ -77,7 +77,7 @@ def run(
             await asyncio.wait_for(hosted.ready(), LONG_S)
             return await asyncio.wait_for(work(hosted), LONG_S)
         finally:
-            pids = hosted.pids
+            pids = list(hosted.pids.values())
             await hosted.close()
             assert not any(map(is_alive, pids))
 
@@ -271,7 +271,7 @@ def test_a_check_lost_with_its_host_is_judged_elsewhere(tmp_path: Path) -> None:
         assert "reward host 0 on this machine" in lost.reason and "SIGKILL" in lost.reason
         await until(lambda: len(hosted.pids) == 2 and hosted.pids[0] != first, LONG_S)
         columns = {"folder": str(tmp_path)}
-        await until(lambda: hosted._book.num_ready == 2, LONG_S)  # it was begun again
+        await until(lambda: hosted.book.num_ready == 2, LONG_S)  # it was begun again
         assert all(isinstance(v, Scored) for v in await hosted.score([sample(**columns)] * 8))
 
     run(functions(tmp_path, SLOW), judge, [ThisHost()] * 2)
@@ -312,7 +312,7 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back(tmp_path: Path) -> None:
         (verdict,) = await hosted.score([sample("ok", **columns)])
         assert isinstance(verdict, Scored)
         net.is_cut.clear()
-        await until(lambda: hosted._book.num_ready == 2, LONG_S)
+        await until(lambda: hosted.book.num_ready == 2, LONG_S)
 
     try:
         run(functions(tmp_path, SLOW), judge, [far, ThisHost()])
@@ -328,18 +328,18 @@ def test_a_host_lost_again_and_again_is_given_up_and_all_of_them_end_the_run(
     async def judge(hosted: HostedReward) -> None:
         columns = {"folder": str(tmp_path)}
         for _ in range(3):
-            await until(lambda: hosted._book.num_ready == 2, LONG_S)
+            await until(lambda: hosted.book.num_ready == 2, LONG_S)
             pid = hosted.pids[1]
             os.kill(pid, signal.SIGKILL)
-            await until(lambda pid=pid: pid not in hosted.pids, LONG_S)
+            await until(lambda pid=pid: pid not in hosted.pids.values(), LONG_S)
         await until(lambda: len(hosted.pids) == 1, LONG_S)
         assert "reward host 1 on this machine judges no more: lost 3 times" in caplog.text
         assert all(isinstance(v, Scored) for v in await hosted.score([sample(**columns)] * 4))
         for _ in range(3):
-            await until(lambda: hosted._book.num_ready == 1, LONG_S)
+            await until(lambda: hosted.book.num_ready == 1, LONG_S)
             pid = hosted.pids[0]
             os.kill(pid, signal.SIGKILL)
-            await until(lambda pid=pid: pid not in hosted.pids, LONG_S)
+            await until(lambda pid=pid: pid not in hosted.pids.values(), LONG_S)
         with pytest.raises(RewardHostsLost, match=r"reward host 0.*SIGKILL.*--resume"):
             await hosted.score([sample(**columns)])
 
