@@ -134,4 +134,4 @@ def test_a_run_without_reward_hosts_ends_with_what_became_of_them(tmp_path: Path
         if isinstance(entry, Record) and isinstance(entry.event, SampleScored)
     ]
     assert {event.value for event in scored} == {None}
-    assert {event.cause for event in scored} == {"infrastructure"}
+    assert {event.cause for event in scored} <= {"infrastructure", "cancelled"}

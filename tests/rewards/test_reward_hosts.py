@@ -346,6 +346,22 @@ def test_a_host_lost_again_and_again_is_given_up_and_all_of_them_end_the_run(
     run(functions(tmp_path, SLOW), judge, [ThisHost()] * 2)
 
 
+def test_a_host_that_cannot_be_had_again_judges_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (config,) = functions(tmp_path, SLOW)
+
+    async def judge(hosted: HostedReward) -> None:
+        Path(config.function.rpartition(":")[0]).unlink()
+        os.kill(hosted.pids[1], signal.SIGKILL)
+        await until(lambda: 1 in hosted.book.given_up, LONG_S)
+        columns = {"folder": str(tmp_path)}
+        assert isinstance((await hosted.score([sample(**columns)]))[0], Scored)  # it has it
+
+    run([config], judge, [ThisHost()] * 2)
+    assert "reward host 1 on this machine judges no more: " in caplog.text
+
+
 # -- before the run --------------------------------------------------------------------------------
 
 
