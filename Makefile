@@ -13,12 +13,14 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart vllm test-vllm test sandbox browser lint bench docs site package clean
+.PHONY: help quickstart vllm test-vllm cluster test-cluster test sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
 	@echo "make vllm         set up .venv-vllm, an environment with vLLM (a few minutes)"
 	@echo "make test-vllm    run the tests of the vLLM engine there"
+	@echo "make cluster      the same with ray, and a token for it"
+	@echo "make test-cluster run the tests of several hosts there (Linux, as root)"
 	@echo "make test         set up .venv and run linter, type checker and tests"
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make browser      install Chromium, in which the tests look at pages, or say how to"
@@ -90,6 +92,17 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_life.py \
 	  tests/rollout/test_vllm_parallel.py tests/rollout/test_vllm_hybrid.py \
 	  tests/rollout/test_conformance.py tests/cli/test_vllm_bad_input.py
+
+# A token of its own for this machine's ray, which is never without one.
+cluster: $(VLLM_VENV)/.installed-ray
+
+$(VLLM_VENV)/.installed-ray: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/pip install --quiet --editable ".[ray,test]"
+	$(VLLM_BIN)/python -m rollpacker.remote.token
+	@touch $@
+
+test-cluster: cluster
+	ROLLPACKER_TEST_CLUSTER=1 $(VLLM_BIN)/python -m pytest tests/cluster
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.
 # As root it installs the package; it asks for no password and runs no sudo.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from rollpacker.remote.ray_agents import Cluster
     from rollpacker.trainer.launch import RankPlace
 
+LOOK_S = 2.0
+HEAD_S = 15.0
+"""Ray's head may be silent for so long; ray ends this process a minute after it was lost."""
 RESERVE_S = 60.0
 """How long ray may take to reserve the devices: others may have them."""
 SHM_BYTES = 64 << 20
@@ -37,6 +41,31 @@ class Hosts:
     address: str = "127.0.0.1"
     """Of this machine, as processes on others reach it."""
     close: Callable[[], None] = lambda: None
+    is_there: Callable[[], bool] | None = None
+    """Whether what all hosts need, ray's head, answers. None: nothing is needed."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        """Call `fail`, from a thread, if the cluster goes: ray itself would end this process a
+        minute later, without a word of what to do."""
+        if self.is_there is not None:
+            threading.Thread(target=self._watch, args=(fail,), daemon=True).start()
+
+    def _watch(self, fail: Callable[[BaseException], None]) -> None:
+        from rollpacker.controller.errors import HostsLost
+
+        assert self.is_there is not None
+        silent_s = 0.0
+        while not self._ended.wait(LOOK_S):
+            silent_s = 0.0 if self.is_there() else silent_s + LOOK_S
+            if silent_s > HEAD_S:
+                fail(
+                    HostsLost(
+                        f"ray's head has not answered for {silent_s:.0f} s: start it and the nodes "
+                        "again, and go on with --resume"
+                    )
+                )
+                return
 
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
         """Where this engine is started, with so many devices, and what its environment has."""
@@ -178,12 +207,17 @@ def _on_cluster(
         if host != own
     }
 
+    ended = threading.Event()
+
     def close() -> None:
+        ended.set()
         for host in remote.values():
             host.close()
         cluster.close()
 
     return Hosts(
+        is_there=cluster.has_head,
+        _ended=ended,
         plan=plan,
         by_name=remote,
         interfaces={host: facts[host].interfaces.get(host, "") for host in used} if remote else {},

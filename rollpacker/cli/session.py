@@ -13,11 +13,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
+from rollpacker.cli.hosts import Hosts, open_hosts
 from rollpacker.cli.output import print_line, progress
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
-    from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.parts import Policy
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
@@ -51,6 +51,7 @@ class Session:
     _caller: Caller = field(default_factory=Caller, init=False)
     _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
+    _hosts: Hosts = field(default_factory=Hosts, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
     """There is something to save."""
@@ -58,7 +59,6 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
-        from rollpacker.cli.hosts import open_hosts
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.hand_over import hand_over_weights
@@ -71,7 +71,8 @@ class Session:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
             logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
-        config, hosts = open_hosts(config)
+        config, self._hosts = open_hosts(config)
+        hosts = self._hosts
         self.stack.callback(hosts.close)
         ranks = build.start_trainer_processes(config, hosts)
         if ranks is not None:
@@ -169,6 +170,7 @@ class Session:
         assert self._controller is not None
         first = self._controller.parts.job.step
         self.has_begun = True
+        self._hosts.watch(self._controller.fail)
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)

@@ -184,6 +184,10 @@ class Controller:
         """End after the step at hand, with a checkpoint. Thread-safe."""
         self.bus.take(StopRequested(time_s=0.0, reason=reason))
 
+    def fail(self, error: BaseException) -> None:
+        """End at once with this error. Thread-safe."""
+        self._main.post(self._main.fail, error)
+
     async def close(self) -> None:
         """Let go of engines, rewards and trainer. What the log holds is made durable."""
         await self.parts.engines.close()

@@ -49,6 +49,10 @@ class EnginesLost(RuntimeError):
         super().__init__(f"{why}. Mend that, then go on with --resume")
 
 
+class HostsLost(RuntimeError):
+    """The cluster that the run's processes are on has gone. The message says which part of it."""
+
+
 class RewardsFailed(RunError):
     """Samples get no verdicts: once that is mended, the run can be resumed."""
 

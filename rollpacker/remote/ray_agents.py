@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +70,7 @@ class Cluster:
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
+        self._head: str = ray.get_runtime_context().gcs_address
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -154,6 +154,14 @@ class Cluster:
                 raise Gone(str(error)) from error
 
         return make
+
+    def has_head(self) -> bool:
+        """Whether the cluster's head still takes connections."""
+        try:
+            _check_answers(self._head)
+        except ValueError:
+            return False
+        return True
 
     def put(self, data: bytes) -> Any:
         """In this host's object store; an agent that is called with it gets the bytes."""
@@ -305,14 +313,3 @@ def _own_signals() -> Iterator[None]:
         with contextlib.suppress(ValueError):  # not in the main thread, where ray sets none
             for number, handler in kept.items():
                 signal.signal(number, handler)
-
-
-def is_head_alive(address: str, *, within_s: float) -> bool:
-    """Whether the head still takes connections."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        with contextlib.suppress(ValueError):
-            _check_answers(address)
-            return True
-        time.sleep(0.5)
-    return False

@@ -5,7 +5,9 @@ Ray decides whether it asks for one when it is imported, so this comes before.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -45,3 +47,18 @@ def demand_token() -> None:
 
 def is_demanded() -> bool:
     return os.environ.get(MODE) == "token" and PATH in os.environ
+
+
+def make_token() -> Path:
+    """Make a token for this machine if it has none, and return its file."""
+    path = Path(os.environ.get(PATH) or TOKEN_FILE)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return path
+
+
+if __name__ == "__main__":
+    print(f"ray's token is in {make_token()}: put the same file on every host of a cluster")

@@ -54,7 +54,7 @@ class Network:
     def __enter__(self) -> Network:
         self.token.touch(0o600)
         self.token.write_text(secrets.token_hex(32))
-        switch = f"{self._prefix}sw"
+        switch = self.switch
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "name", "br0", "type", "bridge")
@@ -76,12 +76,17 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for host in range(len(self.addresses)):
             self.kill_all(host)
-        for name in (*map(self._name, range(len(self.addresses))), f"{self._prefix}sw"):
+        for name in (*map(self._name, range(len(self.addresses))), self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _name(self, host: int) -> str:
         return f"{self._prefix}h{host}"
+
+    @property
+    def switch(self) -> str:
+        """The namespace to which all are connected, by ports p0, p1, ..."""
+        return f"{self._prefix}sw"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -143,17 +148,23 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Nothing gets to this host or from it any more."""
-        _ip("-n", f"{self._prefix}sw", "link", "set", f"p{host}", "down")
+        _ip("-n", self.switch, "link", "set", f"p{host}", "down")
 
     def mend(self, host: int) -> None:
-        _ip("-n", f"{self._prefix}sw", "link", "set", f"p{host}", "up")
+        _ip("-n", self.switch, "link", "set", f"p{host}", "up")
 
     def slow(self, host: int, mbit: int) -> None:
         """What goes to this host is held to so many Mbit/s."""
         held = ("tbf", "rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms")
         subprocess.run(
-            ["tc", "-n", f"{self._prefix}sw", "qdisc", "replace", "dev", f"p{host}", "root", *held],
+            ["tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{host}", "root", *held],
             check=True,
+        )
+
+    def fast(self, host: int) -> None:
+        """Take that back."""
+        subprocess.run(
+            ["tc", "-n", self.switch, "qdisc", "del", "dev", f"p{host}", "root"], check=True
         )
 
     def pids(self, host: int) -> list[int]:
@@ -186,5 +197,3 @@ def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-

@@ -1,4 +1,4 @@
-"""A process that says what it is told: kind 1 the value of a variable, 2 the same, 3 never again."""
+"""A process that answers: kind 1 with the value of a variable, 2 with the same, 3 never again."""
 
 import os
 import sys

@@ -181,7 +181,7 @@ def test_weights_that_change_on_their_way_are_never_whole_there():
     (agent,) = net.agents
     there = agent.copy(buffer.layout)
     with (
-        pytest.raises(StaleWeightsError, match="only in part|no weights"),
+        pytest.raises(StaleWeightsError, match=r"only in part|no weights"),
         WeightBuffer(there).reading(1),
     ):
         pass

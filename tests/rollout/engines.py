@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rollpacker.cli.engines import engine_setup, make_engine
 from rollpacker.core.ids import SampleId
+from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     Engine,
     EngineConfig,
@@ -66,18 +67,27 @@ def embedded(folder: Path, config: EngineConfig) -> Engine:
     return make_engine(config=config, **arguments)
 
 
-def in_process(folder: Path, config: EngineConfig, tensor_parallel: int = 1) -> ProcessEngine:
+def in_process(
+    folder: Path,
+    config: EngineConfig,
+    tensor_parallel: int = 1,
+    host: Callable[[], Host] = ThisHost,
+) -> ProcessEngine:
     setup = engine_setup(
         config_of(folder), config, threads=tensor_parallel, tensor_parallel=tensor_parallel
     )
-    return ProcessEngine(setup)
+    return ProcessEngine(setup, host=host())
 
 
 def vllm_in_process(
-    folder: Path, config: EngineConfig, tensor_parallel: int = 1, kv_cache_gib: float = 0.05
+    folder: Path,
+    config: EngineConfig,
+    tensor_parallel: int = 1,
+    kv_cache_gib: float = 0.05,
+    host: Callable[[], Host] = ThisHost,
 ) -> ProcessEngine:
     config = replace(config, name="vllm", kv_cache_gib=kv_cache_gib)
-    engine = in_process(folder, config, tensor_parallel)
+    engine = in_process(folder, config, tensor_parallel, host)
     asyncio.run(engine.ready())  # which takes longer than any test waits for an output
     return engine
 
@@ -105,6 +115,13 @@ if find_spec("vllm") is not None:  # make test-vllm
         is_embedded=False,
         pid=lambda engine: engine.child.pid,
     )
+
+
+if kind := os.environ.get("ROLLPACKER_ENGINE_BEHIND_RAY"):  # tests/cluster, on one of its hosts
+    from tests.cluster.behind_ray import another_host
+
+    one = ENGINES[f"{kind} in a process"]
+    ENGINES = {f"{kind} behind ray": replace(one, make=partial(one.make, host=another_host))}
 
 
 class Heard:

@@ -1,0 +1,23 @@
+"""Engines on another host of a cluster, for the suite of all engines."""
+
+from __future__ import annotations
+
+import atexit
+from functools import cache
+
+from rollpacker.remote.copies import read
+from rollpacker.remote.ray_agents import join
+from rollpacker.remote.remote_host import RemoteHost
+from rollpacker.remote.spread import Spread
+from rollpacker.remote.token import demand_token
+
+
+@cache
+def another_host() -> RemoteHost:
+    """Of the cluster that this process joins, where it has one core."""
+    demand_token()
+    cluster = join()
+    _, address, *_ = cluster.nodes
+    cluster.reserve({address: {"CPU": 1.0}}, within_s=120.0)
+    atexit.register(cluster.close)
+    return RemoteHost(address, cluster.connect(address), Spread(read, cluster.put), heartbeat_s=5.0)

@@ -1,0 +1,172 @@
+"""A run over three hosts, network namespaces of this machine with a ray of their own: `make
+test-cluster`, in the environment of `make cluster`. Skipped elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.netns import Network, why_impossible
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(
+        "ROLLPACKER_TEST_CLUSTER" not in os.environ or find_spec("ray") is None,
+        reason="make test-cluster runs it",
+    ),
+    pytest.mark.timeout(900),
+]
+LEFT_S = 15.0
+"""Within which nothing may be left of a run that was killed."""
+GAIN = 0.30
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if why := why_impossible():
+        pytest.fail(why)
+    with Network(3) as network:
+        network.start_ray()
+        yield network
+
+
+def run_tests(network: Network, *arguments: str, **variables: str) -> str:
+    """Run tests on the first host, and return what they print."""
+    environment = {
+        **network.environment,
+        **variables,
+        "ROLLPACKER_PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = network.run(
+        0, [sys.executable, "-m", "pytest", "-q", "-s", *arguments], cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def train(network: Network, *overrides: str, config: str = "configs/quickstart-vllm.yaml"):
+    command = [sys.executable, "-m", "rollpacker.cli.main", "train", config, *overrides]
+    return network.popen(0, command, cwd=ROOT, stdout=-1, stderr=-2, text=True)
+
+
+@pytest.mark.parametrize("kind", ["embedded", *(["vLLM"] if find_spec("vllm") else [])])
+def test_an_engine_on_another_host_is_what_every_engine_is(network, kind):
+    said = run_tests(
+        network, "tests/rollout/test_conformance.py", ROLLPACKER_ENGINE_BEHIND_RAY=kind
+    )
+    assert int(re.search(r"(\d+) passed", said).group(1)) >= 15
+
+
+def test_ranks_weights_and_doors(network):
+    switch = network.switch
+    network.slow(1, 100)
+    cut = f"nsenter --net=/run/netns/{switch} ip link set p2 down"
+    run_tests(network, "tests/cluster/inside.py", ROLLPACKER_SLOW="1", ROLLPACKER_CUT=cut)
+    network.fast(1)
+    network.mend(2)
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):
+    before = {host: set(network.pids(host)) for host in range(3)}
+    process = train(
+        network,
+        *("runtime=ray", "rollout.engines=2", "train.processes=2", "train.steps=100"),
+        *(f"runs_dir={tmp_path}", f"model.path={model(tmp_path)}"),
+        *("rollout.engine.name=torch", "eval.every_steps=1000"),
+        config="configs/quickstart.yaml",
+    )
+    log = tmp_path / "quickstart" / "events.jsonl"
+    until = time.monotonic() + 240
+    while not (log.exists() and '"Committed"' in log.read_text()):
+        assert time.monotonic() < until and process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    (driver,) = [p for p in network.named(0, "rollpacker.cli.main") if b"ip\0" not in cmdline(p)]
+    os.kill(driver, signal.SIGKILL)
+    until = time.monotonic() + LEFT_S
+    while left := {
+        pid
+        for host in range(3)
+        for pid in set(network.pids(host)) - before[host]
+        if b"rollpacker" in cmdline(pid)
+    }:
+        assert time.monotonic() < until, [cmdline(pid) for pid in left]
+        time.sleep(0.1)
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def model(folder: Path) -> Path:
+    """The quickstart's architecture, warmed up for a few seconds."""
+    import subprocess
+
+    path = folder / "model"
+    subprocess.run([sys.executable, "examples/quickstart/make_demonstrations.py"], cwd=ROOT)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "rollpacker.cli.main", "warmup"),
+            *("configs/quickstart-warmup.yaml", f"output={path}", "steps=20"),
+        ],
+        cwd=ROOT,
+        check=True,
+    )
+    return path
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="make cluster has vLLM")
+def test_a_run_over_three_hosts_learns_on_the_prompts_of_a_local_one(network, tmp_path):
+    import subprocess
+
+    subprocess.run([sys.executable, "examples/quickstart/make_demonstrations.py"], cwd=ROOT)
+    warm = tmp_path / "warm"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "rollpacker.cli.main", "warmup"),
+            *("configs/quickstart-vllm-warmup.yaml", f"output={warm}"),
+        ],
+        cwd=ROOT,
+        check=True,
+    )
+    common = (
+        *(f"runs_dir={tmp_path}", f"model.path={warm}", "rollout.engines=2", "train.processes=2"),
+    )
+    process = train(network, "runtime=ray", "name=ray", *common)
+    said, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, said[-4000:]
+    passed = [
+        row["eval/pass@1"]
+        for row in map(json.loads, (tmp_path / "ray/metrics.jsonl").read_text().splitlines())
+        if "eval/pass@1" in row
+    ]
+    print("pass@1", passed)
+    assert passed[-1] - passed[0] >= GAIN
+    local = train(network, "name=local", "train.steps=20", "data.eval_fraction=0", *common)
+    assert local.wait(600) == 0
+    assert prompts(tmp_path / "local", 20) <= prompts(tmp_path / "ray", 40)
+
+
+def prompts(run: Path, steps: int) -> set[str]:
+    """Those fetched by a run in its first steps."""
+    found: set[str] = set()
+    committed = 0
+    for line in (run / "events.jsonl").read_text().splitlines():
+        if '"PromptsFetched"' in line:
+            found |= set(re.findall(r"train/\d+/\d+", line))
+        committed += '"Committed"' in line
+        if committed >= steps:
+            break
+    return found
