@@ -16,9 +16,9 @@ _MOST_ROWS = 64
 
 
 def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
-    """Batch arithmetic and memory of one step, and the first prompt; functions of the user's own
-    are tried. No model is loaded. `num_rows` of `data.train`; None: not known. Raises `ValueError`
-    and `RewardError` for what would refuse the run."""
+    """Batch arithmetic and memory of one step, who is on which device, and the first prompt;
+    functions of the user's own are tried. No model is loaded. `num_rows` of `data.train`; None: not
+    known. Raises `ValueError` and `RewardError` for what would refuse the run."""
     from rollpacker.cli.parts import check_algorithm
     from rollpacker.rewards.build import check_form
     from rollpacker.trainer.estimate import estimate
@@ -27,6 +27,7 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     check_form(config.rewards)
     print(f"{config.name}: {config.model.path}")
     print(f"  {config.algorithm.told}")
+    config = _print_devices(config)
     for line in estimate(config).lines():
         print(f"  {line}")
     if config.without_effect is not None:
@@ -42,6 +43,25 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     sys.stdout.flush()
     for line in _try_rewards(config, rows):
         print(f"  {line}")
+
+
+def _print_devices(config: RunConfig) -> RunConfig:
+    """Who is on which device, as a table. Returns the config as it is there. Raises
+    `PlacementError` if devices or their memory are short."""
+    from rollpacker.cli import placement
+
+    hosts = placement.hosts_of(config)
+    kind = placement.device_kind(config)
+    plan = None
+    if config.placement is None and config.runtime == "local":
+        lines = placement.table_without(config, hosts[0], kind)
+    else:
+        plan = placement.plan_of(config, hosts)
+        lines = placement.table(plan)
+    for line in lines:
+        print(f"  {line}")
+    sys.stdout.flush()
+    return config if plan is None else placement.placed(config, plan)
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:

@@ -135,6 +135,16 @@ def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
     return callbacks
 
 
+def _placed(config: RunConfig) -> RunConfig:
+    """The config on this machine's devices. What it has without effect is said."""
+    from rollpacker.cli.placement import on_this_host
+
+    config = on_this_host(config)
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
+    return config
+
+
 def run_to_end(
     config: RunConfig,
     *,
@@ -154,8 +164,7 @@ def run_to_end(
 
     watch = time.perf_counter()
     silence_noise()
-    if config.without_effect is not None:
-        logger.warning("%s", config.without_effect)
+    config = _placed(config)
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
     try:

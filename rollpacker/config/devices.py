@@ -26,17 +26,18 @@ def check_devices(
 def _check_colocated(
     rollout: RolloutConfig, train: TrainConfig, planner: ParallelismConfig
 ) -> None:
-    engines, processes = rollout.engines, train.processes
-    if engines == 1 or engines != processes:
+    devices, processes = rollout.engines * planner.initial, train.processes
+    if devices == 1 or devices != processes:
+        share = "" if planner.initial == 1 else f", {planner.initial} of them for each engine"
         raise ValueError(
             "train.colocate puts one engine and one process of the trainer on each device, of "
-            f"at least two: set rollout.engines (now {engines}) and train.processes (now "
-            f"{'not set' if processes is None else processes}) to the number of devices"
+            f"at least two{share}: set rollout.engines (now {rollout.engines}) and train.processes "
+            f"(now {'not set' if processes is None else processes}) to the number of devices"
         )
-    if planner.of_several:
+    if planner.enabled:
         raise ValueError(
-            "train.colocate puts one engine on each device, and parallelism_planner lets engines "
-            "have several: leave one of them out"
+            "train.colocate does not go with parallelism_planner.enabled=true, which makes engines "
+            "of another degree between rounds: leave one of them out"
         )
 
 

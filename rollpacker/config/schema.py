@@ -347,9 +347,11 @@ class RunConfig:
         if not self.train.colocate:
             return DeviceLayout()
         assert self.train.processes is not None
+        degree = self.parallelism_planner.initial
         return DeviceLayout(
-            gpus=self.rollout.engines,
-            gpus_per_node=self.rollout.engines,
+            gpus=self.rollout.engines * degree,
+            gpus_per_node=self.rollout.engines * degree,
+            tensor_parallel=degree,
             train_group=self.train.processes // self.train.replicas,
         )
 

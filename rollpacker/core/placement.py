@@ -37,7 +37,10 @@ def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placemen
     except PlacementError as error:
         changes = nearest(hosts, request, _plan)
         if changes is None:
-            raise PlacementError(f"{error}. No setting of placement fits these hosts") from None
+            raise PlacementError(
+                f"{error}. No other setting of placement fits: it takes other hosts, or less for "
+                "each device (rollout.engine.kv_cache_gib, train.micro_batch_tokens)"
+            ) from None
         said = " and ".join(f"{key}={value}" for key, value in changes.items())
         raise PlacementError(f"{error}. The nearest that fits: {said}", changes) from None
 
@@ -103,6 +106,7 @@ def _placement(
                 used_bytes=request.load(together)
                 if request.kind == "cpu"
                 else sum(device.used_bytes for device in placed[first:]),
+                held_bytes=host.held_bytes,
                 memory_bytes=host.memory_bytes if request.kind == "cpu" else None,
             )
         )
@@ -131,7 +135,7 @@ def _by_host(
 
 
 def _units(role: Role, parts: Iterator[Sequence[int]]) -> list[Unit]:
-    found = []
+    found: list[Unit] = []
     for part in parts:
         assert len(part) % role.per_unit == 0, "the search counts in units"
         for start in range(0, len(part), role.per_unit):

@@ -81,7 +81,7 @@ def _fewer(
     hosts: Sequence[Host], request: PlacementRequest, plan: Plan
 ) -> Iterator[PlacementRequest]:
     """With as many of one role's devices as fit, the smallest change first."""
-    found = []
+    found: list[tuple[int, int, Devices]] = []
     for number, role in enumerate(request.roles):
         if role.pinned:
             kept = _whole_units(hosts, request, role)

@@ -58,7 +58,7 @@ class Search:
                 Site(
                     tuple(pins),
                     None if on_cpu else host.gpu_bytes,
-                    host.memory_bytes if on_cpu else None,
+                    host.left_bytes if on_cpu else None,
                 )
             )
             first += size

@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollpacker.core.placement_search import Search, only, without_memory
-from rollpacker.core.roles import Host, PlacementError, PlacementRequest, Role, as_line, as_ranges
+from rollpacker.core.roles import (
+    Host,
+    PlacementError,
+    PlacementRequest,
+    Role,
+    as_line,
+    as_ranges,
+    text_of_bytes,
+)
 
 _MOST_HOSTS = 4
 """Named in one message."""
@@ -50,12 +58,15 @@ def shortage(hosts: Sequence[Host], request: PlacementRequest) -> str:
         if Search(hosts, without_memory(alone)).counts() is None:
             return (
                 f"{_wanted(role)}, {_each(role)} on one host: they do not fit on "
-                f"{_hosts(hosts, request)}{_besides(request)}"
+                f"the {_devices(num_devices)} of {_hosts(hosts, request)}{_besides(request)}"
             )
         return _memory_of(hosts, request, [role])
     if Search(hosts, without_memory(request)).counts() is None:
         wanted = ", ".join(f"{_wanted(role)}, {_each(role)}" for role in request.roles)
-        return f"{wanted}: these do not fit beside each other on {_hosts(hosts, request)}"
+        return (
+            f"{wanted}: these do not fit beside each other on the {_devices(num_devices)} of "
+            f"{_hosts(hosts, request)}"
+        )
     return _memory_of(hosts, request, request.roles)
 
 
@@ -106,7 +117,7 @@ def _check_pinned_memory(hosts: Sequence[Host], request: PlacementRequest) -> No
         loads: Iterable[tuple[str, int, int]]
         if site.device_bytes is None:
             together = Counter(name for pins in site.pins for name in pins)
-            loads = [(host.name, request.load(together), host.memory_bytes)]
+            loads = [(host.name, request.load(together), host.left_bytes)]
         else:
             loads = (
                 (f"device {first + local} on {host.name}", request.load(Counter(pins)), has)
@@ -116,8 +127,8 @@ def _check_pinned_memory(hosts: Sequence[Host], request: PlacementRequest) -> No
             if load > has:
                 roles = [role for role in request.roles if role.pinned]
                 raise PlacementError(
-                    f"{where} has {gib(has)}, and what is to be there takes {gib(load)} "
-                    f"({_needs(request, roles)})"
+                    f"{where} has {text_of_bytes(has)}{_held(host)}, and what would be there takes "
+                    f"{text_of_bytes(load)} ({_needs(request, roles)})"
                 )
         first += len(site.pins)
 
@@ -143,10 +154,22 @@ def _memory_of(hosts: Sequence[Host], request: PlacementRequest, roles: Sequence
         )
         turns = f" ({' and '.join(together)} share it)" if len(together) > 1 else ""
         enough = "the largest has" if load > most else "too few have as much: the largest has"
-        return f"{what}: up to {gib(load)} on one device{turns}, and {enough} {gib(most)}"
+        return (
+            f"{what}: up to {text_of_bytes(load)} on one device{turns}, and {enough} "
+            f"{text_of_bytes(most)}"
+        )
     wanted = ", ".join(_wanted(role) for role in roles)
-    memory = ", ".join(f"{host.name} {gib(host.memory_bytes)}" for host in hosts[:_MOST_HOSTS])
+    named = hosts[:_MOST_HOSTS]
+    memory = ", ".join(
+        f"{host.name} {text_of_bytes(host.left_bytes)}{_held(host)}" for host in named
+    )
     return f"{wanted}; {what}: more than the hosts' memory ({memory}{_more(hosts)})"
+
+
+def _held(host: Host) -> str:
+    if not host.held_bytes:
+        return ""
+    return f" beside the {text_of_bytes(host.held_bytes)} of the run's own process"
 
 
 def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:
@@ -155,8 +178,8 @@ def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:
     for role in roles:
         needs = role.need
         word = "core" if request.kind == "cpu" else "device"
-        turn = f", {gib(needs.turn)} of it while it works" if needs.turn else ""
-        parts.append(f"{role.name} takes {gib(needs.most)} on each {word}{turn}")
+        turn = f", {text_of_bytes(needs.turn)} of it while it works" if needs.turn else ""
+        parts.append(f"{role.name} takes {text_of_bytes(needs.most)} on each {word}{turn}")
     return "; ".join(parts)
 
 
@@ -185,7 +208,7 @@ def _line(role: Role) -> str:
 
 def _hosts(hosts: Sequence[Host], request: PlacementRequest) -> str:
     if len(hosts) == 1:
-        return f"{hosts[0].name}, {hosts[0].num_devices(request.kind)}"
+        return hosts[0].name
     named = (f"{host.name} {host.num_devices(request.kind)}" for host in hosts[:_MOST_HOSTS])
     return f"{len(hosts)} hosts ({', '.join(named)}{_more(hosts)})"
 
@@ -200,8 +223,3 @@ def _devices(count: int) -> str:
 
 def _word(request: PlacementRequest) -> str:
     return "core" if request.kind == "cpu" else "CUDA device"
-
-
-def gib(size_bytes: int) -> str:
-    """The size in words."""
-    return f"{size_bytes / (1 << 30):.1f} GiB"

@@ -36,6 +36,12 @@ class Host:
     """Where others reach it. Empty: it is this one."""
     shm_bytes: int | None = None
     """Of its `/dev/shm`. None: not known."""
+    held_bytes: int = 0
+    """Of its memory, what others hold: on a CPU the run's own process on the first host."""
+
+    @property
+    def left_bytes(self) -> int:
+        return max(self.memory_bytes - self.held_bytes, 0)
 
     def num_devices(self, kind: DeviceKind) -> int:
         return self.cores if kind == "cpu" else len(self.gpu_bytes)
@@ -153,8 +159,10 @@ class PlacedHost:
 
     name: str
     used_bytes: int
+    held_bytes: int
+    """By others besides."""
     memory_bytes: int | None
-    """What they have for it; None: each GPU has its own."""
+    """All that the host has; None: each GPU has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +204,11 @@ def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)
+
+
+def text_of_bytes(size_bytes: int) -> str:
+    """The size in words, in the largest unit that fits."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1024:.1f} KiB"

@@ -136,9 +136,10 @@ class TrainConfig:
     """Whole copies of the model among these processes, each sharded over its part of them. A
     replica computes gradients alone; they are added up over all at the end of a step."""
     colocate: bool = False
-    """Engines and the trainer's processes share devices, one engine and one process on each. With
-    stream_trainer engines let go of their devices towards the end of a round; their samples go on
-    in the others, and replicas begin on the groups that are complete. On a CPU."""
+    """Engines and the trainer's processes share devices, one process on each, and one engine or its
+    share of one. With stream_trainer engines let go of their devices towards the end of a round;
+    their samples go on in the others, and replicas begin on the groups that are complete. On a
+    CPU."""
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """With several processes: gradients are added up over them once a step, or after every
     micro-batch, which needs less memory."""

@@ -112,14 +112,18 @@ def test_keys_that_agree_are_taken() -> None:
 
 def test_the_planner_begins_with_the_engines_devices() -> None:
     two = PlacementConfig(rollout=RolloutPlacement(per_engine=2), train=TrainPlacement(devices=2))
-    with pytest.raises(ValueError, match="per_engine=2 does not go with rollout.engine.name=torch"):
+    with pytest.raises(
+        ValueError, match=r"per_engine=2 does not go with rollout.engine.name=torch"
+    ):
         with_placement(two)
     rollout = replace(run_config().rollout, engine=EngineConfig(name="vllm"), engines=4)
     tail = replace(run_config().tail_batching, carry="none")
     config = with_placement(two, rollout=rollout, tail_batching=tail)
     enabled = ParallelismConfig(enabled=True, degrees=(1, 2, 4), initial=2)
     replace(config, parallelism_planner=enabled)
-    with pytest.raises(ValueError, match="initial=1, but placement.rollout.per_engine=2: with the"):
+    with pytest.raises(
+        ValueError, match=r"initial=1, but placement.rollout.per_engine=2: with the"
+    ):
         replace(config, parallelism_planner=replace(enabled, initial=1))
 
 
@@ -156,3 +160,20 @@ def test_a_run_folder_from_before_these_keys_means_what_it_meant() -> None:
         del old[key]
     assert changes_since(old, config) == []
     assert config_of(old, [], RunConfig) == config
+
+
+def test_engines_of_several_devices_share_them_with_the_trainer() -> None:
+    """As many processes as devices, and one degree for good."""
+    config = run_config()
+    rollout = replace(config.rollout, engines=2, engine=EngineConfig(name="vllm"))
+    train = replace(config.train, processes=4, replicas=2, colocate=True)
+    two = ParallelismConfig(degrees=(2,), initial=2)
+    tail = replace(config.tail_batching, carry="none")
+    shared = replace(
+        config, rollout=rollout, train=train, parallelism_planner=two, tail_batching=tail
+    )
+    assert shared.layout.gpus == 4 and shared.layout.tensor_parallel == 2
+    with pytest.raises(ValueError, match="of at least two, 2 of them for each engine: set rollout"):
+        replace(shared, train=replace(train, processes=2, replicas=2))
+    with pytest.raises(ValueError, match=r"does not go with parallelism_planner.enabled=true"):
+        replace(shared, parallelism_planner=replace(two, enabled=True, degrees=(1, 2)))

@@ -1,0 +1,286 @@
+"""Lines of `placement` on this machine and on made-up hosts: the dry run's table, the keys that
+follow, and what is refused with one message."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollpacker.cli import placement
+from rollpacker.cli.placement import on_this_host, placed, plan_of, request_of, table, this_host
+from rollpacker.config.load import load_config, save_config
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.roles import Host, PlacementError
+from rollpacker.trainer.estimate import estimate
+from rollpacker.trainer.unit_memory import engine_memory, rank_memory
+from tests.cli.test_bad_input import ARCHITECTURE, Command, command, model
+
+__all__ = ["command", "model"]
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+TWO_CORES = Host(name="this host", cores=2, memory_bytes=8 * GIB)
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine is, the dry run sees one of two cores."""
+    monkeypatch.setattr(placement, "this_host", lambda kind: TWO_CORES)
+
+
+def config_with(*overrides: str, folder: object = "nowhere", **lines: object) -> RunConfig:
+    """The quickstart's config with these lines of `placement`."""
+    tree = {"model": {"path": str(folder)}} | ({"placement": lines} if lines else {})
+    given = [f"{key}={json.dumps(value)}" for key, value in tree.items()]
+    return load_config(ROOT / "configs/quickstart.yaml", [*given, *overrides], RunConfig)
+
+
+SHARED = {
+    "rollout": {"devices": "all"},
+    "train": {"devices": "all"},
+    "colocate": ["rollout", "train"],
+}
+
+
+def rows(lines: list[str]) -> list[list[str]]:
+    """Cells of the table: columns are two blanks apart."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def devices_in(out: str) -> list[list[str]]:
+    lines = out.splitlines()
+    [head] = [n for n, line in enumerate(lines) if line.split()[:2] == ["device", "host"]]
+    return rows(lines[head : head + 4])
+
+
+def test_the_dry_run_shows_each_device_its_host_roles_and_memory(
+    command: Command, two_cores: None
+) -> None:
+    lines = {"rollout": {"devices": 1}, "train": {"devices": 1}}
+    assert command.train("--dry-run", placement=lines) == 0
+    head, first, second, together = devices_in(command.out)
+    assert head == ["device", "host", "roles", "memory of each"]
+    assert first[:3] == ["0", "this host", "engine 0"]
+    assert second[:3] == ["1", "this host", "replica 0"]
+    assert first[3].endswith("iB") and " of 8.0 GiB, " in together[0]
+    assert "trainer's 1 processes" in command.out  # the estimate is that of the run as placed
+    assert not (command.folder / "runs").exists()
+
+
+def test_without_lines_the_machine_is_everybodys(command: Command, two_cores: None) -> None:
+    assert command.train("--dry-run") == 0
+    _, row, together, *_ = devices_in(command.out)
+    assert row[:3] == ["0-1", "this host", "run"] and " of 8.0 GiB" in together[0]
+    two = {"rollout__engines": 2, "train__processes": 2}
+    assert command.train("--dry-run", **two) == 0
+    _, row, *_ = devices_in(command.out)
+    assert row[2] == "run, engine 0, trainer's process 0, engine 1, trainer's process 1"
+
+
+def test_a_gpu_that_is_not_there_is_said(command: Command, two_cores: None) -> None:
+    assert command.train("--dry-run", model__device="cuda") == 0
+    _, row, *_ = devices_in(command.out)
+    assert row[:3] == ["0", "this host", "run"]
+    assert row[3].endswith("iB, and there is no such device here")
+    lines = {"rollout": {"devices": 1}, "train": {"devices": 1}}
+    told = command.refused("--dry-run", placement=lines, model__device="cuda")
+    assert "there is no CUDA device on this host" in told
+
+
+def test_what_is_short_is_one_message_and_what_it_names_is_taken(
+    command: Command, two_cores: None
+) -> None:
+    lines = {"rollout": {"devices": 2}, "train": {"devices": 1}}
+    for option in ((), ("--dry-run",)):
+        told = command.refused(*option, placement=lines)
+        assert "at least 3 devices, and there are 2 on this host. The nearest that fits: " in told
+    changes = told.rpartition(": ")[2].split()
+    assert changes == ["placement.rollout.devices=1"]
+    assert command("train", command.config(placement=lines), *changes, "--dry-run") == 0
+
+
+def test_a_memory_that_is_too_small_is_short(command: Command, two_cores: None) -> None:
+    lines = {"rollout": {"devices": 1, "memory_gib": 6}, "train": {"devices": 1, "memory_gib": 5}}
+    told = command.refused("--dry-run", placement=lines)
+    assert "rollout takes 6.0 GiB on each core; train takes 5.0 GiB on each core: more than" in told
+
+
+def test_keys_that_do_not_agree_and_turns_on_other_devices(
+    command: Command, two_cores: None
+) -> None:
+    told = command.refused("--dry-run", placement=SHARED, rollout__engines=3)
+    assert (
+        "rollout.engines=3, but placement.rollout.devices=all with per_engine=1 makes it 2" in told
+    )
+    lines = SHARED | {"train": {"devices": 1}}
+    told = command.refused("--dry-run", placement=lines)
+    assert "engines are on devices 0-1, the trainer on 0, and where they take turns" in told
+
+
+def test_ray_is_not_there_yet(command: Command) -> None:
+    for option in ((), ("--dry-run",)):
+        assert "runtime=ray: this version has no runtime but local" in command.refused(
+            *option, runtime="ray"
+        )
+
+
+def test_a_run_has_the_processes_of_its_placement(tmp_path: Path, two_cores: None) -> None:
+    """Its folder will say both, which is read back."""
+    config = config_with(rollout={"devices": 1}, train={"devices": 1})
+    found = on_this_host(config)
+    assert (found.rollout.engines, found.train.processes, found.train.replicas) == (1, 1, 1)
+    save_config(found, tmp_path / "config.yaml")
+    again = load_config(tmp_path / "config.yaml", [], RunConfig)
+    assert again == found and on_this_host(again) == found
+    assert on_this_host(config_with()) == config_with()
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    host = this_host("cpu")
+    assert host.cores >= 1 and host.memory_bytes > 1 << 20 and host.gpu_bytes == ()
+
+
+# -- the issue's own lines on a cluster --------------------------------------------------------
+
+CLUSTER = [
+    Host(name=f"node{n}", cores=64, memory_bytes=900 * GIB, gpu_bytes=(80 * GIB,) * 8)
+    for n in range(2)
+]
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of seven billion parameters, as far as a dry run looks."""
+    folder = tmp_path_factory.mktemp("shape")
+    of_7b = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(ARCHITECTURE | of_7b))
+    return folder
+
+
+ON_GPUS = ("model.device=cuda", "rollout.engine.name=vllm", "tail_batching.carry=none")
+
+
+def issue_lines(folder: Path, *overrides: str) -> RunConfig:
+    return config_with(
+        *(*ON_GPUS, *overrides),
+        folder=folder,
+        rollout={"devices": "all", "per_engine": 2},
+        train={"devices": "all", "per_replica": 4},
+        judge={"devices": 1},
+        colocate=["rollout", "train"],
+    )
+
+
+def test_engines_and_trainer_by_turns_and_a_judge(shape: Path) -> None:
+    config = issue_lines(shape, "rollout.engine.kv_cache_gib=8", "train.micro_batch_tokens=1024")
+    plan = plan_of(config, CLUSTER)
+    assert [len(plan.of(role)) for role in ("rollout", "train", "judge")] == [7, 3, 1]
+    shown = rows(table(plan))
+    assert shown[1][:3] == ["0-1", "node0", "engine 0, replica 0"]
+    assert shown[2][:3] == ["2-3", "node0", "engine 1, replica 0"]
+    assert "judge 0" in [row[2] for row in shown[1:-1]]
+    assert all(row[3].endswith(" of 80.0 GiB") for row in shown[1:-1])
+    assert shown[-1][0].startswith("note: what judge takes is not known, and not counted")
+
+
+def test_a_larger_replica_takes_less_of_each_device(shape: Path) -> None:
+    """And more devices for an engine, too; what is estimated is what the plan goes by."""
+    config = issue_lines(shape)
+    rollout, train, _ = request_of(config, "cuda").roles
+    for role in (rollout, train):
+        needs = [role.needs(devices) for devices in (1, 2, 4, 8)]
+        assert all(need is not None for need in needs)
+        most = [need.most for need in needs if need is not None]
+        assert most == sorted(most, reverse=True) and most[0] > 1.5 * most[-1]
+    need = train.needs(4)
+    assert need is not None and need.turn > 0
+    assert need.stays > 7e9 * 12 / 4  # a quarter of the weights and both moments, in float32
+
+
+def test_a_model_too_large_for_its_devices_names_a_degree_that_fits(shape: Path) -> None:
+    config = config_with(
+        *ON_GPUS, folder=shape, rollout={"devices": 4}, train={"devices": 8, "per_replica": 1}
+    )
+    with pytest.raises(
+        PlacementError, match=r"train takes .* GiB on each device, .* while it works"
+    ) as error:
+        plan_of(config, CLUSTER)
+    [(key, value)] = error.value.nearest.items()
+    assert key == "placement.train.per_replica"
+    lines = config.placement
+    assert lines is not None
+    fits = replace(
+        config, placement=replace(lines, train=replace(lines.train, per_replica=int(value)))
+    )
+    assert len(plan_of(fits, CLUSTER).of("train")) == 8 // int(value)
+
+
+def test_a_process_takes_what_the_estimate_of_the_run_says(shape: Path) -> None:
+    config = config_with(*ON_GPUS, "train.processes=8", "train.replicas=2", folder=shape)
+    memory = rank_memory(config, on_cuda=True)
+    assert memory is not None
+    whole = sum(part.size_bytes for part in estimate(config).process_memory)
+    assert memory.stays_bytes + memory.turn_bytes == whole
+    one = engine_memory(config, 1, on_cuda=True)
+    assert one is not None and one.turn == ()
+    weights = next(part for part in estimate(config).memory if part.name == "engine")
+    assert one.stays[0].size_bytes == weights.size_bytes
+
+
+def test_keys_follow_from_the_plan(shape: Path) -> None:
+    config = config_with(
+        *(*ON_GPUS, "train.micro_batch_tokens=1024", "rollout.engine.kv_cache_gib=8"),
+        folder=shape,
+        rollout={"devices": "0-7", "per_engine": 2},
+        train={"devices": "0-7", "per_replica": 4},
+        colocate=["rollout", "train"],
+    )
+    found = placed(config, plan_of(config, CLUSTER))
+    assert (found.rollout.engines, found.parallelism_planner.initial) == (4, 2)
+    assert (found.train.processes, found.train.replicas, found.train.colocate) == (8, 2, True)
+    layout = found.layout
+    assert (layout.gpus, layout.tensor_parallel, layout.train_group) == (8, 2, 4)
+    assert found.job().layouts == (layout,)
+    assert placed(found, plan_of(found, CLUSTER)) == found  # as read from the run's folder
+    assert plan_of(found, CLUSTER) == plan_of(config, CLUSTER)
+
+
+def test_what_keys_alone_say_is_placed_as_well(shape: Path) -> None:
+    """A cluster's run without `placement`."""
+    config = config_with(
+        *ON_GPUS, "rollout.engines=2", "train.processes=4", "train.replicas=2",
+        "train.micro_batch_tokens=256", "train.offload=true", "runtime=ray", folder=shape
+    )  # fmt: skip
+    large = [replace(host, gpu_bytes=(140 * GIB,) * 8) for host in CLUSTER]
+    plan = plan_of(config, large)
+    assert [u.devices for u in plan.units] == [(0,), (1,), (2, 3), (4, 5)]
+    with pytest.raises(ValueError, match=r"set train.processes, or placement"):
+        plan_of(replace(config, train=replace(config.train, processes=None, replicas=1)), CLUSTER)
+
+
+def test_what_stays_while_others_have_their_turn(shape: Path) -> None:
+    """With train.offload the optimizer's state goes to host memory between turns."""
+    of = {}
+    for offload in ("false", "true"):
+        config = issue_lines(shape, f"train.offload={offload}")
+        of[offload] = request_of(config, "cuda").roles[1].needs(4)
+    assert of["true"] is not None and of["false"] is not None
+    assert of["true"].most == of["false"].most and of["true"].stays < 0.5 * of["false"].stays
+
+
+def test_a_model_that_nobody_knows_is_placed_by_numbers_alone() -> None:
+    config = config_with(folder="nobody/knows", **SHARED)
+    plan = plan_of(config, [TWO_CORES])
+    assert plan.unknown == ("rollout", "train")
