@@ -199,7 +199,7 @@ class HostedReward:
     @property
     def pids(self) -> dict[int, int]:
         """Of the living, by their places."""
-        return {number: process.child.pid for number, process in self._living.items()}
+        return {number: one.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
         """See `Reward`. Idempotent."""
@@ -391,7 +391,8 @@ class _Process:
         """The verdicts of a check. Raises `_Lost`. Who cancels it ends the check."""
         self._num_calls += 1
         number = self._num_calls
-        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Sequence[Verdict]] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
         self._line.post(CHECK, number, payload)
         try:
             return await future
