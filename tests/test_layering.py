@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
     "rollout": (*NOUNS, "host_store", "processes", "weight_buffer", "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "endpoints", "processes", "sandbox"),
+    "rewards": (*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "processes", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
     "processes": (),

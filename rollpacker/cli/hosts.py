@@ -87,6 +87,16 @@ class Hosts:
             found.append(RankPlace(local, host, environment))
         return found
 
+    def of_rewards(self, per_host: int) -> list[Host]:
+        """Where reward hosts are started: so many beside the engines of each host."""
+        from rollpacker.processes.host import ThisHost
+
+        here = ThisHost()
+        if self.plan is None:
+            return [here] * per_host
+        names = dict.fromkeys(self.plan.devices[n].host for n in self._devices("rollout"))
+        return [self.by_name.get(name, here) for name in names for _ in range(per_host)]
+
     def _devices(self, role: str) -> list[int]:
         assert self.plan is not None
         return [device for unit in self.plan.of(role) for device in unit.devices]

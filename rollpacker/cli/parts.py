@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.checkpoint import Checkpoint
     from rollpacker.core.job import Job
     from rollpacker.data.dataset import PromptRow, PromptSet
+    from rollpacker.rewards.hosts import HostedReward
     from rollpacker.rewards.reward import RewardInput
     from rollpacker.rewards.shared import Progress
     from rollpacker.rewards.weighted import WeightedReward
@@ -120,6 +121,10 @@ def load_inputs(
     from rollpacker.data.prompts import load_prompts
     from rollpacker.rewards.build import build_reward
 
+    if config.rewards_hosts is not None:
+        from rollpacker.rewards.hosts import refuse_bound
+
+        refuse_bound(config.rewards)
     reward = build_reward(
         config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer
     )
@@ -239,11 +244,14 @@ def reward_kinds(config: RunConfig, policy: Policy) -> dict[str, RewardKindConfi
     return kinds
 
 
-def marks(config: RunConfig, policy: Policy) -> tuple[str, ...]:
+def marks(
+    config: RunConfig, policy: Policy, reward_hosts: HostedReward | None = None
+) -> tuple[str, ...]:
     """What every number of the run must be read with."""
     tail = config.tail_batching
     found = {
-        "unsandboxed": policy.reward.shared.unsandboxed,
+        "unsandboxed": policy.reward.shared.unsandboxed
+        or (reward_hosts is not None and reward_hosts.unsandboxed),
         "weighted_carrying": tail.carries and tail.carry == "weighted",
     }
     return tuple(mark for mark, holds in found.items() if holds)

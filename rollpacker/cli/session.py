@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.run_folder import RunFolder
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
+    from rollpacker.rewards.hosts import HostedReward
     from rollpacker.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Session:
         job = self._job(checkpoint, cursor, policy)
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
-        engines = self._engines(policy)
+        engines, reward_hosts = self._engines_and_reward_hosts(policy)
         self._take_folder(checkpoint, identity)
         trainer = build.build_trainer(config, policy, ranks, folder.path)
         self.stack.callback(trainer.close)
@@ -100,7 +101,7 @@ class Session:
             job=job,
             engines=engines,
             trainer=trainer,
-            reward=policy.reward,
+            reward=reward_hosts or policy.reward,
             prompts=policy.train_prompts,
             eval_prompts=policy.eval_prompts,
             cursor=cursor,
@@ -114,19 +115,22 @@ class Session:
             observers=watching,
             audience=self._audience,
         )
-        self._open(parts, watch, time_s, build.marks(config, policy))
+        self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts))
 
-    def _engines(self, policy: Policy) -> Engines:
+    def _engines_and_reward_hosts(self, policy: Policy) -> tuple[Engines, HostedReward | None]:
         """Before the run has a folder: what one refuses in its process leaves nothing behind."""
         from rollpacker.cli.engines import all_made, build_engines
+        from rollpacker.cli.reward_hosts import start_reward_hosts, wait_for_reward_hosts
         from rollpacker.controller.shared_devices import let_go_of_all
 
+        reward_hosts = start_reward_hosts(self.config, policy, self.hosts, self.stack)
         engines = build_engines(self.config, policy, self.hosts)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
         if self.config.train.colocate:  # until weights are handed over: the trainer is to load
             Caller().run(let_go_of_all(engines))
-        return engines
+        wait_for_reward_hosts(reward_hosts, policy)
+        return engines, reward_hosts
 
     def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
         """Begin the session in the log. `time_s`: where the run's clock goes on."""

@@ -18,7 +18,7 @@ from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
-from rollpacker.rewards.reward import Failed, Progress, Reward, RewardInput, Scored
+from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.warn_once import WarnOnce
 
@@ -118,11 +118,14 @@ class Evaluator:
         verdicts: dict[int, Scored | Failed] = {}
         num_seen = 0
 
-        async def judge(places: Sequence[int]) -> None:
+        async def judge(places: Sequence[int], retries: int) -> None:
             batch = [inputs[place] for place in places]
             found = await self.reward.score(batch, timeout_s=limits[places[0]])
             self.watch.check_rewards()
             verdicts.update(zip(places, found, strict=True))
+            lost = [place for place in places if _was_lost(verdicts[place])]
+            if lost and retries:
+                await judge(lost, retries - 1)
 
         def lives() -> bool:
             nonlocal num_seen
@@ -135,7 +138,8 @@ class Evaluator:
             for places in same
             for start in range(0, len(places), JUDGED_AT_ONCE)
         ]
-        judging = asyncio.gather(*map(judge, batches))
+        retries = self.config.reward_scheduler.max_retries
+        judging = asyncio.gather(*(judge(places, retries) for places in batches))
         await self.watch.by("reward_s", judging, "the rewards of an evaluation", lives)
         return [verdicts[place] for place in range(len(inputs))]
 
@@ -190,6 +194,11 @@ async def evaluate(
     texts = [one.completion for one in inputs]
     judged = tuple(zip(responses, texts, verdicts, strict=True))
     return EvalResult(metrics=metrics, passed=passed, judged=judged)
+
+
+def _was_lost(verdict: Scored | Failed) -> bool:
+    """The machinery failed, not the response: another try may do."""
+    return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 
 def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import DataConfig, DatasetConfig, PromptRow, PromptSet
-from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
+from rollpacker.rewards.reward import Failed, Reward, RewardConfig, RewardInput, Scored
 from rollpacker.rollout.engine import EngineOutput, EngineStatus, GenerationRequest, Response
 from rollpacker.trainer.trainer import (
     HandOver,
@@ -383,7 +383,7 @@ def make(
     engine: FakeEngine | None = None,
     engines: Engines | None = None,
     trainer: FakeTrainer | None = None,
-    reward: FakeReward | None = None,
+    reward: Reward | None = None,
     rewards: RewardScheduleConfig | None = None,
     job: Job | None = None,
     cursor: PromptCursor | None = None,

@@ -179,11 +179,7 @@ class MathReward:
 
     async def _unusable(self, golds: list[str]) -> list[tuple[str, str]]:
         """Right answers that the checker does not find equal to themselves, and why."""
-        box = await self._shared.sandbox()
-        if lacking := await box.lacks(PROFILE):
-            if self._shared.config.url is None:  # the sandbox has this interpreter's packages
-                require("math_verify", extra="math", what=f"the reward {self.name}")
-            raise RewardError(f"reward {self.name}: {lacking}.")
+        box = await self._sandbox()
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
             raise RewardError(
@@ -228,7 +224,16 @@ class MathReward:
     # -- scoring -------------------------------------------------------------------------
 
     async def open(self) -> None:
-        await self._shared.sandbox()
+        await self._sandbox()
+
+    async def _sandbox(self) -> Sandbox:
+        """One that can compare. Raises `RewardError`."""
+        box = await self._shared.sandbox()
+        if lacking := await box.lacks(PROFILE):
+            if self._shared.config.url is None:  # the sandbox has this interpreter's packages
+                require("math_verify", extra="math", what=f"the reward {self.name}")
+            raise RewardError(f"reward {self.name}: {lacking}.")
+        return box
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None

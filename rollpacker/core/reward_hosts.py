@@ -1,0 +1,86 @@
+"""Processes that judge, one or more on each host: which one is next, and when one is given up.
+
+    deal -> the ready one with the fewest samples under way -> ended
+    lost -> begun again, or given up after so many losses without a finished check between them
+
+What was under way on one that is lost gets no verdict, by no fault of the response; whether it is
+asked for again is the reward schedule's business.
+"""
+
+from __future__ import annotations
+
+MAX_LOSSES = 3
+
+
+class RewardHosts:
+    """`count` of them, numbered from 0."""
+
+    def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
+        assert count > 0 and max_losses > 0
+        self.given_up: dict[int, str] = {}
+        """Those that judge no more, and why, in words."""
+        self.num_lost = 0
+        """Losses so far, of all."""
+        self._count, self._max_losses = count, max_losses
+        self._under_way = [0] * count
+        self._reasons: list[list[str]] = [[] for _ in range(count)]
+        """Of each, its losses since its last finished check."""
+        self._ready: set[int] = set()
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def all_given_up(self) -> bool:
+        return len(self.given_up) == self._count
+
+    def num_under_way(self, number: int) -> int:
+        """Samples that it has to judge."""
+        return self._under_way[number]
+
+    def is_settled(self) -> bool:
+        """Each is ready or given up."""
+        return self.num_ready + len(self.given_up) == self._count
+
+    def ready(self, number: int) -> None:
+        """It can judge."""
+        self._ready.add(number)
+
+    def hold(self, number: int) -> None:
+        """It is being found out what became of it: nothing is dealt to it meanwhile."""
+        self._ready.discard(number)
+
+    def deal(self, num_samples: int) -> int | None:
+        """Who judges these samples; None: nobody is ready."""
+        if not self._ready:
+            return None
+        number = min(self._ready, key=lambda one: (self._under_way[one], one))
+        self._under_way[number] += num_samples
+        return number
+
+    def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
+        """They are not under way any more; `judged`: they got their verdicts there."""
+        self._under_way[number] -= num_samples
+        if judged:
+            self._reasons[number].clear()
+
+    def lost(self, number: int, reason: str) -> bool:
+        """Whether it is to be begun again."""
+        self._ready.discard(number)
+        self.num_lost += 1
+        reasons = self._reasons[number]
+        reasons.append(reason)
+        if len(reasons) < self._max_losses:
+            return True
+        self.give_up(
+            number,
+            f"lost {len(reasons)} times without a finished check between them "
+            f"({'; '.join(reasons)})",
+        )
+        return False
+
+    def give_up(self, number: int, reason: str) -> None:
+        """It judges no more."""
+        self._ready.discard(number)
+        self.given_up[number] = reason

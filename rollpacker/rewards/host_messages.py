@@ -1,0 +1,120 @@
+"""What a run says to a reward host, and that to the run. Light.
+
+down   SETUP RewardSetup       once: which rewards
+       CHECK number, Check     samples to judge
+       CANCEL number           nobody waits for that check any more
+up     HELLO pid               once, at once
+       READY bool              once, when it can judge; whether nothing isolates programs there
+       JUDGED number, Judged   the answer to a check
+       BEAT Status             every `beat_s`: it lives
+       LOGGED Line             a line of its log
+       REFUSED text            for the user to mend: there will be no verdict
+       FAILED text             our mistake; its process is about to end
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.processes.codec import Codec, Kind
+from rollpacker.rewards.reward import Cause, Failed, Progress, RewardConfig, RewardInput, Scored
+from rollpacker.sandbox.sandbox import SandboxConfig
+
+HELLO, SETUP, READY, CHECK, CANCEL, JUDGED, BEAT, LOGGED, REFUSED, FAILED = range(10)
+"""Kinds of messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSetup:
+    """What a reward host is to make, and how it finds what the rewards import."""
+
+    rewards: tuple[RewardConfig, ...]
+    sandbox: SandboxConfig
+    beat_s: float
+    log_level: int
+    folder: str
+    """The run's working folder. A host that has none of that name works elsewhere."""
+    paths: tuple[str, ...]
+    """Where the run's process finds modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Samples to judge together; see `Reward.score`."""
+
+    samples: tuple[RewardInput, ...]
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the rewards of a host say of themselves; see `Reward`."""
+
+    outage: str | None = None
+    broken: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    verdicts: tuple[Scored | Failed, ...]
+    status: Status
+
+
+class LogLine(NamedTuple):
+    level: int
+    logger: str
+    text: str
+
+
+@functools.cache
+def codec() -> Codec:
+    return Codec(
+        *(RewardSetup, RewardConfig, AdaptiveDeadlineConfig, SandboxConfig),
+        *(Scored, Failed, Status, Judged, LogLine),
+        Kind(Cause, str, Cause),
+        Kind(Check, _check_to_plain, _check_from_plain),
+    )
+
+
+def _check_to_plain(check: Check) -> list[Any]:
+    """The samples of a prompt share its row, which goes once."""
+    rows: dict[tuple[int, ...], int] = {}
+    sent: list[Any] = []
+    samples: list[Any] = []
+    for one in check.samples:
+        key = (id(one.prompt), id(one.columns), id(one.messages), id(one.task))
+        if key not in rows:
+            rows[key] = len(sent)
+            sent.append((one.prompt, one.columns, one.messages, one.task))
+        tokens = array("i", one.completion_tokens).tobytes()
+        progress = tuple(one.progress)
+        samples.append((rows[key], one.completion, tokens, one.finish_reason, progress))
+    return [check.timeout_s, sent, samples]
+
+
+def _check_from_plain(plain: list[Any]) -> Check:
+    timeout_s, rows, samples = plain
+    found = []
+    for row, completion, tokens, finish_reason, progress in samples:
+        prompt, columns, messages, task = rows[row]
+        numbers = array("i")
+        numbers.frombytes(tokens)
+        found.append(
+            RewardInput(
+                prompt=prompt,
+                completion=completion,
+                completion_tokens=tuple(numbers),
+                finish_reason=finish_reason,
+                columns=columns,
+                task=task,
+                messages=messages,
+                progress=Progress(*progress),
+            )
+        )
+    return Check(tuple(found), timeout_s)

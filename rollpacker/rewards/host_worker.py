@@ -1,0 +1,160 @@
+"""A reward host: a process with all rewards of a run, their workers and sandbox, which judges what
+the run's process asks it over an inherited line.
+
+It ends when its line does, and its workers with it. Light until it is told what to make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+from rollpacker.imports import silence_noise
+from rollpacker.processes.frames import Message
+from rollpacker.processes.host import inherited_line
+from rollpacker.processes.line import Line, LineEnded
+from rollpacker.rewards.host_messages import (
+    BEAT,
+    CANCEL,
+    CHECK,
+    FAILED,
+    HELLO,
+    JUDGED,
+    LOGGED,
+    READY,
+    REFUSED,
+    Check,
+    Judged,
+    LogLine,
+    RewardSetup,
+    Status,
+    codec,
+)
+
+if TYPE_CHECKING:
+    from rollpacker.rewards.weighted import WeightedReward
+
+
+class _Logged(logging.Handler):
+    """Sends what is logged here to the run, from any thread."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Once it runs, the line is the loop's."""
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = codec().encode(LogLine(record.levelno, record.name, self.format(record)))
+        with contextlib.suppress(LineEnded, RuntimeError):  # the run or the loop is gone
+            if self.loop is None:
+                self._line.send(LOGGED, 0, line)
+            else:
+                self.loop.call_soon_threadsafe(self._line.post, LOGGED, 0, line)
+
+
+class RewardHost:
+    """Belongs to the event loop in which it serves."""
+
+    def __init__(self, reward: WeightedReward, line: Line, beat_s: float) -> None:
+        self._reward, self._line, self._beat_s = reward, line, beat_s
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Judge until the line ends; then the process ends."""
+        loop = asyncio.get_running_loop()
+        self._line.attach(loop, self._heard, lambda: os._exit(0))
+        self._line.post(READY, 0, codec().encode(self._reward.shared.unsandboxed))
+        while True:
+            await asyncio.sleep(self._beat_s)
+            self._line.post(BEAT, 0, codec().encode(self._status()))
+
+    def _heard(self, message: Message) -> None:
+        if message.kind == CHECK:
+            check = codec().decode(message.payload)
+            task = asyncio.ensure_future(self._judge(message.number, check))
+            self._tasks[message.number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(message.number))
+        else:
+            assert message.kind == CANCEL, message.kind
+            if (cancelled := self._tasks.get(message.number)) is not None:
+                cancelled.cancel()
+
+    async def _judge(self, number: int, check: Check) -> None:
+        try:
+            verdicts = await self._reward.score(check.samples, timeout_s=check.timeout_s)
+            answer = codec().encode(Judged(tuple(verdicts), self._status()))
+        except Exception as error:  # ours: a reward's own are verdicts
+            traceback.print_exception(error)
+            self._line.post(FAILED, 0, codec().encode(f"a check raised {error!r}"))
+            return
+        self._line.post(JUDGED, number, answer)
+
+    def _status(self) -> Status:
+        reward = self._reward
+        return Status(reward.outage(), reward.broken(), reward.metrics())
+
+
+def make(setup: RewardSetup) -> WeightedReward:
+    """The rewards, and what can be said of them without a row: the sandbox's self-test, an endpoint
+    that answers. Raises what `build_reward` and `WeightedReward.check` raise."""
+    from rollpacker.rewards.build import build_reward
+
+    own = [path for path in sys.path if path != os.getcwd()]  # which `-m` has put in front
+    sys.path[:] = dict.fromkeys([*setup.paths, *own])
+    with contextlib.suppress(OSError):
+        os.chdir(setup.folder)
+    reward = build_reward(setup.rewards, sandbox=setup.sandbox)
+    reward.check([])
+    return reward
+
+
+def main() -> NoReturn:
+    from rollpacker.rewards.reward import RewardError
+    from rollpacker.sandbox.sandbox import SandboxUnavailable
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    silence_noise()
+    line = inherited_line()
+    assert line is not None, "a host starts it"
+    logged = _Logged(line)
+    logging.getLogger().addHandler(logged)
+
+    async def serve() -> None:
+        await reward.open()
+        logged.loop = asyncio.get_running_loop()
+        await RewardHost(reward, line, setup.beat_s).serve()
+
+    try:
+        line.send(HELLO, payload=codec().encode(os.getpid()))
+        setup = codec().decode(line.receive().payload)
+        logging.getLogger("rollpacker").setLevel(setup.log_level)
+        reward = make(setup)
+        asyncio.run(serve())
+    except LineEnded:
+        sys.exit(0)
+    except (RewardError, SandboxUnavailable, ValueError) as error:
+        _end_with(line, REFUSED, str(error))
+    except Exception as error:
+        traceback.print_exception(error)
+        _end_with(line, FAILED, f"it could not be made: {error!r}")
+    raise AssertionError("it serves until it ends")
+
+
+def _end_with(line: Line, kind: int, text: str) -> NoReturn:
+    with contextlib.suppress(LineEnded):
+        line.send(kind, payload=codec().encode(text))
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
