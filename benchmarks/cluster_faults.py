@@ -4,10 +4,10 @@ The hosts are network namespaces of this machine, each with a ray (`tests/cluste
 run and a process of the trainer are on the first, an engine is on each of the others. Struck are,
 one after the other and at random moments: an engine, the trainer, an agent (killed, or stopped and
 let go on 8 s later), the link of a host (cut for 5 to 20 s), and a host's raylet, whose ray is
-started again. A fault waits until the one before is over and a step was committed. Measured: seconds until
-the log says that something is lost, and until it is there again. In the end the run is interrupted,
-and resumed on this machine alone, where it trains on what was deferred; the log is read by
-`exactly_once.py`, which shares no code with RollPacker, and by the replay.
+started again. A fault waits until the one before is over and a step was committed. Measured:
+seconds until the log says that something is lost, and until it is there again. In the end the run
+is interrupted, and resumed on this machine alone, where it trains on what was deferred; the log is
+read by `exactly_once.py`, which shares no code with RollPacker, and by the replay.
 
     make cluster
     .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 24] [--quick]

@@ -405,7 +405,9 @@ def make(
             stream=config.stream_trainer,
             rewards=rewards or RewardScheduleConfig(),
             parallelism=config.parallelism_planner,
-            fleet=config.rollout.fleet(config.parallelism_planner),
+            fleet=config.rollout.fleet(config.parallelism_planner)
+            if config.engines_are_apart
+            else None,
             trainer_apart=config.trainer_apart,
             layouts=(config.layout,),
             max_trainer_losses=None if config.train.processes is None else 3,
