@@ -41,7 +41,8 @@ from tests.cluster.netns import Network, why_impossible
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 240.0
 STOPPED_S = 8.0
-LOST, BACK = ('"EngineLost"', '"TrainerLost"'), ('"EngineReady"', '"TrainerReady"')
+LOST = {"EngineLost": "EngineReady", "TrainerLost": "TrainerReady"}
+"""What the log says when something is lost, and when it is back."""
 FAULTS = (
     *("kill engine", "stop engine", "kill trainer", "kill agent", "stop agent"),
     *("cut host", "kill raylet"),
@@ -69,11 +70,28 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def count(self, *parts: str) -> int:
+    def entries(self) -> list[dict[str, Any]]:
+        """Events that matter here."""
         if not self.path.exists():
-            return 0
-        text = self.path.read_text()
-        return sum(text.count(f'"event": {part}') + text.count(f'"event":{part}') for part in parts)
+            return []
+        wanted = ("Committed", *LOST, *LOST.values())
+        lines = self.path.read_text().splitlines()
+        found = [line for line in lines if any(f'"{name}"' in line for name in wanted)]
+        whole = [json.loads(line) for line in found if line.endswith("}")]
+        return [entry for entry in whole if entry.get("event") in wanted]
+
+    def count(self, *names: str) -> int:
+        return sum(entry["event"] in names for entry in self.entries())
+
+    def is_whole(self) -> bool:
+        """Nothing that was lost is still away."""
+        away = set()
+        for entry in self.entries():
+            name, number = entry["event"], entry.get("engine")
+            if name in LOST:
+                away.add((LOST[name], number))
+            away.discard((name, number))
+        return not away
 
 
 class Chaos:
@@ -99,15 +117,15 @@ class Chaos:
             time.sleep(0.02)
 
     def commits(self, number: int) -> None:
-        aim = self.log.count('"Committed"') + number
-        self.wait(lambda: self.log.count('"Committed"') >= aim, "no step was committed")
+        aim = self.log.count("Committed") + number
+        self.wait(lambda: self.log.count("Committed") >= aim, "no step was committed")
 
     def strike(self, kind: str) -> Fault:
         self.commits(2)
-        self.wait(lambda: self.log.count(*LOST) <= self.log.count(*BACK), "not all is there")
+        self.wait(self.log.is_whole, "not all is there")
         time.sleep(self.rng.uniform(0, 1.5))
         fault = Fault(kind=kind, host=0 if kind == "kill trainer" else self.rng.choice((1, 2)))
-        lost, back = self.log.count(*LOST), self.log.count(*BACK)
+        lost = self.log.count(*LOST)
         began = time.monotonic()
         length_s = self._do(fault)
         limit = began + 12.0 + length_s
@@ -116,10 +134,7 @@ class Chaos:
         if self.log.count(*LOST) > lost:
             fault.noticed_s = round(time.monotonic() - began, 2)
         self._undo(fault, began + length_s)
-        self.wait(
-            lambda: self.log.count(*BACK) - back >= self.log.count(*LOST) - lost,
-            f"{fault} was not made good",
-        )
+        self.wait(self.log.is_whole, f"{fault} was not made good")
         self.commits(1)
         fault.back_s = round(time.monotonic() - began, 2)
         return fault
@@ -166,7 +181,7 @@ class Chaos:
             if b"ip\0netns" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGINT)
         self.process.wait(120)
-        steps = self.log.count('"Committed"')
+        steps = self.log.count("Committed")
         last = [f"train.steps={steps + 2}", "runtime=local", "rollout.engines=1", "--resume"]
         subprocess.run([*self.command, *OVERRIDES, *last], cwd=ROOT, check=True, timeout=600)
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-NOT_IN_ALL = {"quantized", "trl", "vllm", "wandb", "mlflow", "trackio", "swanlab"}
+NOT_IN_ALL = {"quantized", "ray", "trl", "vllm", "wandb", "mlflow", "trackio", "swanlab"}
 """What is large and most do without; another framework; trackers, of which one wants one's own."""
 TREES = [ast.parse(path.read_text()) for path in (ROOT / "rollpacker").rglob("*.py")]
 
@@ -58,12 +58,12 @@ def test_every_extra_that_a_message_names_has_the_package() -> None:
             extra = next((k.value for k in node.keywords if k.arg == "extra"), None)
             if isinstance(extra, ast.Constant) and isinstance(node.args[0], ast.Constant):
                 used.add((extra.value, node.args[0].value))
-    assert {extra for extra, _ in used} == {*EXTRAS} - {"all", "dev"}
+    assert {extra for extra, _ in used} == {*EXTRAS} - {"all", "dev", "test"}
     providers = packages_distributions()
     for extra, package in used:
         names = {package, *(distribution(one) for one in providers.get(package, ()))}
         assert names & {distribution(one) for one in EXTRAS[extra]}
-    in_all = {*EXTRAS, "rollpacker"} - {"all", "dev", *NOT_IN_ALL}
+    in_all = {*EXTRAS, "rollpacker"} - {"all", "dev", "test", *NOT_IN_ALL}
     assert set(re.findall(r"\w+", EXTRAS["all"][0])) == in_all
 
 

@@ -51,7 +51,7 @@ from rollpacker.rollout.messages import (
     Report,
     codec,
 )
-from rollpacker.weight_buffer import WeightSource
+from rollpacker.weight_buffer import StaleWeightsError, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,10 @@ class ProcessEngine:
             raise EngineError("an engine in a process reads its weights from a source")
         self._inbox.begin_weights(version)
         if weights is not None:
-            weights = await asyncio.to_thread(self._host.weights, weights)
+            try:
+                weights = await asyncio.to_thread(self._host.weights, weights)
+            except (OSError, ValueError, StaleWeightsError) as error:
+                raise EngineError(f"weights did not get to {self._host.name}: {error}") from error
         call = self._exchanges.call(UPDATE_WEIGHTS, version, weights)
         self._wake()
         await asyncio.wrap_future(call)
