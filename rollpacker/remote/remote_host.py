@@ -36,8 +36,9 @@ from rollpacker.weight_buffer import WeightSource
 SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
 counted."""
-REACH = 12
-"""A new agent may take so many heartbeats until it answers: ray starts a process for it."""
+REACH = (2, 24)
+"""A new agent may take so many heartbeats until it answers, at first and in the end; each try is
+twice as patient. What asked for it may have been lost with a link, and a busy host is slow."""
 RETRY_S = 1.0
 """Between two tries to get a new agent."""
 
@@ -216,18 +217,19 @@ class _Session:
     # -- the threads -------------------------------------------------------------------------------
 
     def _run(self, connect: Connect) -> None:
-        while not self.is_over and not self._reach(connect):
+        patience_s, longest_s = (number * self._heartbeat_s for number in REACH)
+        while not self.is_over and not self._reach(connect, patience_s):
+            patience_s = min(2 * patience_s, longest_s)
             time.sleep(RETRY_S)
         if not self.is_over:
             self._connected.set()
             threading.Thread(target=self._guarded, args=(self._say,), daemon=True).start()
             self._guarded(self._hear)
 
-    def _reach(self, connect: Connect) -> bool:
+    def _reach(self, connect: Connect, patience_s: float) -> bool:
         try:
             self._calls = connect(self.agent_pid)
-            # It may have been lost on its way: then another agent is asked for.
-            found: HostFacts = self._patiently("facts", patience_s=REACH * self._heartbeat_s)
+            found: HostFacts = self._patiently("facts", patience_s=patience_s)
         except Gone:  # its machine may come back
             if self._calls is not None:
                 self._calls.end()
