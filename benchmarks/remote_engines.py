@@ -1,0 +1,165 @@
+"""What it costs to have engines behind ray, beside engines in processes of this machine.
+
+Engines of fake speed (`paced_engine.py`) generate rounds of responses with a long tail; each arm's
+engines get the same requests, arms in turn. `rounds`: 8 engines, 1,600 samples a round whose
+longest takes 20 s; seconds of a round over those of its longest response. `processor`: 32 engines,
+16,000 samples a round; processor seconds of this process, which has the relays, from the first
+request to the last response. The core's own share is in `fleet_speed.py`.
+
+    make cluster
+    .venv-vllm/bin/python benchmarks/remote_engines.py [--rounds 3] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import write_result
+
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.processes.host import Host, ThisHost
+from rollpacker.remote.copies import read
+from rollpacker.remote.remote_host import RemoteHost
+from rollpacker.remote.spread import Spread
+from rollpacker.remote.token import demand_token, make_token
+from rollpacker.rollout.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.rollout.messages import EngineSetup
+from rollpacker.rollout.process_engine import ProcessEngine
+
+STEP_S = 0.02
+LONGEST = 1000
+"""Tokens of a round's longest response: 20 s."""
+
+
+def engines_on(host: Host, count: int) -> list[ProcessEngine]:
+    setup = EngineSetup(
+        make="benchmarks.paced_engine:make", config=EngineConfig(), arguments={"step_s": STEP_S}
+    )
+    return [ProcessEngine(setup, name=f"engine {n}", host=host) for n in range(count)]
+
+
+async def all_ready(engines: Sequence[ProcessEngine]) -> None:
+    for engine in engines:
+        await engine.ready()
+
+
+def requests_of(seed: int, count: int) -> list[GenerationRequest]:
+    """Lengths from 10 tokens on with a long tail; one has `LONGEST`."""
+    rng = random.Random(seed)
+    lengths = [min(int(10 * rng.paretovariate(0.9)), LONGEST - 1) for _ in range(count - 1)]
+    return [
+        GenerationRequest(
+            sample=SampleId(PromptId("train", seed, row // 8), row % 8, 0),
+            prompt_tokens=tuple(range(64)),
+            sampling=SamplingParams(max_response_tokens=length),
+        )
+        for row, length in enumerate([LONGEST, *lengths])
+    ]
+
+
+class Round:
+    """Counts what has ended."""
+
+    def __init__(self, count: int) -> None:
+        self._left, self._lock, self.over = count, threading.Lock(), threading.Event()
+        self.error: BaseException | None = None
+
+    def heard(self, outputs: Sequence[EngineOutput]) -> None:
+        with self._lock:
+            self._left -= len(outputs)
+            if not self._left:
+                self.over.set()
+
+    def failed(self, error: BaseException) -> None:
+        self.error = error
+        self.over.set()
+
+
+def run(
+    engines: Sequence[ProcessEngine], requests: Sequence[GenerationRequest]
+) -> tuple[float, float]:
+    """Seconds of a round, and this process's processor seconds."""
+    one = Round(len(requests))
+    for engine in engines:
+        engine.start(one.heard, one.failed)
+    began_s, began_cpu = time.monotonic(), time.process_time()
+    for number, engine in enumerate(engines):
+        engine.submit(requests[number :: len(engines)])
+    one.over.wait(300)
+    if one.error is not None:
+        raise one.error
+    return time.monotonic() - began_s, time.process_time() - began_cpu
+
+
+def measured(
+    hosts: dict[str, Host], num_engines: int, num_samples: int, rounds: int
+) -> dict[str, Any]:
+    arms = {name: engines_on(host, num_engines) for name, host in hosts.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    for engines in arms.values():
+        asyncio.run(all_ready(engines))
+    for turn in range(rounds):
+        requests = requests_of(turn, num_samples)
+        for name in list(arms)[:: 1 if turn % 2 else -1]:
+            found[name].append(run(arms[name], requests))
+            print(num_engines, name, *(f"{one:.3f}" for one in found[name][-1]), flush=True)
+
+    async def close() -> None:
+        await asyncio.gather(*(engine.close() for some in arms.values() for engine in some))
+
+    asyncio.run(close())
+    return {
+        name: {
+            "round_s": [round(seconds, 3) for seconds, _ in some],
+            "of_longest": round(statistics.median(s for s, _ in some) / (LONGEST * STEP_S), 4),
+            "processor_s": [round(cpu, 3) for _, cpu in some],
+        }
+        for name, some in found.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round; writes nothing")
+    args = parser.parse_args()
+    rounds = 1 if args.quick else args.rounds
+    make_token()
+    demand_token()
+    from rollpacker.remote.ray_agents import join
+
+    cluster = join("local")
+    address = cluster.own_address
+    cluster.reserve({address: {"CPU": 1.0}}, within_s=60.0)
+    behind = RemoteHost(
+        "ray", cluster.connect(address), Spread(read, cluster.put), heartbeat_s=30.0
+    )
+    behind.facts()
+    hosts: dict[str, Host] = {"processes": ThisHost(), "ray": behind}
+    result: dict[str, Any] = {
+        "rounds": measured(hosts, 8, 1600, rounds),
+        "processor": measured(hosts, 32, 16_000, rounds),
+        "asked": {"of_longest": 1.03, "processor_s": 3.0},
+    }
+    behind.close()
+    cluster.close()
+    print(json.dumps(result, indent=1))
+    if not args.quick:
+        write_result("remote_engines", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
