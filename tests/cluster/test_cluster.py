@@ -87,7 +87,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):
     process = train(
         network,
         *("runtime=ray", "rollout.engines=2", "train.processes=2"),
-        *("rollout.max_response_tokens=2000", "checkpoint.every_steps=50"),
+        *("rollout.max_response_tokens=300", "checkpoint.every_steps=50"),
         config=str(config),
     )
     log = tmp_path / "runs" / "reference" / "events.jsonl"
