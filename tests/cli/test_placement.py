@@ -266,14 +266,15 @@ def test_keys_follow_from_the_plan(shape: Path) -> None:
 
 
 def test_what_keys_alone_say_is_placed_as_well(shape: Path) -> None:
-    """A cluster's run without `placement`."""
+    """A cluster's run without `placement`: the trainer first, on the host of the run, where it hands
+    its weights out."""
     config = config_with(
         *ON_GPUS, "rollout.engines=2", "train.processes=4", "train.replicas=2",
         "train.micro_batch_tokens=256", "train.offload=true", "runtime=ray", folder=shape
     )  # fmt: skip
     large = [replace(host, gpu_bytes=(140 * GIB,) * 8) for host in CLUSTER]
     plan = plan_of(config, large)
-    assert [u.devices for u in plan.units] == [(0,), (1,), (2, 3), (4, 5)]
+    assert [u.devices for u in plan.units] == [(0, 1), (2, 3), (4,), (5,)]
     with pytest.raises(ValueError, match=r"set train.processes, or placement"):
         plan_of(replace(config, train=replace(config.train, processes=None, replicas=1)), CLUSTER)
 
