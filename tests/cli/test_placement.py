@@ -266,8 +266,8 @@ def test_keys_follow_from_the_plan(shape: Path) -> None:
 
 
 def test_what_keys_alone_say_is_placed_as_well(shape: Path) -> None:
-    """A cluster's run without `placement`: the trainer first, on the host of the run, where it hands
-    its weights out."""
+    """A cluster's run without `placement`: the trainer first, on the host of the run, where its
+    weights are handed out."""
     config = config_with(
         *ON_GPUS, "rollout.engines=2", "train.processes=4", "train.replicas=2",
         "train.micro_batch_tokens=256", "train.offload=true", "runtime=ray", folder=shape
