@@ -295,9 +295,18 @@ def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep_if_it_must(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     told: list[Any] = []
+
+    class Opened:
+        def collective_rpc(self, method: Any, *arguments: Any, **more: Any) -> None:
+            """It has no workers that could be told anything."""
+
+    def opened(arguments: Any) -> Opened:
+        told.append(arguments)
+        return Opened()
+
     monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 80))
-    monkeypatch.setattr(LLMEngine, "from_engine_args", told.append)
+    monkeypatch.setattr(LLMEngine, "from_engine_args", opened)
     vllm_setup.open_vllm(model_of(), EngineConfig(name="vllm"), Draws(), sleeps=sleeps)
     vllm_setup._the_only_one.release()
     (arguments,) = told
