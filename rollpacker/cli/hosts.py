@@ -76,16 +76,9 @@ class Hosts:
         """Where the trainer's processes are started."""
         from rollpacker.trainer.launch import RankPlace
 
-        found: list[RankPlace] = []
-        for device in self._devices("train"):
-            host, environment = self._place([device])
-            local = (
-                0
-                if environment.get("CUDA_VISIBLE_DEVICES")
-                else len([one for one in found if one.host is host])
-            )
-            found.append(RankPlace(local, host, environment))
-        return found
+        places = [self._place([device]) for device in self._devices("train")]
+        # On CUDA each sees its own device alone, which is its first.
+        return [RankPlace(0, host, environment) for host, environment in places]
 
     def of_rewards(self, per_host: int) -> list[Host]:
         """Where reward hosts are started: so many beside the engines of each host."""
@@ -225,7 +218,11 @@ def _on_cluster(
         _ended=ended,
         plan=plan,
         by_name=remote,
-        interfaces={host: facts[host].interfaces.get(host, "") for host in used} if remote else {},
+        interfaces={
+            host: facts[host].interfaces[host]
+            for host in used
+            if remote and host in facts[host].interfaces
+        },
         address=own if remote else "127.0.0.1",
         close=close,
     )

@@ -1,7 +1,7 @@
 """Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
 
     join(address)              connect, by token only (`token.py`)
-    Cluster.hosts              address -> what ray knows of it
+    Cluster.nodes              address -> what ray knows of it
     Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
     Cluster.connect(address)   a new agent there
 
@@ -13,7 +13,6 @@ another id, and the agent that is made anew shall find its devices reserved.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -51,8 +50,6 @@ ASK_S = 60.0
 """Within which a host must say what it has: ray starts a process for it first."""
 GROUPS = {"say": "say", "hear": "hear"}
 """Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
