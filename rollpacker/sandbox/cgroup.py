@@ -21,6 +21,7 @@ from pathlib import Path
 _PREFIX = "rollpacker"
 _NUMBERS = itertools.count()
 _REMOVE_LIMIT_S = 2.0
+_LEAVE_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,15 @@ class Group:
             self._limit = memory_bytes
         if self._peak >= 0:
             os.pwrite(self._peak, b"0", 0)
+        self._num_killed = self._count_killed()  # who was killed before is none of this run's
+
+    async def empty(self) -> None:
+        """After a run: its processes have left, and their memory with them. The answer comes
+        before they have, where the machine is busy, and the next run would be charged for them."""
+        procs = self._memory / "cgroup.procs"
+        until = asyncio.get_running_loop().time() + _LEAVE_LIMIT_S
+        while procs.read_text() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.001)
 
     def _write(self, name: str, value: int) -> None:
         """Kernels without swap accounting lack some of the files."""
@@ -212,9 +222,8 @@ class Group:
 
     def end(self) -> tuple[bool, int]:
         """After a run: whether the kernel ended processes for memory; peak bytes (0: unknown)."""
-        before, self._num_killed = self._num_killed, self._count_killed()
         peak = int(os.pread(self._peak, 32, 0)) if self._peak >= 0 else 0
-        return self._num_killed > before, peak
+        return self._count_killed() > self._num_killed, peak
 
     def _count_killed(self) -> int:
         match = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)

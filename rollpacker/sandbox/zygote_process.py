@@ -140,6 +140,7 @@ class Worker:
         except OSError as error:
             raise WorkerError(f"{self}: its memory cannot be limited: {error}") from None
         reply = await self._run(request, limits)
+        await self.group.empty()
         short_of_memory, peak = self.group.end()
         return replace(reply, short_of_memory=short_of_memory, peak_bytes=peak or reply.peak_bytes)
 
