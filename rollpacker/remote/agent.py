@@ -30,6 +30,9 @@ from rollpacker.weight_buffer import BufferLayout
 
 HEAR_S = 0.5
 """How long `hear` waits for news."""
+GATHER_S = 0.02
+"""Between two calls of a kind at least, so that one carries what many processes say. Behind ray a
+call costs the run about a millisecond of processor time."""
 ENDED_S = 2.0
 """How long it may take to learn how a process ended that has hung up."""
 
@@ -126,7 +129,7 @@ class Agent:
         """Number of the first of the news that the run has not acknowledged."""
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
-        self._called_s = time.monotonic()
+        self._called_s = self._heard_s = time.monotonic()
         self._is_over = False
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
@@ -150,8 +153,10 @@ class Agent:
                 self._news.popleft()
                 self._first += 1
             self._changed.wait_for(lambda: bool(self._news), HEAR_S)
+        time.sleep(max(0.0, self._heard_s + GATHER_S - time.monotonic()))
+        with self._changed:
             first, news = self._first, tuple(self._news)
-        self._called_s = time.monotonic()
+        self._called_s = self._heard_s = time.monotonic()
         stopped = [n for n, (child, _) in list(self._own.items()) if child.is_stopped()]
         return Report(first=first, news=news, stopped=tuple(stopped))
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rollpacker.processes.child import END_S
 from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
+    GATHER_S,
     Ended,
     HangUp,
     Item,
@@ -244,12 +245,14 @@ class _Session:
             self._lose(str(error))
 
     def _say(self) -> None:
-        sequence = 0
+        sequence, said_s = 0, 0.0
         while not self.is_over:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self.is_over)
+            time.sleep(max(0.0, said_s + GATHER_S - time.monotonic()))
+            with self._changed:
                 items, self._items = self._items, []
-            sequence += 1
+            sequence, said_s = sequence + 1, time.monotonic()
             self._patiently("say", sequence, items, patience_s=float("inf"))
 
     def _hear(self) -> None:
