@@ -30,9 +30,6 @@ from rollpacker.weight_buffer import BufferLayout
 
 HEAR_S = 0.5
 """How long `hear` waits for news."""
-GATHER_S = 0.02
-"""Between two calls of a kind at least, so that one carries what many processes say. Behind ray a
-call costs the run about a millisecond of processor time."""
 ENDED_S = 2.0
 """How long it may take to learn how a process ended that has hung up."""
 
@@ -106,6 +103,13 @@ class Report:
     """The processes that a signal holds."""
 
 
+def pause_s(num_processes: int) -> float:
+    """So many seconds at least pass between two calls of a kind, of which each costs the run about
+    a millisecond of processor time: the more processes a host has, the more of them one call is
+    for. What comes after a longer silence goes at once."""
+    return min(0.002 * num_processes, 0.05)
+
+
 class Agent:
     """See above."""
 
@@ -153,7 +157,8 @@ class Agent:
                 self._news.popleft()
                 self._first += 1
             self._changed.wait_for(lambda: bool(self._news), HEAR_S)
-        time.sleep(max(0.0, self._heard_s + GATHER_S - time.monotonic()))
+        pause_over_s = self._heard_s + pause_s(len(self._own))
+        time.sleep(max(0.0, pause_over_s - time.monotonic()))
         with self._changed:
             first, news = self._first, tuple(self._news)
         self._called_s = self._heard_s = time.monotonic()

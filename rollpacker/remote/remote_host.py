@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from rollpacker.processes.child import END_S
 from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
-    GATHER_S,
     Ended,
     HangUp,
     Item,
@@ -28,6 +27,7 @@ from rollpacker.remote.agent import (
     Start,
     Started,
     WorksAs,
+    pause_s,
 )
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
@@ -249,7 +249,8 @@ class _Session:
         while not self.is_over:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self.is_over)
-            time.sleep(max(0.0, said_s + GATHER_S - time.monotonic()))
+            pause_over_s = said_s + pause_s(len(self._processes))
+            time.sleep(max(0.0, pause_over_s - time.monotonic()))
             with self._changed:
                 items, self._items = self._items, []
             sequence, said_s = sequence + 1, time.monotonic()
