@@ -383,8 +383,12 @@ class _Exchanges:
             requests=requests,
             aborts=aborts,
             call=call,
-            wait_s=self._wait_s - time.monotonic() % self._wait_s,
+            wait_s=self._until_all_answer(),
         )
+
+    def _until_all_answer(self) -> float:
+        """Idle engines answer at the same moments: from another host, in one call."""
+        return self._wait_s - time.monotonic() % self._wait_s
 
     def _next_call(self) -> Call | None:
         with self._lock:
