@@ -27,7 +27,7 @@ from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.weight_buffer import StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
 from tests.trainer.test_process_trainer import samples_of, setup_of, weights
 
 MBIT = 100
@@ -46,9 +46,14 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> Iterator[list[RemoteHost]]:
     """All but this one."""
-    spread = Spread(read, cluster.put)
+
+    def read_there(layout: BufferLayout, *where: int) -> bytes:
+        return by_name[layout.host].read(layout, *where) if layout.host else read(layout, *where)
+
+    spread = Spread(read_there, cluster.put)
     _, *others = cluster.nodes
     found = [RemoteHost(o, cluster.connect(o), spread, heartbeat_s=5.0) for o in others]
+    by_name = {host.name: host for host in found}
     for host in found:
         host.facts()
     yield found
@@ -105,10 +110,6 @@ def test_a_trainer_that_is_all_on_another_host(cluster, hosts, tmp_path):
     write_model(tmp_path)
     setup = setup_of(tmp_path)
     beside = TorchTrainer(build_learner(setup))
-    by_name = {host.name: host for host in hosts}
-    spread = Spread(lambda layout, *where: by_name[layout.host].read(layout, *where), cluster.put)
-    for host in hosts:
-        host._spread = spread
     there, other = hosts
     interface = there.facts().interfaces[there.name]
     places = [RankPlace(0, there, {"GLOO_SOCKET_IFNAME": interface})]
@@ -124,7 +125,7 @@ def test_a_trainer_that_is_all_on_another_host(cluster, hosts, tmp_path):
         source = asyncio.run(trainer.hand_over()).weights
         assert source is not None and source.layout.host == there.name and source.version == version
         expected = dict(beside.learner.model.named_parameters())
-        for host in (OwnHost(spread, cluster.get), there, other):
+        for host in (OwnHost(there._spread, cluster.get), there, other):
             with WeightReader().reading(host.weights(source)) as tensors:
                 assert tensors.keys() == expected.keys()
                 for name, tensor in tensors.items():
