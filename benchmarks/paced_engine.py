@@ -24,8 +24,9 @@ from rollpacker.rollout.engine import (
 class PacedEngine:
     """Meets what of `Engine` a process of it needs. All its samples advance together."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, returned: int | None = None) -> None:
+        """Of each response at most `returned` tokens are returned; None: all of them."""
+        self._step_s, self._returned = step_s, returned
         self._changed = threading.Condition()
         self._heap: list[tuple[float, SampleId]] = []
         self._requests: dict[SampleId, GenerationRequest] = {}
@@ -94,14 +95,14 @@ class PacedEngine:
         response = Response(
             sample=request.sample,
             prompt_tokens=request.prompt_tokens,
-            tokens=tuple(range(count)),
-            log_probs=(-0.5,) * count,
+            tokens=tuple(range(count))[: self._returned],
+            log_probs=((-0.5,) * count)[: self._returned],
             finish_reason="length",
             version=0,
         )
         return EngineOutput(event, response)
 
 
-def make(*, config: EngineConfig, step_s: float) -> PacedEngine:
+def make(*, config: EngineConfig, step_s: float, returned: int | None = None) -> PacedEngine:
     """For `EngineSetup.make`."""
-    return PacedEngine(step_s)
+    return PacedEngine(step_s, returned)

@@ -129,8 +129,10 @@ class DeadlineConfig:
     sync_s: float = 300.0
     checkpoint_s: float = 600.0
     heartbeat_s: float = 5.0
-    """An engine in a process of its own that does not answer for so long is lost, and replaced; so
-    is one that makes no progress for twelve times as long while others make some."""
+    """What does not answer for so long is lost, and begun anew: an engine in a process of its own,
+    a reward host (`rewards_hosts`), and with `runtime: ray` another host, with all that the run has
+    there. So is an engine that makes no progress for twelve times as long while others make
+    some."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

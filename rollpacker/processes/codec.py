@@ -20,6 +20,9 @@ _ROW = 16
 """Rows of this many numbers or more are packed: JSON takes more than ten times as long for them."""
 _ROWS = {int: "q", float: "d"}
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
+_SIMPLE = frozenset((type(None), bool, int, float, str))
+"""Types that JSON has. They are told apart where their list is written or read: a call for each of
+them would take most of the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Codec:
             raise ValueError(f"bytes that are no message: {error!r}") from None
 
     def _plain(self, value: Any, rows: list[bytes]) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
+        if type(value) in _SIMPLE:
             return value
         if (kind := self._by_type.get(type(value))) is not None:
             return [kind.type.__name__, self._plain(kind.to_plain(value), rows)]
@@ -68,7 +71,10 @@ class Codec:
             if (row := _packed(value)) is not None:
                 rows.append(row[1])
                 return [row[0], type(value).__name__, len(value)]
-            return [type(value).__name__, *(self._plain(one, rows) for one in value)]
+            return [
+                type(value).__name__,
+                *[one if type(one) in _SIMPLE else self._plain(one, rows) for one in value],
+            ]
         # Another kind of dictionary would come back as a plain one, without its defaults.
         if isinstance(value, Mapping) and not (isinstance(value, dict) and type(value) is not dict):
             items = value.items()
@@ -76,11 +82,11 @@ class Codec:
         raise TypeError(f"no message can hold a {type(value).__qualname__}")
 
     def _value(self, plain: Any, rows: _Rows) -> Any:
-        if not isinstance(plain, list):
+        if type(plain) is not list:
             return plain
         name, *rest = plain
-        if name in _LISTS:
-            return _LISTS[name](self._value(one, rows) for one in rest)
+        if (made := _LISTS.get(name)) is not None:
+            return made([self._value(one, rows) if type(one) is list else one for one in rest])
         if name == "map":
             return {self._value(key, rows): self._value(value, rows) for key, value in rest}
         if name == "bytes":

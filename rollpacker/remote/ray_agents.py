@@ -190,12 +190,15 @@ class _RayCalls:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._methods: dict[str, Any] = {}
 
     def begin(self, method: str, *arguments: Any) -> Answer:
-        group = GROUPS.get(method, "bulk")
-        try:
+        if method not in self._methods:
+            group = GROUPS.get(method, "bulk")
             asked = getattr(self._actor, method).options(concurrency_group=group)
-            return _RayAnswer(asked.remote(*arguments))
+            self._methods[method] = asked
+        try:
+            return _RayAnswer(self._methods[method].remote(*arguments))
         except RayActorError as error:
             raise Gone(_short(error)) from error
 

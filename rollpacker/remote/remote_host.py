@@ -28,6 +28,7 @@ from rollpacker.remote.agent import (
     Start,
     Started,
     WorksAs,
+    pause_s,
 )
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
@@ -261,12 +262,15 @@ class _Session:
             self._lose(str(error))
 
     def _say(self) -> None:
-        sequence = 0
+        sequence, said_s = 0, 0.0
         while not self.is_over:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self.is_over)
+            pause_over_s = said_s + pause_s(len(self._processes))
+            time.sleep(max(0.0, pause_over_s - time.monotonic()))
+            with self._changed:
                 items, self._items = self._items, []
-            sequence += 1
+            sequence, said_s = sequence + 1, time.monotonic()
             self._patiently("say", sequence, items, patience_s=float("inf"))
 
     def _hear(self) -> None:

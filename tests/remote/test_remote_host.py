@@ -12,7 +12,7 @@ import torch
 from rollpacker.processes.child import state
 from rollpacker.processes.host import ThisHost
 from rollpacker.processes.line import Line, LineEnded
-from rollpacker.remote.agent import Agent, Said, Start
+from rollpacker.remote.agent import Agent, Said, Start, pause_s
 from rollpacker.remote.copies import read
 from rollpacker.remote.facts import HostFacts, differences, facts
 from rollpacker.remote.own_host import OwnHost
@@ -55,6 +55,24 @@ def test_messages_come_back_whole_and_in_order(lost):
     assert state(process.pid)
     line.close()
     assert process.how_ended(60.0) == "exit status 0"
+    host.close()
+
+
+def test_calls_are_the_rarer_the_more_processes_a_host_has():
+    net = Net()
+    host = net.host()
+    lines = [start(host, f"echo {number}")[1] for number in range(12)]
+    for line in lines:
+        assert echoes(line, b"WORD") == b"hello"
+    net.calls.clear()
+    began_s = time.monotonic()
+    for number in range(10):
+        for line in lines:
+            line.send(2, number, b"x")
+        for line in lines:
+            assert line.receive(60.0) == (2, number, b"x")
+    most = (time.monotonic() - began_s) / pause_s(len(lines)) + 2
+    assert net.calls.count("say") <= most and net.calls.count("hear") <= most
     host.close()
 
 

@@ -40,7 +40,7 @@ from rollpacker.rollout.messages import (
     codec,
     packed,
 )
-from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine
+from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine, _Exchanges
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
 from tests.remote.agents import Net
 from tests.rollout.engines import Heard
@@ -485,6 +485,15 @@ def test_outputs_are_kept_until_they_are_acknowledged():
     assert exchanged(host, ask(2, acknowledged=1)).first == 2
     third = exchanged(host, ask(3, request(2, max_response_tokens=2), acknowledged=2))
     assert (third.first, len(third.outputs)) == (3, 1)
+
+
+def test_idle_engines_are_to_answer_at_the_same_moments():
+    for _ in range(20):
+        before_s = time.monotonic()
+        wait_s = _Exchanges(0.25).next((), ()).wait_s
+        after_s = time.monotonic()
+        assert 0 < wait_s <= 0.25
+        assert (after_s + wait_s) // 0.25 * 0.25 >= before_s + wait_s - 1e-6
 
 
 def test_a_call_that_comes_twice_is_made_once_and_answered_until_the_next():
