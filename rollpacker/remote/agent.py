@@ -209,14 +209,9 @@ class Agent:
             child.kill()
 
     def _start(self, item: Start) -> None:
-        # Ray's own variables, a token's among them, are for this process alone.
-        hidden = {name: None for name in os.environ if name.startswith("RAY_")}
         try:
             child, line = self._host.start(
-                item.module,
-                item.name,
-                guarded=item.guarded,
-                environment={**hidden, **item.environment},
+                item.module, item.name, guarded=item.guarded, environment=item.environment
             )
         except OSError as error:
             self._tell(Ended(item.process, f"it could not be started: {error}"))

@@ -169,9 +169,10 @@ class Cluster:
         return data
 
     def close(self) -> None:
-        """Let go of devices and hosts. Idempotent."""
+        """Let go of devices and hosts. Idempotent. Without a head there is nobody to tell, and ray
+        would wait for one until it ends this process."""
         with contextlib.suppress(Exception):
-            if self._group is not None:
+            if self._group is not None and self.has_head():
                 remove_placement_group(self._group)
         self._group = None
         ray.shutdown()

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from rollpacker.processes.child import END_S
 from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
+    HEAR_S,
     Ended,
     HangUp,
     Item,
@@ -41,6 +42,8 @@ counted."""
 REACH = (2, 24)
 """A new agent may take so many heartbeats until it answers, at first and in the end; each try is
 twice as patient. What asked for it may have been lost with a link, and a busy host is slow."""
+SILENT_S = 2 * HEAR_S
+"""An agent that has not answered for so long is silent: it always has something to answer."""
 RETRY_S = 1.0
 """Between two tries to get a new agent."""
 
@@ -95,6 +98,9 @@ class RemoteProcess:
 
     def is_stopped(self) -> bool:
         return self._number in self._session.stopped
+
+    def is_cut_off(self) -> bool:
+        return self._session.is_silent()
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
         return self.how if self.ended.wait(wait_s) else None
@@ -186,6 +192,8 @@ class _Session:
         self._items: list[Item] = []
         self._changed = threading.Condition()
         self._why = ""
+        self._heard_s = time.monotonic()
+        """When the agent last answered."""
         threading.Thread(target=self._run, args=(connect,), daemon=True).start()
 
     # -- what owners do ----------------------------------------------------------------------------
@@ -229,6 +237,9 @@ class _Session:
                 raise Gone(self._why)
         return self._patiently(method, *arguments, patience_s=float("inf"))
 
+    def is_silent(self) -> bool:
+        return self._connected.is_set() and time.monotonic() - self._heard_s > SILENT_S
+
     def close(self) -> None:
         self._lose("the run has let go of it")
 
@@ -240,6 +251,7 @@ class _Session:
             patience_s = min(2 * patience_s, longest_s)
             time.sleep(RETRY_S)
         if not self.is_over:
+            self._heard_s = time.monotonic()
             self._connected.set()
             threading.Thread(target=self._guarded, args=(self._say,), daemon=True).start()
             self._guarded(self._hear)
@@ -277,6 +289,7 @@ class _Session:
         acknowledged = 0
         while not self.is_over:
             report: Report = self._patiently("hear", acknowledged, patience_s=self._heartbeat_s)
+            self._heard_s = time.monotonic()
             for news in report.news[acknowledged + 1 - report.first :]:
                 self._take(news)
             acknowledged = max(acknowledged, report.first + len(report.news) - 1)
