@@ -146,6 +146,10 @@ class History:
 
     def _note(self, note: Note) -> None:
         self.step.notes.append(note)
+        if note.name == "salvaged":
+            for round_ in self.step.rounds:
+                round_.is_irregular = True
+            return
         if note.name != "gradients":
             self._span(note)
             if note.name == "evaluation" and note.metrics:
