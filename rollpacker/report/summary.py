@@ -114,6 +114,7 @@ class RunSummary:
             },
             **self._engines(),
             **self._trainer(),
+            **_salvaged(steps),
             **dict.fromkeys(sorted(history.marks), True),
         }
 
@@ -227,6 +228,16 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
             if weighted
         },
     }
+
+
+def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
+    """Only of a run whose resumes found some."""
+    names = {"samples": "perf/salvaged_samples", "tokens": "perf/salvaged_tokens"}
+    counts = {
+        name: int(sum(step.logged.get(metric, 0.0) for step in steps))
+        for name, metric in names.items()
+    }
+    return {"salvaged": counts} if counts["samples"] else {}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:

@@ -45,6 +45,12 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(_engines_table(summary["engines"]))
     if "trainer" in summary:
         parts.append(Text(_trainer_line(summary["trainer"]), "yellow"))
+    if "salvaged" in summary:
+        count = summary["salvaged"]
+        told = (
+            f"{count['samples']:,} responses ({count['tokens']:,} tokens) were taken up by resumes"
+        )
+        parts.append(Text(f"{told} of what a kill had interrupted", "dim"))
     if "switches" in summary:
         parts.append(_switches_table(summary["switches"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):
