@@ -313,7 +313,7 @@ def _end_of(body: bytes) -> tuple[End, bool]:
     """And whether nothing was under way then."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
-    event = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
+    event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
     return End(event, facts["key"], facts["response"], arrays), facts["quiet"]
 
 

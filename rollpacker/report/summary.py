@@ -71,11 +71,12 @@ class RunSummary:
     def plain(self) -> dict[str, Any]:
         """What `summary.json` holds but for `run` and `paths`."""
         accounting, steps = self.accounting, self._steps
-        history = accounting.history
+        history, finish = accounting.history, accounting.history.finish
+        failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
         not_streamed = [step.samples.not_streamed for step in steps]
         dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
         return {
-            "finished": history.finished,
+            "finished": None if finish is None or failed else finish.reason,
             "sessions": history.num_sessions,
             "steps": _steps(steps),
             "wall_s": accounting.time.wall_s,
@@ -115,6 +116,7 @@ class RunSummary:
             **self._engines(),
             **self._trainer(),
             **_salvaged(steps),
+            **failed,
             **dict.fromkeys(sorted(history.marks), True),
         }
 
