@@ -18,7 +18,7 @@ deferred. Its log is read by `exactly_once.py`, which shares no code with RollPa
 replay; and how many prompts each step trained on is compared with a run that nobody disturbs.
 
     make cluster
-    .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 200] [--minutes M] [--quick]
+    .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 200] [--alone 2] [--minutes M] [--quick]
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ LEFT_S = 15.0
 """Within which nothing is left of what was lost."""
 AT_MOST = 2
 """Faults of one part in a volley."""
-ALONE = 2
-"""Faults of each kind with none besides."""
 UNDISTURBED_STEPS = 140
 RETRY_S = 3
 """Of TCP on the hosts; see docs/cluster.md."""
@@ -491,6 +489,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0, help="no new volley after that")
+    parser.add_argument("--alone", type=int, default=2, help="so many of each kind come alone")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="copy the log and what the run said there")
     parser.add_argument("--quick", action="store_true", help="6 faults; writes nothing")
@@ -510,7 +509,7 @@ def main() -> int:
         try:
             chaos.commits(40)
             step_s = seconds_per_step(chaos.log.commits[10:])
-            for volley in volleys(rng, ALONE):
+            for volley in volleys(rng, 0 if args.quick else args.alone):
                 if len(chaos.faults) >= wanted or time.monotonic() - began > 60 * args.minutes:
                     break
                 rounds.append(chaos.volley(volley, rng))
