@@ -18,7 +18,7 @@ deferred. Its log is read by `exactly_once.py`, which shares no code with RollPa
 replay; and how many prompts each step trained on is compared with a run that nobody disturbs.
 
     make cluster
-    .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 200] [--alone 2] [--minutes M] [--quick]
+    .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 200] [--minutes M] [--quick]
 """
 
 from __future__ import annotations
