@@ -48,6 +48,7 @@ from exactly_once import check
 from machine import write_result
 from resume import write_config, write_model
 
+from rollpacker.processes.child import state
 from tests.cluster.netns import Network, why_impossible
 
 ROOT = Path(__file__).parents[1]
@@ -354,6 +355,8 @@ class Chaos:
             self._undo.append((until, lambda: self._mend(fault.host)))
             return True
         pids = self._pids(name, fault.host)
+        if verb == "stop":  # who let go of one that is stopped already would let go of it early
+            pids = [pid for pid in pids if state(pid) != "T"]
         for pid in pids:
             os.kill(pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
         if verb == "stop":
