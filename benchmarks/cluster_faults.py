@@ -48,6 +48,7 @@ from exactly_once import check
 from machine import write_result
 from resume import write_config, write_model
 
+from rollpacker.processes.child import state
 from tests.cluster.netns import Network, why_impossible
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,6 @@ LEFT_S = 15.0
 """Within which nothing is left of what was lost."""
 AT_MOST = 2
 """Faults of one part in a volley."""
-ALONE = 2
-"""Faults of each kind with none besides."""
 UNDISTURBED_STEPS = 140
 RETRY_S = 3
 """Of TCP on the hosts; see docs/cluster.md."""
@@ -356,6 +355,8 @@ class Chaos:
             self._undo.append((until, lambda: self._mend(fault.host)))
             return True
         pids = self._pids(name, fault.host)
+        if verb == "stop":  # who let go of one that is stopped already would let go of it early
+            pids = [pid for pid in pids if state(pid) != "T"]
         for pid in pids:
             os.kill(pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
         if verb == "stop":
@@ -491,6 +492,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0, help="no new volley after that")
+    parser.add_argument("--alone", type=int, default=2, help="so many of each kind come alone")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="copy the log and what the run said there")
     parser.add_argument("--quick", action="store_true", help="6 faults; writes nothing")
@@ -510,7 +512,7 @@ def main() -> int:
         try:
             chaos.commits(40)
             step_s = seconds_per_step(chaos.log.commits[10:])
-            for volley in volleys(rng, ALONE):
+            for volley in volleys(rng, 0 if args.quick else args.alone):
                 if len(chaos.faults) >= wanted or time.monotonic() - began > 60 * args.minutes:
                     break
                 rounds.append(chaos.volley(volley, rng))

@@ -46,6 +46,7 @@ LOWEST = (2, 54)
 LEASE_S = 12.0
 """An agent that nobody calls for so long ends with all that it has."""
 REACH_S = 5.0
+PROBE_S = 1.0
 ASK_S = 60.0
 """Within which a host must say what it has: ray starts a process for it first."""
 GROUPS = {"say": "say", "hear": "hear"}
@@ -141,6 +142,7 @@ class Cluster:
                 placement_group=self._group, placement_group_bundle_index=place
             )
             try:
+                _check_reached(address)
                 return _RayCalls(
                     _Actor.options(scheduling_strategy=strategy, name=None, lifetime=None).remote(
                         lease_s=LEASE_S, predecessor=predecessor
@@ -176,6 +178,19 @@ class Cluster:
                 remove_placement_group(self._group)
         self._group = None
         ray.shutdown()
+
+
+def _check_reached(address: str) -> None:
+    """Ray itself would wait for a host that is cut off, in a try that may outlast the cut. Raises
+    `OSError`."""
+    ports = [
+        node["NodeManagerPort"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeManagerAddress"] == address
+    ]
+    if not ports:
+        raise OSError(f"ray has no host {address} now")
+    socket.create_connection((address, ports[0]), timeout=PROBE_S).close()
 
 
 _Actor: Any = ray.remote(

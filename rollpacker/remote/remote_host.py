@@ -40,8 +40,9 @@ SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
 counted."""
 REACH = (2, 24)
-"""A new agent may take so many heartbeats until it answers, at first and in the end; each try is
-twice as patient. What asked for it may have been lost with a link, and a busy host is slow."""
+"""A new agent may take so many heartbeats until it answers, at first and in the end; each that does
+not makes the next try twice as patient. What asked for it may have been lost with a link, and a
+busy host is slow."""
 SILENT_S = 2 * HEAR_S
 """An agent that has not answered for so long is silent: it always has something to answer."""
 RETRY_S = 1.0
@@ -75,7 +76,8 @@ class Calls(Protocol):
 
 
 Connect = Callable[[int], Calls]
-"""Has a new agent made. It is given the process id of the one before on that host, or 0."""
+"""Has a new agent made. It is given the process id of the one before on that host, or 0. Raises
+`Gone` at once where the host cannot be reached."""
 
 
 class RemoteProcess:
@@ -248,7 +250,8 @@ class _Session:
     def _run(self, connect: Connect) -> None:
         patience_s, longest_s = (number * self._heartbeat_s for number in REACH)
         while not self.is_over and not self._reach(connect, patience_s):
-            patience_s = min(2 * patience_s, longest_s)
+            if self._calls is not None:  # one was made, and did not answer
+                patience_s = min(2 * patience_s, longest_s)
             time.sleep(RETRY_S)
         if not self.is_over:
             self._heard_s = time.monotonic()
@@ -257,6 +260,7 @@ class _Session:
             self._guarded(self._hear)
 
     def _reach(self, connect: Connect, patience_s: float) -> bool:
+        self._calls = None
         try:
             self._calls = connect(self.agent_pid)
             found: HostFacts = self._patiently("facts", patience_s=patience_s)

@@ -29,6 +29,10 @@ def look(completions, **columns):
     pathlib.Path({folder!r}, str(os.getpid())).write_text(repr(dict(os.environ)))
     return [len(set(text)) / 20 for text in completions]
 """
+STARTED = (
+    *(b"rollpacker.rollout.engine_worker", b"rollpacker.trainer.worker"),
+    *(b"rollpacker.rewards.host_worker", b"worker_program"),
+)
 OVER_HOSTS = (
     *("runtime=ray", "rewards_hosts.per_host=1", "checkpoint.every_steps=2"),
     *("placement.train.devices=0,5", "placement.rollout.devices=2,4"),
@@ -65,7 +69,7 @@ def test_a_secret_is_in_no_sandbox_log_or_checkpoint_and_rays_token_nowhere(
         assert process.wait(200) == 130, said.read_text()[-6000:]
         kept = [said, *(one for one in run.rglob("*") if one.is_file())]
 
-    boxes = [one for one in there.values() if b"bwrap" in one.command]
+    boxes = [one for one in there.values() if b"bwrap" in one.command or b"zygote" in one.command]
     assert {one.host for one in boxes} >= {1, 2}, "each reward host has a sandbox of its own"
     for one in boxes:
         assert of_ray.encode() not in one.environment and of_run.encode() not in one.environment
@@ -73,8 +77,10 @@ def test_a_secret_is_in_no_sandbox_log_or_checkpoint_and_rays_token_nowhere(
         assert token.encode() not in one.environment, one
         if one.host:
             assert of_run.encode() not in one.environment, one
-        if b"rollpacker" in one.command and b"rollpacker.cli.main" not in one.command:
-            assert b"\0RAY_" not in b"\0" + one.environment, one
+    started = [one for one in there.values() if any(part in one.command for part in STARTED)]
+    assert len(started) >= 8, "engines, ranks, reward hosts, and workers of these"
+    for one in started:
+        assert b"\0RAY_" not in b"\0" + one.environment, one
     assert len(kept) > 20
     for held in (one.read_bytes() for one in kept):
         assert of_ray.encode() not in held and of_run.encode() not in held

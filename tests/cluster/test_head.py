@@ -17,8 +17,8 @@ from tests.cluster.test_cluster import LEFT_S, ROOT, cmdline, pytestmark
 
 __all__ = ["pytestmark"]
 TIMES = 3
-SAID_S = 40.0
-"""Within which the run has ended: 15 s of silence, and its end."""
+ENDED_S = 120.0
+"""Ray itself ends the run after 60 s, with another exit code."""
 OVERRIDES = (
     *("runtime=ray", "rollout.engines=2", "train.processes=1", "rewards_hosts.per_host=1"),
     *("rollout.max_response_tokens=200", "checkpoint.every_steps=3"),
@@ -46,7 +46,7 @@ def test_a_run_whose_head_is_killed_says_so_and_goes_on_with_resume(tmp_path: Pa
                 time.sleep(0.2)
             (head,) = network.named(0, "gcs_server")
             os.kill(head, signal.SIGKILL)
-            assert process.wait(SAID_S) == 6, said.read_text()[-6000:]
+            assert process.wait(ENDED_S) == 6, said.read_text()[-6000:]
             told = " ".join(said.read_text().split())
             assert told.count("ray's head has not answered for") == number + 1
             assert told.count("go on with --resume") >= number + 1

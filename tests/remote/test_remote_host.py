@@ -105,6 +105,28 @@ def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
         agent.close()
 
 
+def test_a_host_that_cannot_be_reached_for_long_is_tried_no_less_often(monkeypatch):
+    """Only agents that were made and did not answer make the next try more patient."""
+    net, tries = Net(), iter(range(9))
+    net.is_cut.set()
+
+    def connect(predecessor: int) -> InProcess:
+        number = next(tries, 9)
+        if number < 7:
+            raise Gone("nobody is there")
+        if number > 7:  # the one before was lost on its way
+            net.is_cut.clear()
+        return net.connect(predecessor)
+
+    monkeypatch.setattr("rollpacker.remote.remote_host.RETRY_S", 0.01)
+    host = RemoteHost("there", connect, Spread(read, bytes), heartbeat_s=3.0)
+    _, line = start(host)
+    assert echoes(line, b"WORD") == b"hello"  # within 60 s; doubled each time it were 72
+    host.close()
+    for agent in net.agents:
+        agent.close()
+
+
 def test_an_agent_ends_what_it_started_when_nobody_calls():
     ended = threading.Event()
     agent = Agent(lease_s=0.5, end=ended.set)
