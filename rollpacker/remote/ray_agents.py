@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollpacker.remote import ray_end
 from rollpacker.remote.agent import Agent
 from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
@@ -65,7 +67,9 @@ class Node:
 class Cluster:
     """What `join` gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: subprocess.Popen[bytes] | None) -> None:
+        """`end`: see `ray_end`."""
+        self._end = end
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._head: str = ray.get_runtime_context().gcs_address
@@ -178,6 +182,11 @@ class Cluster:
                 remove_placement_group(self._group)
         self._group = None
         ray.shutdown()
+        if self._end is not None:
+            assert self._end.stdin is not None
+            self._end.stdin.close()
+            self._end.wait(2 * ray_end.WAIT_S)
+            self._end = None
 
 
 def _check_reached(address: str) -> None:
@@ -291,7 +300,7 @@ def join(address: str | None = None) -> Cluster:
                 f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
                 f"the token in {os.environ[PATH]} the cluster's?"
             ) from error
-    return Cluster()
+    return Cluster(ray_end.start() if address is None else None)
 
 
 def check_version() -> None:

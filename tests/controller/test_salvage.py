@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +55,7 @@ TAILS = {
     "plain": TailBatchingConfig(enabled=False),
     "published": TailBatchingConfig(selection="published"),
 }
+ROOT = Path(__file__).parents[2]
 CHECKPOINTED, FAILS_AT = 4, 5
 
 
@@ -466,3 +470,69 @@ def test_a_full_disk_costs_only_what_is_salvaged(
     salvage.ended(*generated(request))
     salvage.close()
     assert "a resume will draw its samples again" in caplog.text
+
+
+# -- a real run ----------------------------------------------------------------------------
+
+_KILLED = """
+import json, os, signal, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import resume
+import torch, transformers  # once, before the forks
+from rollpacker.controller.commits import Commits
+
+torch.set_num_threads(1)
+write = Commits._write
+
+
+def kill_at_the_fourth() -> None:
+    def killed(self, step, *others):
+        if step == 4:  # trained, and nothing of it on the disk
+            self.salvage.close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, step, *others)
+
+    Commits._write = killed
+
+
+with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary)
+    resume.write_model(folder / "model")
+    config = resume.write_config(folder, 6)
+    arm = resume.ARMS["pool"]
+    assert resume.run(config, "reference", overrides=arm) == 0
+    killed = resume.run(config, "killed", prepare=kill_at_the_fourth, overrides=arm)
+    assert killed == -signal.SIGKILL, killed
+    assert resume.run(config, "killed", resume=True, overrides=arm) == 0
+    one, other = (folder / "runs" / name for name in ("reference", "killed"))
+    expected, found = resume.fingerprints(one), resume.fingerprints(other)
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").open()]
+    [row] = [row for row in rows if row.get("perf/salvaged_samples")]
+    print(json.dumps({
+        "different": [part for part in expected if expected[part] != found[part]],
+        "problems": resume.check(other / "events.jsonl")["problems"],
+        "step": row["step"],
+        "samples": row["perf/salvaged_samples"] >= row["round/samples_trained"],
+        "tokens": row["perf/salvaged_tokens"] > row["perf/salvaged_samples"],
+        "left": (other / "salvage.bin").exists(),
+    }))
+"""
+
+
+def test_a_real_round_is_taken_up_and_the_run_is_equal_bit_for_bit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, ROOT / "benchmarks"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "different": [],
+        "problems": [],
+        "step": 4,
+        "samples": True,
+        "tokens": True,
+        "left": False,
+    }
