@@ -176,8 +176,10 @@ class _Run:
             self._ends(stage, now_s)
         elif what == "free":
             self._running[stage] = None
-        elif what == "F" or what == "I":
-            self._states[stage].arrive(what)
+        elif what == "F":
+            self._states[stage].arrive("F")
+        elif what == "I":
+            self._states[stage].arrive("I")
         else:
             tokens, number = self._work.tokens, len(self._states[0].tokens)
             for state in self._states:

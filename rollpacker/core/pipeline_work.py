@@ -32,7 +32,7 @@ class Load:
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_targets: int | None = None) -> Load:
-        """Of rows of so many tokens, laid end to end. Without a number, every token is predicted."""
+        """Of rows of so many tokens, end to end. Without a number, every token is predicted."""
         tokens = sum(lengths)
         pairs = sum(length * length for length in lengths) / 2
         return cls(
