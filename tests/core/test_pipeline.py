@@ -97,7 +97,7 @@ def check_timeline(timeline, work, *, caps=None):
 @given(
     sweeps(),
     st.data(),
-    st.sampled_from(["free", "blocking"]),
+    st.sampled_from(["free", "blocking", "paired"]),
     st.booleans(),
 )
 def test_ready_first_ends_under_any_links_quotas_and_caps(sweep, data, sends, streamed) -> None:
@@ -118,7 +118,7 @@ def test_ready_first_ends_under_any_links_quotas_and_caps(sweep, data, sends, st
 
 
 @settings(max_examples=60, deadline=None)
-@given(sweeps(), st.sampled_from(["free", "blocking"]))
+@given(sweeps(), st.sampled_from(["free", "blocking", "paired"]))
 def test_plans_can_be_run_whatever_links_do(sweep, sends) -> None:
     work, links, caps = sweep
     expected = [links(number, 0.0) for number in range(work.num_stages - 1)]
