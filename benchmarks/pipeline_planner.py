@@ -19,9 +19,13 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import RESULTS, write_result
 from pipeline_optimum import kept_optima

@@ -168,6 +168,7 @@ class _StageWatch:
             maxlen=config.healthy_steps
         )
         self._usual: dict[Kind, OpCost] = {}
+        self._num_since_fit = 0
 
     def observe(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> float | None:
         """The factor, if it turned slow or well."""
@@ -183,12 +184,20 @@ class _StageWatch:
                 beyond = rise > self._config.num_sds * chance
                 changed = self.mark.observe(level, beyond_chance=beyond)
         if self.mark.healthy:
-            self._healthy.append(ops)
-            for kind in KINDS:
-                pairs = [pair for step in self._healthy for pair in step[kind]]
-                if pairs:
-                    self._usual[kind] = fit_op_cost(*zip(*pairs, strict=True))
+            self._learn(ops)
         return factor if changed else None
+
+    def _learn(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> None:
+        full = len(self._healthy) == self._config.healthy_steps
+        self._healthy.append(ops)
+        self._num_since_fit += 1
+        if full and self._num_since_fit < self._config.healthy_steps // 2:
+            return  # a fit takes a millisecond, and half of what it would be fitted to is the same
+        self._num_since_fit = 0
+        for kind in KINDS:
+            pairs = [pair for step in self._healthy for pair in step[kind]]
+            if pairs:
+                self._usual[kind] = fit_op_cost(*zip(*pairs, strict=True))
 
     def _logs(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> Floats:
         """Logarithms of measured over expected seconds."""
@@ -235,7 +244,7 @@ class _LinkWatch:
             usual_s = total_s - self._excess(both)[0]
             factor = total_s / usual_s if usual_s > 0 else math.inf
         changed = self.mark.observe(level, beyond_chance=beyond)
-        self.now = _as_link([_line(messages) for messages in both])
+        self.now = _as_link(both)
         if self.mark.healthy:
             self._healthy.append(both)
             self._usual = [
@@ -279,11 +288,14 @@ def _line(messages: Messages) -> tuple[float, float]:
     return float(np.median(seconds - slope * sizes)), slope
 
 
-def _as_link(lines: Sequence[tuple[float, float]]) -> Link:
-    latency_s = math.fsum(line[0] for line in lines) / len(lines)
-    per_byte_s = math.fsum(line[1] for line in lines) / len(lines)
+def _as_link(both: tuple[Messages, Messages]) -> Link:
+    """The mean of both directions, exact for a message of the middle size."""
+    size = float(np.median([size for size, _ in (*both[0], *both[1])]))
+    seconds = math.fsum(map(_median_s, both)) / 2
+    per_byte_s = math.fsum(_line(messages)[1] for messages in both) / 2
+    per_byte_s = min(per_byte_s, seconds / size) if size > 0 else 0.0
     rate = 1 / per_byte_s if per_byte_s > 0 else math.inf
-    return Link(max(latency_s, 0.0), rate)
+    return Link(max(seconds - per_byte_s * size, 0.0), rate)
 
 
 def _spread(values: Floats) -> float:
