@@ -14,7 +14,6 @@ from rollpacker.core.pipeline import (
     Op,
     Order,
     ReadyFirst,
-    adapted_quotas,
     check_caps,
 )
 from rollpacker.core.pipeline_search import improve
@@ -66,13 +65,5 @@ def plan_adapted(
     """By stage: the best order found for these times and links. ValueError for a cap below a
     micro-batch."""
     check_caps(caps or (), work.tokens)
-    stages, sizes = work.num_stages, work.message_bytes
-    typical = sum(sizes) // max(len(sizes), 1)
-    delays_s = [link.seconds(typical) for link in links]
-    by_slack = adapted_quotas(work.mean_s("F"), work.mean_s("I"), delays_s, work.num_micro_batches)
-    runs = [
-        run(ready_choosers(stages, quotas=quotas, caps=caps), work, constant(links))
-        for quotas in (by_slack, None)
-    ]
-    best = min(runs, key=lambda timeline: timeline.makespan_s)
-    return improve(best.orders, work, links, caps=caps, budget_ops=search_ops)
+    first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
+    return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)
