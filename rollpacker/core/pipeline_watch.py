@@ -78,9 +78,8 @@ class Finding:
             place = f"link {self.number}-{self.number + 1}"
             unit = "a message there and one back"
         state = "is slow" if self.slow else "is well again"
-        return (
-            f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}, {self.factor:.2f}x as usual"
-        )
+        usual = "" if self.factor is None else f", {self.factor:.2f} times the usual"
+        return f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}{usual}"
 
 
 class PipelineWatch:
