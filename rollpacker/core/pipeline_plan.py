@@ -1,9 +1,11 @@
 """Orders of a sweep, planned in virtual time before it runs.
 
-1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
-zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
-adapted      planned with the links as they are now, and improved by a search
-ready        no plan: the executor asks `ready_choosers` as it goes
+The names are those of `train.pipeline.order`:
+
+    1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
+    zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
+    adapted      planned with the links as they are now, and improved by a search
+    ready        no plan: the executor asks `ready_choosers` as it goes
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from rollpacker.core.pipeline import (
     Order,
     ReadyFirst,
     check_caps,
+    even_quotas,
 )
 from rollpacker.core.pipeline_search import improve
 from rollpacker.core.pipeline_time import run
@@ -53,9 +56,8 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
     """By stage: 2 (S - i) - 1 forwards first (ZB-H2), then what is ready of I, F and W, in the
     times of `work` and over links that take none. ValueError for a cap below a micro-batch."""
     stages = work.num_stages
-    quotas = [2 * (stages - stage) - 1 for stage in range(stages)]
     check_caps(caps or (), work.tokens)
-    choosers = ready_choosers(stages, quotas=quotas, caps=caps)
+    choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
     return list(run(choosers, work, constant([Link()] * (stages - 1))).orders)
 
 
