@@ -128,7 +128,7 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Of one stage."""
+    """Of one stage, for one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
         """What to run now; None: wait until something arrives, or micro-batches are added. The
