@@ -146,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "instances": rows,
         },
     )
-    print(f"{len(rows)} optima, {unproven} not proven in time -> {RESULTS / 'pipeline_optima.json'}")
+    print(
+        f"{len(rows)} optima, {unproven} not proven in time -> {RESULTS / 'pipeline_optima.json'}"
+    )
 
 
 if __name__ == "__main__":
