@@ -116,10 +116,7 @@ def _costs(
     scenario: Scenario, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[StageCost, ...]:
     if spec.op_times is not None:
-        return tuple(
-            _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
-            for stage in range(spec.stages)
-        )
+        return op_costs(spec)
     token_s = latency.train_s(1.0, 1) * OP_FLOPS_PER_PARAM / TRAIN_FLOPS_PER_PARAM
     whole = sum(layers) + spec.head_layers
     stage_gpus = scenario.train.replica_gpus // spec.stages
@@ -130,6 +127,15 @@ def _costs(
         op = OpCost(per_token_s=slower * token_s * work / whole / stage_gpus)
         costs.append(StageCost(op, op, op))
     return tuple(costs)
+
+
+def op_costs(spec: PipelineSpec) -> tuple[StageCost, ...]:
+    """By stage, of the given times of ops."""
+    assert spec.op_times is not None
+    return tuple(
+        _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
+        for stage in range(spec.stages)
+    )
 
 
 def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
