@@ -13,7 +13,9 @@ the order of the micro-batches on every stage, messages in that order too.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -38,11 +40,11 @@ def instance(number: int) -> dict[str, Any]:
     }
     capped = number % 3 == 0
     room = [rng.randint(1, batches) for _ in range(stages)]
+    latency = [rng.choice((0, rng.randint(0, 20), rng.randint(0, 80))) for _ in range(stages - 1)]
     return {
         **times,
         "tokens": sizes,
-        "latency": [rng.choice((0, rng.randint(0, 20), rng.randint(0, 80))) for _ in sizes[:1]]
-        + [rng.choice((0, rng.randint(0, 20), rng.randint(0, 80))) for _ in range(stages - 2)],
+        "latency": latency,
         "message": [rng.randint(0, 15) if number % 2 else 0] * batches,
         "caps": [
             max(max(sizes), sum(sorted(sizes)[: room[s]])) if capped else None
@@ -51,16 +53,28 @@ def instance(number: int) -> dict[str, Any]:
     }
 
 
-def optimum(case: dict[str, Any], *, limit_s: float, hint_ms: int | None = None) -> int | None:
-    """The least makespan in milliseconds; None where it was not proven in time."""
+def digest(case: dict[str, Any]) -> str:
+    """By which an instance is known to be the one whose optimum was proven."""
+    return hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def kept_optima() -> list[tuple[dict[str, Any], int]]:
+    """Instances and their optima, in milliseconds, from the file."""
+    rows = json.loads((RESULTS / "pipeline_optima.json").read_text())["optima"]
+    cases = [instance(row["instance"]) for row in rows]
+    for case, row in zip(cases, rows, strict=True):
+        assert digest(case) == row["digest"], f"instance {row['instance']} is another one here"
+    return [(case, row["optimum"]) for case, row in zip(cases, rows, strict=True)]
+
+
+def optimum(case: dict[str, Any], *, limit_s: float, most_ms: int) -> int | None:
+    """The least makespan in milliseconds, which is known to be `most_ms` at most; None where it was
+    not proven in time."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     stages, batches = len(case["F"]), len(case["tokens"])
-    horizon = sum(sum(map(sum, case[kind])) for kind in "FIW")
-    horizon += 2 * batches * (sum(case["latency"]) + stages * max(case["message"]))
-    if hint_ms is not None:
-        horizon = hint_ms
+    horizon = most_ms
     end: dict[tuple[str, int, int], Any] = {}
     begin: dict[tuple[str, int, int], Any] = {}
     for s in range(stages):
@@ -114,28 +128,23 @@ def optimum(case: dict[str, Any], *, limit_s: float, hint_ms: int | None = None)
     return round(solver.objective_value) if status == cp_model.OPTIMAL else None
 
 
-def best_known_ms(case: dict[str, Any]) -> int | None:
-    """What the planner finds, as the solver's first bound."""
-    from pipeline_planner import planned_ms
-
-    return round(planned_ms(case))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--limit-s", type=float, default=30.0, help="of the solver, an instance")
     options = parser.parse_args(arguments)
+    from pipeline_planner import planned_ms  # which imports this file
+
     rows: list[dict[str, Any]] = []
     unproven = 0
     started = time.perf_counter()
     number = 0
     while len(rows) < NUM_INSTANCES:
         case = instance(number)
-        best = optimum(case, limit_s=options.limit_s, hint_ms=best_known_ms(case))
+        best = optimum(case, limit_s=options.limit_s, most_ms=round(planned_ms(case)))
         if best is None:
             unproven += 1
         else:
-            rows.append({"number": number, "optimum": best, **case})
+            rows.append({"instance": number, "optimum": best, "digest": digest(case)})
         number += 1
     write_result(
         "pipeline_optima",
@@ -143,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "unit": "milliseconds",
             "unproven": unproven,
             "seconds": round(time.perf_counter() - started, 1),
-            "instances": rows,
+            "optima": rows,
         },
     )
     print(
