@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollpacker.core.packs import assign, plan_packs
-from rollpacker.core.pipeline import Order, check_caps, slack_needed
+from rollpacker.core.pipeline import Order, check_caps
 from rollpacker.core.pipeline_order import check_orders
 from rollpacker.core.pipeline_plan import (
     plan_1f1b,
@@ -35,8 +35,6 @@ from rollpacker.sim.pipeline_spec import DrawnDelays, PipelineSpec
 
 NUM_FORWARD_SWEEPS = 2
 """Log-probs of the policy and of the reference model, as `TRAIN_FLOPS_PER_PARAM` counts them."""
-ENOUGH_SLACK = 2
-"""What zero-bubble's order leaves on every link."""
 
 Caps = tuple[int | None, ...]
 
@@ -240,9 +238,12 @@ class Pipeline:
             return "direct"
         sizes = work.message_bytes
         typical = sum(sizes) // len(sizes)
-        delays_s = [link.seconds(typical) for link in self._expected]
-        slack = slack_needed(work.mean_s("F"), work.mean_s("I"), delays_s)
-        return "host" if max(slack, default=0) > ENOUGH_SLACK else "direct"
+        both_s = [f + i for f, i in zip(work.mean_s("F"), work.mean_s("I"), strict=True)]
+        slow = (
+            2 * link.seconds(typical) > max(both_s[number : number + 2])
+            for number, link in enumerate(self._expected)
+        )
+        return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
         """A sweep of forwards alone."""

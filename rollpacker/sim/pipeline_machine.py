@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rollpacker.core.pipeline import Order
 from rollpacker.core.pipeline_order import orders_from_csv
+from rollpacker.core.pipeline_split import check_layers, split_layers
 from rollpacker.core.pipeline_work import OpCost, StageCost
 from rollpacker.sim.hardware import DTYPE_BYTES
 from rollpacker.sim.latency import TRAIN_FLOPS_PER_PARAM, LatencyModel
@@ -65,10 +66,8 @@ def check_pipeline(scenario: Scenario) -> None:
             f"train.pipeline.stages is {spec.stages}, more than the model's {layers} layers: take "
             f"at most {layers}"
         )
-    if spec.layers != "auto" and sum(spec.layers) != layers:
-        raise ValueError(
-            f"train.pipeline.layers add up to {sum(spec.layers)}, but the model has {layers}"
-        )
+    if spec.layers != "auto":
+        check_layers(spec.layers, num_layers=layers, num_stages=spec.stages)
     if spec.order not in ORDERS and spec.micro_batches is None:
         raise ValueError(
             f"train.pipeline.order is {spec.order}, a plan for a fixed number of micro-batches: "
@@ -91,24 +90,12 @@ def split(scenario: Scenario, slower: Mapping[int, float]) -> tuple[int, ...]:
     assert spec is not None
     if spec.layers != "auto":
         return spec.layers
-    return split_layers(scenario.shape.layers, spec.stages, spec.head_layers, slower)
-
-
-def split_layers(
-    num_layers: int, num_stages: int, head_layers: float, slower: Mapping[int, float]
-) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest takes as little time as it can: one to each, then
-    one after the other to where it hurts least. All layers take the same, so it is the best."""
-    counts = [1] * num_stages
-    loads = [
-        (slower.get(stage, 1.0), head_layers if stage == num_stages - 1 else 0.0)
-        for stage in range(num_stages)
-    ]
-    for _ in range(num_layers - num_stages):
-        after = [
-            factor * (count + 1 + more) for count, (factor, more) in zip(counts, loads, strict=True)
-        ]
-        counts[after.index(min(after))] += 1
+    counts = split_layers(
+        [1.0] * scenario.shape.layers,
+        spec.stages,
+        last_s=spec.head_layers,
+        slowness=[slower.get(stage, 1.0) for stage in range(spec.stages)],
+    )
     return tuple(counts)
 
 

@@ -91,7 +91,8 @@ class PipelineSpec:
     again); null: no limit."""
     links: LinkKind = "auto"
     """direct: a stage waits until a slow link has taken its message. host: messages wait in host
-    memory. auto: host once a delay breaks Eq. 1 of ADAPTRA for a slack of 2."""
+    memory. auto: host while over some link a message and its answer take longer than a
+    micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
     relayout: Literal["propose", "never", "do"] = "propose"
     """With `slow_stages`: another split of the layers is told, or not, or taken."""
     micro_batch_tokens: int = 16_384
@@ -142,11 +143,6 @@ class PipelineSpec:
     def _check_layers(self) -> None:
         if self.layers == "auto":
             return
-        if len(self.layers) != self.stages or min(self.layers) < 1:
-            raise ValueError(
-                f"layers must be a number of 1 or more for each of {self.stages} stages, not "
-                f"{list(self.layers)}"
-            )
         if self.op_times is not None:
             raise ValueError("layers and op_times exclude each other: the times say it all")
         if self.relayout == "do":

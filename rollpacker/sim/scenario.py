@@ -153,8 +153,11 @@ class TrainSpec:
     @property
     def replica_gpus(self) -> int:
         """GPUs of one data-parallel replica."""
-        stages = self.pipeline_parallel if self.pipeline is None else self.pipeline.stages
-        return self.tensor_parallel * stages * self.context_parallel
+        return self.tensor_parallel * self.stages * self.context_parallel
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline_parallel if self.pipeline is None else self.pipeline.stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,10 +270,10 @@ class Scenario:
         check_known("system", self.system, SYSTEMS)
         self._check_rewards()
         self._check_lengths()
+        self._check_pipeline()
         self._check_degrees()
         self._check_memory()
         check_engines(self)
-        self._check_pipeline()
         tail = self.tail_batching
         window = self.oracle.reorder_window * self.rollout.prompts_per_step
         if window * self.rollout.samples_per_prompt > MAX_SAMPLES:
@@ -361,7 +364,7 @@ class Scenario:
         replica = self.train.replica_gpus
         if gpus % replica:
             degrees = (
-                f"{self.train.tensor_parallel} x {self.train.pipeline_parallel} x "
+                f"{self.train.tensor_parallel} x {self.train.stages} x "
                 f"{self.train.context_parallel}"
             )
             raise ValueError(
