@@ -186,10 +186,11 @@ class Pipeline:
         kind = self._link_kind(works[0])
         seconds = busy_s = sweep_s = 0.0
         slowest: tuple[Timeline, Work] | None = None
+        done: dict[Work, tuple[float, Timeline]] = {}
         for work in works:
-            forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
-            timeline = self._sweep(work, kind, now_s + forward_s)
-            self._check_peaks(timeline)
+            if work not in done:  # replicas may have the same to do
+                done[work] = self._run(work, kind, now_s)
+            forward_s, timeline = done[work]
             took_s = max(timeline.makespan_s - now_s - forward_s, 0.0)
             seconds = max(seconds, forward_s + took_s)
             if slowest is None or took_s > sweep_s:
@@ -258,6 +259,13 @@ class Pipeline:
                     if kind == "direct":
                         free_s[stage] = there_s
         return max(free_s)
+
+    def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
+        """Seconds of a replica's forward sweeps, and its sweep with gradients."""
+        forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
+        timeline = self._sweep(work, kind, now_s + forward_s)
+        self._check_peaks(timeline)
+        return forward_s, timeline
 
     def _sweep(self, work: Work, kind: str, now_s: float) -> Timeline:
         sends: Sends = "free" if kind == "host" else "blocking"
