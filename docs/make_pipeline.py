@@ -89,7 +89,10 @@ def fixed_table() -> str:
     found = result("pipeline_published")["fixed_ms"]
     return table(
         ["model", "direct, ms", "host, ms"],
-        [[model.upper(), *(f"{ms:.1f}" for ms in costs.values())] for model, costs in found.items()],
+        [
+            [model.upper(), *(f"{ms:.1f}" for ms in costs.values())]
+            for model, costs in found.items()
+        ],
     )
 
 
