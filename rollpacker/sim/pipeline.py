@@ -223,7 +223,7 @@ class Pipeline:
             if count is None:
                 packs = plan_packs(own, self._spec.micro_batch_tokens)
             else:
-                packs = assign(own, count, work=float)
+                packs = [pack for pack in assign(own, count, work=float) if pack]
             shares.append([[own[index] for index in pack] for pack in packs])
         return shares
 
@@ -248,16 +248,20 @@ class Pipeline:
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
         """A sweep of forwards alone."""
-        free_s = [0.0] * self.stages
+        free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
             for stage in range(self.stages):
                 end_s = max(free_s[stage], there_s) + work.f_s[stage][m]
-                free_s[stage] = there_s = end_s
-                if stage < self.stages - 1:
-                    there_s += self._link_at(stage, now_s + end_s).seconds(work.message_bytes[m])
-                    if kind == "direct":
-                        free_s[stage] = there_s
+                free_s[stage] = end_s
+                if stage == self.stages - 1:
+                    continue
+                sent_s = max(end_s, link_free_s[stage])
+                link = self._link_at(stage, now_s + sent_s)
+                link_free_s[stage] = sent_s + link.leaves_s(work.message_bytes[m])
+                there_s = link_free_s[stage] + link.latency_s
+                if kind == "direct":
+                    free_s[stage] = there_s
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:

@@ -157,8 +157,7 @@ class PipelineSpec:
                 raise ValueError(f"op_times.{name} has {count} numbers for {self.stages} stages")
 
     def _check_links(self) -> None:
-        rates = {**self.slow_links_gb_s, None: self.link_gb_s}
-        for rate in rates.values():
+        for rate in (self.link_gb_s, *self.slow_links_gb_s.values()):
             if not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"a link's gb_s must be more than 0, not {rate}")
         for seconds in self.slow_links_s.values():
