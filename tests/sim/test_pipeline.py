@@ -223,3 +223,16 @@ def test_an_order_that_keeps_too_much_is_refused():
         simulate(scenario("train.pipeline.order=1f1b", "train.pipeline.live_tokens=9000"))
     found = result_of(scenario("train.pipeline.live_tokens=9000"))[1]
     assert max(found.peak_live_tokens) <= 9000
+
+
+def test_messages_of_a_forward_sweep_queue_on_a_link_of_low_rate():
+    made = pipeline(
+        *("train.pipeline.stages=2", "train.pipeline.slow_links_s={}", "cluster.gpus=8"),
+        "train.pipeline.op_times={f_s: [0.01, 0.01], i_s: [0, 0], w_s: [0, 0], tokens: 1000}",
+        *("train.pipeline.micro_batches=10", "train.pipeline.host_fixed_s=0"),
+        "train.pipeline.slow_links_gb_s={0: 0.1024}",  # 0.1 s for 1,000 x 5,120 numbers of 2 bytes
+    )
+    step = made.train([1000] * 40, 0.0)  # four replicas
+    forward_s = 0.01 + 10 * 0.1 + 0.01
+    assert step.seconds == pytest.approx(NUM_FORWARD_SWEEPS * forward_s + step.sweep_s)
+    assert step.sweep_s == pytest.approx(forward_s + 0.1)  # and the last gradient's way back
