@@ -36,6 +36,7 @@ class Line:
         self._connection = connection
         self._heard: deque[Message] = deque()
         self._unsent = bytearray()
+        self._is_finished = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -116,6 +117,11 @@ class Line:
         self._unsent += packed(kind, number, payload)
         self._flush()
 
+    def finish(self) -> None:
+        """Hang up when all that was posted is on its way."""
+        self._is_finished = True
+        self._flush()
+
     def _flush(self) -> None:
         if self._loop is None:
             self._unsent.clear()
@@ -129,6 +135,8 @@ class Line:
         except OSError:
             self._unsent.clear()
         self._loop.remove_writer(self.fileno())
+        if self._is_finished:
+            self.hang_up()
 
     def detach(self) -> None:
         """Stop calling the loop. Idempotent."""

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
 from rollpacker.processes.host import ThisHost
+from rollpacker.processes.line import Line
 from rollpacker.remote.copies import Copies, read
 from rollpacker.remote.facts import HostFacts, facts
-from rollpacker.remote.pump import Pump
+from rollpacker.remote.relay import Relay
 from rollpacker.weight_buffer import BufferLayout
 
 HEAR_S = 0.5
@@ -126,7 +127,8 @@ class Agent:
         self._lease_s = lease_s
         self._end = end or (lambda: os._exit(0))
         self._host = ThisHost()
-        self._own: dict[int, tuple[Child, Pump]] = {}
+        self._relay = Relay()
+        self._own: dict[int, tuple[Child, Line]] = {}
         self._sequence = 0
         """Of the newest items that were taken."""
         self._first = 1
@@ -189,6 +191,7 @@ class Agent:
             child.kill()
         for child in children:
             child.close()
+        self._relay.end()
 
     # -- what follows ------------------------------------------------------------------------------
 
@@ -196,13 +199,13 @@ class Agent:
         if isinstance(item, Start):
             self._start(item)
             return
-        child, pump = self._own.get(item.process, (None, None))
-        if child is None or pump is None:  # it has ended, which was said
+        child, line = self._own.get(item.process, (None, None))
+        if child is None or line is None:  # it has ended, which was said
             return
         if isinstance(item, Said):
-            pump.post(item.message)
+            self._relay.soon(line.post, *item.message)
         elif isinstance(item, HangUp):
-            pump.hang_up()
+            self._relay.soon(line.hang_up)
         elif isinstance(item, WorksAs):
             child.pid = item.pid
         else:
@@ -219,13 +222,13 @@ class Agent:
         if not item.guarded:
             self._tell(Started(item.process, child.pid))
         process = item.process
-        self._own[process] = (
-            child,
-            Pump(
-                line,
-                lambda message: self._tell(Said(process, message)),
-                lambda: self._ended(process, child),
-            ),
+        self._own[process] = child, line
+        self._relay.attach(
+            line,
+            lambda message: self._tell(Said(process, message)),
+            lambda: threading.Thread(
+                target=self._ended, args=(process, child), daemon=True
+            ).start(),
         )
 
     def _ended(self, process: int, child: Child) -> None:

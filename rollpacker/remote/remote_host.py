@@ -3,15 +3,15 @@
     owner --line--> relay --> items --say--> Agent
                           <-- news <--hear-- Agent
 
-One thread says, one hears, and each line has its own two. What was begun on a host that is lost has
-ended; what is begun later waits for a new agent there. Nothing here knows how calls travel.
+One thread says, one hears, and one has all lines. What was begun on a host that is lost has ended;
+what is begun later waits for a new agent there. Nothing here knows how calls travel.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from rollpacker.remote.agent import (
     pause_s,
 )
 from rollpacker.remote.facts import HostFacts
-from rollpacker.remote.pump import Pump
+from rollpacker.remote.relay import Relay
 from rollpacker.remote.spread import Spread
 from rollpacker.weight_buffer import BufferLayout, WeightSource
 
@@ -84,8 +84,8 @@ class RemoteProcess:
     """See `Process` (processes/host.py)."""
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
-        self.how = ""
-        self.ended = threading.Event()
+        self._how = ""
+        self._ended = threading.Event()
         self._pid = 0
         self._name, self._number, self._session = name, number, session
 
@@ -105,14 +105,19 @@ class RemoteProcess:
         return self._session.is_silent()
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
-        return self.how if self.ended.wait(wait_s) else None
+        return self._how if self._ended.wait(wait_s) else None
 
     def kill(self) -> None:
         self._session.add(Kill(self._number))
 
     def close(self) -> None:
         self.kill()
-        self.ended.wait(END_S)
+        self._ended.wait(END_S)
+
+    def end(self, how: str) -> None:
+        """It has ended."""
+        self._how = how
+        self._ended.set()
 
     def __str__(self) -> str:
         return f"{self._name} (pid {self.pid} on {self._session.host})"
@@ -189,7 +194,8 @@ class _Session:
         self._heartbeat_s = heartbeat_s
         self._connected = threading.Event()
         self._calls: Calls | None = None
-        self._processes: dict[int, tuple[RemoteProcess, Pump]] = {}
+        self._relay = Relay()
+        self._processes: dict[int, tuple[RemoteProcess, Line]] = {}
         self._num_started = 0
         self._items: list[Item] = []
         self._changed = threading.Condition()
@@ -203,17 +209,22 @@ class _Session:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[RemoteProcess, Line]:
-        line, theirs = Line.pair()
+        line, socket = Line.pair()
+        theirs = Line(socket)
         with self._changed:
             self._num_started += 1
             number = self._num_started
             process = RemoteProcess(name, number, self)
-            pump = Pump(
-                Line(theirs),
+            if self.is_over:
+                theirs.close()
+                process.end(self._why)
+                return process, line
+            self._relay.attach(
+                theirs,
                 lambda message: self.add(Said(number, message)),
                 lambda: self.add(HangUp(number)),
             )
-            self._processes[number] = process, pump
+            self._processes[number] = process, theirs
         self.add(
             Start(
                 process=number,
@@ -223,8 +234,6 @@ class _Session:
                 environment=dict(environment),
             )
         )
-        if self.is_over:
-            self._ended(number, self._why)
         return process, line
 
     def add(self, item: Item) -> None:
@@ -294,22 +303,23 @@ class _Session:
         while not self.is_over:
             report: Report = self._patiently("hear", acknowledged, patience_s=self._heartbeat_s)
             self._heard_s = time.monotonic()
-            for news in report.news[acknowledged + 1 - report.first :]:
-                self._take(news)
+            self._relay.soon(self._take, report.news[acknowledged + 1 - report.first :])
             acknowledged = max(acknowledged, report.first + len(report.news) - 1)
             self.stopped = frozenset(report.stopped)
 
-    def _take(self, news: News) -> None:
-        process, pump = self._processes.get(news.process, (None, None))
-        if process is None or pump is None:
-            return
-        if isinstance(news, Started):
-            process.pid = news.pid
-        elif isinstance(news, Said):
-            pump.post(news.message)
-        else:
-            assert isinstance(news, Ended)
-            self._ended(news.process, news.how)
+    def _take(self, all_news: Sequence[News]) -> None:
+        """In the relay's thread."""
+        for news in all_news:
+            process, line = self._processes.get(news.process, (None, None))
+            if process is None or line is None:
+                continue
+            if isinstance(news, Started):
+                process.pid = news.pid
+            elif isinstance(news, Said):
+                line.post(*news.message)
+            else:
+                assert isinstance(news, Ended)
+                self._ended(news.process, news.how)
 
     def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
         """Call, again where it may have been lost. Raises `Gone` after so many seconds without an
@@ -342,13 +352,14 @@ class _Session:
             numbers = list(self._processes)
             self._changed.notify_all()
         for number in numbers:
-            self._ended(number, why)
+            self._relay.soon(self._ended, number, why)
+        self._relay.end()
         if self._calls is not None:
             self._calls.end()
 
     def _ended(self, number: int, how: str) -> None:
-        process, pump = self._processes.pop(number, (None, None))
-        if process is not None and pump is not None:
-            process.how = how
-            process.ended.set()
-            pump.finish()
+        """In the relay's thread."""
+        process, line = self._processes.pop(number, (None, None))
+        if process is not None and line is not None:
+            process.end(how)
+            line.finish()

@@ -46,6 +46,28 @@ def test_threads_talk_and_wait_no_longer_than_they_say() -> None:
     ours.close()
 
 
+def test_what_was_posted_before_the_end_arrives() -> None:
+    ours, theirs = two()
+    large = bytes(5_000_000)  # more than a socket holds
+
+    async def post() -> None:
+        ended = asyncio.Event()
+        theirs.attach(asyncio.get_running_loop(), lambda message: None, ended.set)
+        theirs.post(1, 7, large)
+        theirs.finish()
+        await ended.wait()
+
+    posting = threading.Thread(target=asyncio.run, args=(post(),))
+    posting.start()
+    assert ours.receive(60) == (1, 7, large)
+    with pytest.raises(LineEnded):
+        ours.receive(60)
+    posting.join(60)
+    assert not posting.is_alive()
+    for line in (ours, theirs):
+        line.close()
+
+
 def test_hanging_up_is_heard_by_the_thread_that_waits() -> None:
     ours, theirs = two()
     heard: list[str] = []

@@ -86,6 +86,18 @@ def test_a_large_message_does_not_hold_up_another_process():
     host.close()
 
 
+def test_what_is_begun_on_a_host_that_was_let_go_of_has_ended():
+    host = Net().host()
+    process, line = start(host)
+    assert echoes(line, b"WORD") == b"hello"
+    session = host._session
+    host.close()
+    for one, its_line in ((process, line), start(session)):
+        assert one.how_ended(60.0) == "the run has let go of it"
+        with pytest.raises(LineEnded):
+            its_line.receive(60.0)
+
+
 def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
     net = Net()
     host = net.host(heartbeat_s=1.0)
