@@ -6,7 +6,7 @@ each, the last a process of the trainer besides. Struck are engines, processes o
 reward hosts and agents (killed, or stopped and let go on before or after they are given up), the
 link of a host (cut for 5 to 60 s) and its raylet, whose ray is started again.
 
-Each kind comes alone first, then in volleys of two to five: at once, as soon as the log has the
+Each kind comes alone first, then in volleys of two to six: at once, as soon as the log has the
 loss before, or a moment later. No volley strikes one part more than twice: a third loss without a
 committed step between is what ends a run. The next volley waits until all is there and steps were
 committed. Measured of each fault: seconds until the run says that something is lost; of each
@@ -151,7 +151,7 @@ def volleys(rng: random.Random, alone: int) -> Iterator[Volley]:
     while True:
         volley: Volley = []
         struck: Counter[str] = Counter()
-        for number in range(rng.choices((2, 3, 4, 5), (3, 4, 3, 2))[0]):
+        for number in range(rng.choices((2, 3, 4, 5, 6), (1, 3, 4, 3, 2))[0]):
             kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             fault = _fault(rng, rng.choice(WHENS) if number else "first", kind)
             if all(struck[slot] < AT_MOST for slot in fault.slots):
@@ -311,7 +311,7 @@ class Chaos:
         for fault in volley:
             if fault.when == "noticed":
                 last = time.monotonic() + HEARTBEAT_S + 1.0
-                while not self._seen(struck) and time.monotonic() < last:
+                while not self._seen(struck[-1:]) and time.monotonic() < last:
                     self.turn()
             elif fault.when == "later":
                 self.pause(rng.uniform(0.5, 6.0))
