@@ -192,14 +192,15 @@ class Cluster:
 def _check_reached(address: str) -> None:
     """Ray itself would wait for a host that is cut off, in a try that may outlast the cut. Raises
     `OSError`."""
-    ports = [
-        node["NodeManagerPort"]
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeManagerAddress"] == address
-    ]
-    if not ports:
-        raise OSError(f"ray has no host {address} now")
-    socket.create_connection((address, ports[0]), timeout=PROBE_S).close()
+    error = OSError(f"ray has no host {address} now")
+    for node in ray.nodes():  # where its raylet was started anew, the earlier one may be there, too
+        if node["Alive"] and node["NodeManagerAddress"] == address:
+            try:
+                place = (address, node["NodeManagerPort"])
+                return socket.create_connection(place, timeout=PROBE_S).close()
+            except OSError as refused:
+                error = refused
+    raise error
 
 
 _Actor: Any = ray.remote(
