@@ -45,20 +45,27 @@ def started_by(raylet: int) -> Iterator[int]:
 
 def _lives(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _stat(pid)[0] != "Z"
     except OSError:
         return False
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on of a process. Raises `OSError` if there is none."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def start() -> subprocess.Popen[bytes] | None:
     """The program for the raylet that this process has started. Its end of the pipe is closed with
     this process, or before by who has it."""
-    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    for pid in children.split():
+    # Not by task/*/children: those lists lack some while others end.
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
         with contextlib.suppress(OSError):
-            if b"raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            parent = int(_stat(pid)[1])
+            if parent == os.getpid() and b"raylet/raylet" in (path / "cmdline").read_bytes():
                 return subprocess.Popen(
-                    [sys.executable, "-ISB", __file__, pid],
+                    [sys.executable, "-ISB", __file__, str(pid)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
