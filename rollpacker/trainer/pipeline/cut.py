@@ -47,15 +47,16 @@ class Absent(nn.Module):
 
 
 def cut(model: PreTrainedModel, place: Place, layers: Sequence[int]) -> None:
-    """Leave of `model`, a causal LM or its body, what this stage has: as many layers as `layers`
+    """Leave of `model`, a causal LM or its body in eval mode, what this stage has: as many layers as `layers`
     says of each stage, the embeddings on the first, norm and output layer on the last.
 
     A few tokens are run through the whole model before and through the stage after. Raises
     `ValueError` if the layers do not add up, or the stage does not give what the whole model gave;
     the message names the first module that differs.
     """
+    assert not model.training, "dropout would hide what differs"
     parts = _parts_of(model)
-    _check_layers(layers, len(parts.layers), place)
+    _check_layers(model, layers, len(parts.layers), place)
     first = sum(layers[: place.index])
     own = range(first, first + layers[place.index])
     before = _whole(model, parts)
@@ -77,15 +78,23 @@ def decoder_of(model: nn.Module) -> Any:
     return known.get_decoder()
 
 
-def mirrored_head(model: PreTrainedModel) -> str | None:
-    """The name of the output layer's weight if it is tied to the embeddings and trained: then the
-    first stage owns it, and the last one has a mirror. Ask before the cut."""
-    head = model.get_output_embeddings()
+def num_layers_of(model: nn.Module) -> int:
+    """Of a causal LM or its body."""
+    number = decoder_of(model).config.get_text_config().num_hidden_layers
+    assert isinstance(number, int)
+    return number
+
+
+def tied_weight(model: PreTrainedModel, place: Place) -> str | None:
+    """The name, on this stage, of a trained weight that embeddings and output layer share: the
+    first stage owns it, the last one has a mirror. Ask before the cut."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
-    if weight is None or weight is not model.get_input_embeddings().weight:
+    if weight is None or weight is not embeddings.weight or not weight.requires_grad:
         return None
-    name = next(name for name, module in model.named_modules() if module is head)
-    return f"{name}.weight" if weight.requires_grad else None
+    here = head if place.is_last else embeddings
+    name = next(name for name, module in model.named_modules() if module is here)
+    return f"{name}.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,16 +129,18 @@ def _parts_of(model: PreTrainedModel) -> _Parts:
     return _Parts(decoder=decoder, layers=next(iter(lists.values())), norm=others[0])
 
 
-def _check_layers(layers: Sequence[int], num_layers: int, place: Place) -> None:
+def _check_layers(
+    model: PreTrainedModel, layers: Sequence[int], num_layers: int, place: Place
+) -> None:
     if place.count > num_layers:
         raise ValueError(
-            f"train.pipeline.stages={place.count}: the model has {num_layers} layers, and each "
-            "stage needs one at least"
+            f"train.pipeline.stages={place.count}: {type(model).__name__} has {num_layers} layers, "
+            "and each stage needs one at least"
         )
     if len(layers) != place.count or min(layers) < 1 or sum(layers) != num_layers:
         raise ValueError(
             f"train.pipeline.layers={list(layers)}: {place.count} stages need as many numbers, from"
-            f" 1 upwards, that add up to the model's {num_layers} layers"
+            f" 1 upwards, that add up to the {num_layers} layers of {type(model).__name__}"
         )
 
 

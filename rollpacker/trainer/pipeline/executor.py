@@ -71,14 +71,14 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will arrive any more: whoever waits raises `TrainerError`."""
+        """Nothing will arrive any more: a sweep that waits, now or later, raises this."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def sweep(self, tokens: Sequence[int], ops: StageOps, chooser: Chooser | None = None) -> None:
         """All ops of micro-batches of so many tokens. Without a chooser: forward only. Raises
-        `TrainerError` if what is missing does not come."""
+        `TrainerError` if what is missing does not come, or what `fail` was given."""
         state = StageState(stage=self._place.index, num_stages=self._place.count)
         state.add(tokens)
         state.close()
@@ -99,10 +99,7 @@ class Executor:
                 if op is not None:
                     return op
                 if self._failure is not None:
-                    raise TrainerError(
-                        f"pipeline stage {self._place.index} waits for what cannot come: "
-                        f"{self._failure}"
-                    ) from self._failure
+                    raise self._failure
                 if not self._changed.wait(until - time.monotonic()):
                     raise TrainerError(
                         f"nothing has reached pipeline stage {self._place.index} for "

@@ -12,7 +12,7 @@ from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.micro_batch import MicroBatch
 from rollpacker.trainer.pipeline.crossing import Crossing
-from rollpacker.trainer.pipeline.cut import Place, cut, decoder_of, mirrored_head
+from rollpacker.trainer.pipeline.cut import Place, cut, decoder_of, tied_weight
 from rollpacker.trainer.policy import Policy
 
 
@@ -31,9 +31,11 @@ class StagedPolicy(Policy):
             )
         self.flops = FlopModel.of(whole.model)
         """Of the whole model."""
-        self.mirror = mirrored_head(whole.model) if place.is_last else None
-        """The name of a weight here that the first stage owns."""
+        self.tied = tied_weight(whole.model, place)
+        """The name here of the weight that embeddings and output layer share, if they do."""
         cut(whole.model, place, layers)
+        self.mirror = self.tied if place.is_last else None
+        """The weight here that the first stage owns."""
         self.model = whole.model
         self.block_elements = whole.block_elements
         self.runs_in_blocks = True
