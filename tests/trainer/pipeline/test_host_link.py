@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -205,7 +206,8 @@ class RawSender:
 
 
 def packed(number: int, one: Tensor) -> bytes:
-    return packed_header(number, one, 0.0) + bytes(bytes_of(one))
+    data = bytes(bytes_of(one))
+    return packed_header(number, one, 0.0, zlib.crc32(data)) + data
 
 
 def test_a_sender_is_assured_while_its_message_is_slow_or_waits() -> None:

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,13 +99,14 @@ class HostSender:
             thread.daemon = True
             thread.start()
 
-    def send(self, number: int, tensor: Tensor) -> None:
+    def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
         """See `Sender`."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
         self._num_posted += 1
-        message = _Message(number, self._copies.begin(tensor), time.monotonic())
+        posted_s = time.monotonic() if posted_s is None else posted_s
+        message = _Message(number, self._copies.begin(tensor), posted_s)
         with self._changed:
             self._messages[number] = message
             heapq.heappush(self._waiting, number)
@@ -198,10 +200,12 @@ class HostSender:
         while (message := self._take(connection)) is not None:
             try:
                 tensor = message.copy.wait()
-                header = packed_header(message.number, tensor, message.posted_s)
+                data = bytes_of(tensor)
+                checksum = zlib.crc32(data)
+                header = packed_header(message.number, tensor, message.posted_s, checksum)
                 message.started_s = time.monotonic()
                 connection.carry(
-                    *(message.number, header, bytes_of(tensor)),
+                    *(message.number, header, data),
                     delivered=self._acknowledge,
                     silence_s=self._patience.silence_s,
                 )

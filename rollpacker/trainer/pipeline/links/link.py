@@ -69,8 +69,8 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalTimes:
-    """Of one message. The two clocks are those of two processes, perhaps of two hosts: differences
-    between them are good for comparing messages of one link with each other."""
+    """Of one message. The clocks are those of two processes, perhaps of two hosts: what one is
+    ahead of the other is in `seconds`, and cancels in a message there and one back."""
 
     number: int
     num_bytes: int
@@ -79,13 +79,19 @@ class ArrivalTimes:
     arrived_s: float
     """By the receiver's clock: all of it is here."""
 
+    @property
+    def seconds(self) -> float:
+        """From posting to arrival."""
+        return self.arrived_s - self.posted_s
+
 
 class Sender(Protocol):
     """The sending end."""
 
-    def send(self, number: int, tensor: Tensor) -> None:
+    def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
         """Return at once and send meanwhile. The tensor must not be changed until the other stage
-        has it. Numbers count from 0. Raises `LinkLost` once the link is lost."""
+        has it. Numbers count from 0. `posted_s`: by `time.monotonic`, if that was before now.
+        Raises `LinkLost` once the link is lost."""
         ...
 
     def times(self) -> list[SendTimes]:

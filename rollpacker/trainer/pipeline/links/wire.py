@@ -46,7 +46,7 @@ class Header(NamedTuple):
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def fits(tensor: Tensor) -> bool:
@@ -54,12 +54,11 @@ def fits(tensor: Tensor) -> bool:
     return tensor.dtype in _CODES and tensor.ndim <= MAX_DIMS
 
 
-def packed_header(number: int, tensor: Tensor, posted_s: float) -> bytes:
+def packed_header(number: int, tensor: Tensor, posted_s: float, checksum: int = 0) -> bytes:
     assert fits(tensor)
-    data = bytes_of(tensor)
     shape = (*tensor.shape, *(0,) * (MAX_DIMS - tensor.ndim))
-    fields = (TENSOR, _CODES[tensor.dtype], tensor.ndim, number, len(data), posted_s)
-    return _sealed(HEADER.pack(*fields, zlib.crc32(data), *shape, 0))
+    fields = (TENSOR, _CODES[tensor.dtype], tensor.ndim, number, tensor.nbytes, posted_s, checksum)
+    return _sealed(HEADER.pack(*fields, *shape, 0))
 
 
 def packed_bye() -> bytes:
@@ -69,11 +68,11 @@ def packed_bye() -> bytes:
 def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
     """Raises `ValueError` for bytes that `packed_header` cannot have made, and for a message that
     is too long."""
-    kind, code, num_dims, number, num_bytes, posted_s, checksum, *shape, _ = HEADER.unpack(data)
+    kind, code, num_dims, number, num_bytes, posted_s, checksum, *dims, _ = HEADER.unpack(data)
     sound = _sealed(bytes(data)) == bytes(data) and kind in (TENSOR, BYE)
     if not sound or code >= len(_DTYPES) or num_dims > MAX_DIMS:
         raise ValueError("bytes that are no header")
-    dtype, shape = _DTYPES[code], tuple(shape[:num_dims])
+    dtype, shape = _DTYPES[code], tuple(dims[:num_dims])
     if kind == TENSOR and num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{num_bytes} bytes for {dtype} of shape {shape}")
     if num_bytes > max_bytes:
