@@ -1,9 +1,9 @@
 """Orders of a sweep, planned in virtual time before it runs.
 
-1f1b         one forward, one backward (I and W together), after as many forwards as stages follow
+1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
 zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
-adapted      planned with the links as they are now
-ready        no plan: `ready_choosers`, which the executor asks as it goes
+adapted      planned with the links as they are now, and improved by a search
+ready        no plan: the executor asks `ready_choosers` as it goes
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from rollpacker.core.pipeline import (
     Order,
     ReadyFirst,
     adapted_quotas,
+    check_caps,
 )
+from rollpacker.core.pipeline_search import improve
 from rollpacker.core.pipeline_time import run
 from rollpacker.core.pipeline_work import Link, Work, constant
 
-ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
+SEARCH_OPS = 15_000
+"""Ops timed in a search for a better plan: some 30 ms."""
 
 Caps = Sequence[int | None] | None
 """Live tokens by stage; None: as many as there are."""
@@ -33,13 +36,15 @@ def ready_choosers(
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
-    """By stage: as many forwards as stages follow, then by turns F and I with its W."""
+    """By stage: as many forwards as stages follow, then by turns F and I with its W. Its live
+    tokens are those of so many micro-batches and one more."""
     orders = []
     for stage in range(num_stages):
-        ops = [Op("F", m) for m in range(min(num_stages - stage - 1, num_micro_batches))]
+        ahead = min(num_stages - stage - 1, num_micro_batches)
+        ops = [Op("F", m) for m in range(ahead)]
         for m in range(num_micro_batches):
-            if len(ops) < num_micro_batches + 2 * m:
-                ops.append(Op("F", m + min(num_stages - stage - 1, num_micro_batches)))
+            if m + ahead < num_micro_batches:
+                ops.append(Op("F", m + ahead))
             ops += [Op("I", m), Op("W", m)]
         orders.append(tuple(ops))
     return orders
@@ -47,22 +52,27 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
     """By stage: 2 (S - i) - 1 forwards first (ZB-H2), then what is ready of I, F and W, in the
-    times of `work` and over links that take none."""
+    times of `work` and over links that take none. ValueError for a cap below a micro-batch."""
     stages = work.num_stages
     quotas = [2 * (stages - stage) - 1 for stage in range(stages)]
+    check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=quotas, caps=caps)
     return list(run(choosers, work, constant([Link()] * (stages - 1))).orders)
 
 
-def plan_adapted(work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """By stage: the order for these times and links."""
-    sizes = work.message_bytes
+def plan_adapted(
+    work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
+) -> list[Order]:
+    """By stage: the best order found for these times and links. ValueError for a cap below a
+    micro-batch."""
+    check_caps(caps or (), work.tokens)
+    stages, sizes = work.num_stages, work.message_bytes
     typical = sum(sizes) // max(len(sizes), 1)
-    quotas = adapted_quotas(
-        work.mean_s("F"),
-        work.mean_s("I"),
-        [link.seconds(typical) for link in links],
-        work.num_micro_batches,
-    )
-    choosers = ready_choosers(work.num_stages, quotas=quotas, caps=caps)
-    return list(run(choosers, work, constant(links)).orders)
+    delays_s = [link.seconds(typical) for link in links]
+    by_slack = adapted_quotas(work.mean_s("F"), work.mean_s("I"), delays_s, work.num_micro_batches)
+    runs = [
+        run(ready_choosers(stages, quotas=quotas, caps=caps), work, constant(links))
+        for quotas in (by_slack, None)
+    ]
+    best = min(runs, key=lambda timeline: timeline.makespan_s)
+    return improve(best.orders, work, links, caps=caps, budget_ops=search_ops)

@@ -1,11 +1,12 @@
 """A sweep in virtual time: choosers, what ops cost and what links do in, a timeline out.
 
 Every op takes the seconds that `Work` says, and every message those of its link when it is sent.
-Two ways to send are known:
+Three ways to send are known:
 
     free      the link carries each direction by itself, and no stage waits for a send
     blocking  one channel for both directions, and a stage computes nothing until its message has
               arrived: what queued launches behind a slow send amount to (head-of-line blocking)
+    paired    blocking, but each direction by itself: a send and a receive are launched together
 
 A plan is such a run with the times one expects; a replay is one of `FixedOrder`s with others.
 """
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 from rollpacker.core.pipeline import Chooser, FixedOrder, Op, Order, StageState
 from rollpacker.core.pipeline_work import Direction, LinkAt, Work
 
-Sends = Literal["free", "blocking"]
+Sends = Literal["free", "blocking", "paired"]
 
 TOGETHER_S = 1e-9
 """What happens within so many seconds happens at once: sums of seconds are not exact."""
@@ -127,7 +128,8 @@ class _Run:
         self._choosers = choosers
         self._work = work
         self._links = links
-        self._blocking = sends == "blocking"
+        self._blocking = sends != "free"
+        self._one_channel = sends == "blocking"
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
@@ -135,7 +137,7 @@ class _Run:
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """When each direction of each link has sent everything; both, where sends block."""
+        """When each direction of each link has sent everything; both, where they share one."""
         self._events: list[tuple[float, int, str, int]] = []
         """(second, number, what, stage): numbers keep the order of what happens at once."""
         self._num_events = 0
@@ -210,7 +212,7 @@ class _Run:
 
     def _send(self, link: int, way: Direction, micro_batch: int, now_s: float) -> float:
         """When the message arrives."""
-        channel = (link, "down" if self._blocking else way)
+        channel = (link, "down" if self._one_channel else way)
         sent_s = max(now_s, self._free_s[channel])
         speed = self._links(link, sent_s)
         size = self._work.message_bytes[micro_batch]

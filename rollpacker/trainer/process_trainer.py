@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rollpacker.trainer.balance import assign
+from rollpacker.core.packs import assign
 from rollpacker.trainer.calls import codec
 from rollpacker.trainer.journal import Journal
 from rollpacker.trainer.launch import Ranks

@@ -1,0 +1,296 @@
+"""Tells a slow link from a slow stage by the times of ops and messages.
+
+Micro-batches differ in size, so that each second is compared with what its size leads to expect: a
+line fitted to the last healthy steps, robustly, since single times are noisy. Of a step only the
+middle of these comparisons counts. What is slow must be so beyond chance in `confirm_steps` steps
+running, and becomes well again only clearly below the mark (hysteresis).
+
+A message is timed from its posting on one stage to its arrival on another, whose clock may differ.
+Both directions of a link are therefore taken together: the difference cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.core.pipeline import KINDS, Kind
+from rollpacker.core.pipeline_work import Link, Load, OpCost, fit_op_cost
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """When something counts as slow."""
+
+    confirm_steps: int = 2
+    """So many steps running."""
+    stage_factor: float = 1.25
+    """A stage's ops take more than this times what they took."""
+    link_share: float = 0.15
+    """A message there and one back take longer than they did by more than this share of a
+    micro-batch's F, I and W on the slower of the two stages."""
+    link_share_at_once: float = 1.0
+    """As they are from the first step on, they take more than this share."""
+    num_sds: float = 4.0
+    """... and by more than so many standard deviations of chance."""
+    clear: float = 0.8
+    """Well again below this part of the mark."""
+    healthy_steps: int = 8
+    """Remembered for comparison."""
+    first_steps: int = 3
+    """Needed before anything is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTimes:
+    """What was measured in one step."""
+
+    ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
+    """By stage: load and seconds of each op."""
+    down: Sequence[Sequence[tuple[int, float]]]
+    """By link: bytes, and seconds from posting to arrival, of each message to the next stage."""
+    up: Sequence[Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A link or a stage turned slow, or well again."""
+
+    what: Literal["link", "stage"]
+    number: int
+    slow: bool
+    factor: float
+    """Times what is usual there."""
+    seconds: float
+    """Of a message there and one back, or of a micro-batch's F, I and W."""
+
+    def __str__(self) -> str:
+        place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
+        if self.what == "link":
+            place = f"link {self.number}-{self.number + 1}"
+            unit = "a message there and one back"
+        state = "is slow" if self.slow else "is well again"
+        return (
+            f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}, {self.factor:.2f}x as usual"
+        )
+
+
+class PipelineWatch:
+    """Tell it each step's times; it answers what changed."""
+
+    def __init__(self, num_stages: int, config: WatchConfig | None = None) -> None:
+        self.config = WatchConfig() if config is None else config
+        self._stages = [_StageWatch(self.config) for _ in range(num_stages)]
+        self._links = [_LinkWatch(self.config) for _ in range(num_stages - 1)]
+
+    @property
+    def slow_stages(self) -> list[int]:
+        return [number for number, stage in enumerate(self._stages) if stage.mark.slow]
+
+    @property
+    def slow_links(self) -> list[int]:
+        return [number for number, link in enumerate(self._links) if link.mark.slow]
+
+    def observe(self, times: SweepTimes) -> list[Finding]:
+        """What turned slow or well in this step; mostly nothing."""
+        findings = []
+        whole_s = []
+        for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
+            whole_s.append(math.fsum(_median_s(ops[kind]) for kind in KINDS))
+            factor = stage.observe(ops)
+            if factor is not None:
+                slow = stage.mark.slow
+                findings.append(_found("stage", number, slow, factor, whole_s[number]))
+        for number, link in enumerate(self._links):
+            both = (times.down[number], times.up[number])
+            factor = link.observe(both, max(whole_s[number : number + 2]))
+            if factor is not None:
+                seconds = math.fsum(map(_median_s, both))
+                findings.append(_found("link", number, link.mark.slow, factor, seconds))
+        return findings
+
+    def link(self, number: int) -> Link | None:
+        """Latency and rate of a link as the last step had them, the mean of both directions; None
+        before the first message."""
+        return self._links[number].now
+
+
+def _found(
+    what: Literal["link", "stage"], number: int, slow: bool, factor: float, seconds: float
+) -> Finding:
+    return Finding(what=what, number=number, slow=slow, factor=factor, seconds=seconds)
+
+
+def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]]) -> float:
+    return float(np.median([seconds for _, seconds in timed])) if timed else 0.0
+
+
+class _Mark:
+    """Slow or well, after so many steps running that say so."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.slow = False
+        self.num_against = 0
+        """Steps running that speak against the state."""
+        self._config = config
+
+    def observe(self, level: float, *, beyond_chance: bool) -> bool:
+        """Whether the state changed. A level of 1 is where slow begins."""
+        against = level < self._config.clear if self.slow else level > 1 and beyond_chance
+        self.num_against = self.num_against + 1 if against else 0
+        if self.num_against < self._config.confirm_steps:
+            return False
+        self.slow = not self.slow
+        self.num_against = 0
+        return True
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing speaks for its being slow."""
+        return not self.slow and self.num_against == 0
+
+
+class _StageWatch:
+    """Of one stage: how many times longer its ops take than their loads lead to expect."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.mark = _Mark(config)
+        self._config = config
+        self._healthy: deque[Mapping[Kind, Sequence[tuple[Load, float]]]] = deque(
+            maxlen=config.healthy_steps
+        )
+        self._usual: dict[Kind, OpCost] = {}
+
+    def observe(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> float | None:
+        """The factor, if it turned slow or well."""
+        factor, changed = 1.0, False
+        if len(self._healthy) >= self._config.first_steps:
+            usual = np.concatenate([self._logs(step) for step in self._healthy])
+            now = self._logs(ops)
+            if len(now) and len(usual):
+                rise = float(np.median(now) - np.median(usual))
+                chance = _spread(usual) * _error(len(now), len(usual))
+                factor = math.exp(rise)
+                level = (factor - 1) / (self._config.stage_factor - 1)
+                beyond = rise > self._config.num_sds * chance
+                changed = self.mark.observe(level, beyond_chance=beyond)
+        if self.mark.healthy:
+            self._healthy.append(ops)
+            for kind in KINDS:
+                pairs = [pair for step in self._healthy for pair in step[kind]]
+                if pairs:
+                    self._usual[kind] = fit_op_cost(*zip(*pairs, strict=True))
+        return factor if changed else None
+
+    def _logs(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> Floats:
+        """Logarithms of measured over expected seconds."""
+        ratios = [
+            seconds / expected
+            for kind, cost in self._usual.items()
+            for load, seconds in ops[kind]
+            if seconds > 0 and (expected := cost(load)) > 0
+        ]
+        return np.log(np.array(ratios, dtype=np.float64))
+
+
+Messages = Sequence[tuple[int, float]]
+"""Bytes and seconds of each."""
+_MOST_FITTED = 128
+"""Messages that a line is fitted to; all pairs of them are compared."""
+
+
+class _LinkWatch:
+    """Of one link: by how much its messages take longer than their sizes lead to expect."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.mark = _Mark(config)
+        self.now: Link | None = None
+        self._config = config
+        self._healthy: deque[tuple[Messages, Messages]] = deque(maxlen=config.healthy_steps)
+        self._usual: list[tuple[float, float]] = []
+        """By direction: seconds of an empty message (its clocks' difference in it), and of a byte
+        more."""
+
+    def observe(self, both: tuple[Messages, Messages], whole_s: float) -> float | None:
+        """The factor, if it turned slow or well. `whole_s`: F, I and W of a micro-batch on the
+        slower of its stages."""
+        if not all(both):
+            return None
+        total_s = math.fsum(map(_median_s, both))
+        level = total_s / (self._config.link_share_at_once * max(whole_s, 1e-9))
+        factor, beyond = 1.0, True
+        if level <= 1 and len(self._healthy) >= self._config.first_steps:
+            excess_s, chance_s = self._excess(both)
+            level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
+            beyond = excess_s > self._config.num_sds * chance_s
+        if self._usual:
+            usual_s = total_s - self._excess(both)[0]
+            factor = total_s / usual_s if usual_s > 0 else math.inf
+        changed = self.mark.observe(level, beyond_chance=beyond)
+        self.now = _as_link([_line(messages) for messages in both])
+        if self.mark.healthy:
+            self._healthy.append(both)
+            self._usual = [
+                _line([message for step in self._healthy for message in step[way]])
+                for way in (0, 1)
+            ]
+        return factor if changed else None
+
+    def _excess(self, both: tuple[Messages, Messages]) -> tuple[float, float]:
+        """Seconds above the usual, both directions together, and their standard deviation."""
+        excess_s = variance = 0.0
+        for way, messages in enumerate(both):
+            latency_s, per_byte_s = self._usual[way]
+            now = _residuals(messages, latency_s, per_byte_s)
+            usual = np.concatenate(
+                [_residuals(step[way], latency_s, per_byte_s) for step in self._healthy]
+            )
+            excess_s += float(np.median(now) - np.median(usual))
+            variance += (_spread(usual) * _error(len(now), len(usual))) ** 2
+        return excess_s, math.sqrt(variance)
+
+
+def _residuals(messages: Messages, latency_s: float, per_byte_s: float) -> Floats:
+    measured = np.array(messages, dtype=np.float64)
+    return measured[:, 1] - latency_s - per_byte_s * measured[:, 0]
+
+
+def _line(messages: Messages) -> tuple[float, float]:
+    """Seconds at no bytes and per byte: the middle of all slopes between two messages (Theil and
+    Sen), which a quarter of wild times cannot move far."""
+    every = max(math.ceil(len(messages) / _MOST_FITTED), 1)
+    points = np.array(messages[::every], dtype=np.float64)
+    sizes, seconds = points[:, 0], points[:, 1]
+    first, second = np.triu_indices(len(points), 1)
+    apart = sizes[second] - sizes[first]
+    differ = apart != 0
+    slope = 0.0
+    if differ.any():
+        slopes = (seconds[second] - seconds[first])[differ] / apart[differ]
+        slope = max(float(np.median(slopes)), 0.0)
+    return float(np.median(seconds - slope * sizes)), slope
+
+
+def _as_link(lines: Sequence[tuple[float, float]]) -> Link:
+    latency_s = math.fsum(line[0] for line in lines) / len(lines)
+    per_byte_s = math.fsum(line[1] for line in lines) / len(lines)
+    rate = 1 / per_byte_s if per_byte_s > 0 else math.inf
+    return Link(max(latency_s, 0.0), rate)
+
+
+def _spread(values: Floats) -> float:
+    """Standard deviation by the median of the distances from the median."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def _error(*counts: int) -> float:
+    """The standard deviation of a difference of medians, in that of the values."""
+    return 1.2533 * math.sqrt(math.fsum(1 / count for count in counts))
