@@ -79,9 +79,7 @@ class Trained:
         gradients = dict(self.optimizer.gradients())
         if self._mirror is not None and self._mirror.gradient is not None:
             gradients["the tied output layer"] = self._mirror.gradient
-        return [
-            n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())
-        ]
+        return [n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())]
 
     def multiply_gradients(self, factor: float) -> bool:
         """Whether that is possible now: whole gradients that wait to be summed over the ranks are

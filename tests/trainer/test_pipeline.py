@@ -138,47 +138,58 @@ def test_no_order_and_no_delay_changes_a_bit(layers):
                 assert torch.equal(again[model][name], gradient), (seed, model, name)
 
 
-def trained(stage: Stage | None, *, checkpointing: bool = False) -> tuple[dict, list[float]]:
-    """The masters of a bfloat16 model after three updates, and its weights; the clipped norms."""
+def updated(stage: Stage | None, *, tied: bool, checkpointing: bool = False) -> dict[str, Tensor]:
+    """Weights and optimizer state of a bfloat16 model: after three updates, of a tied one after the
+    first."""
     with BUILDING:
-        model = tiny_model(dtype=torch.bfloat16, num_layers=3)
+        model = tiny_model(dtype=torch.bfloat16, num_layers=3, tied=tied)
     learner = Learner(
         model=model,
         tokenizer=None,
         pad_token_id=0,
-        config=TrainConfig(steps=3, learning_rate=1e-2, micro_batch_tokens=40, max_grad_norm=0.5),
+        config=TrainConfig(
+            steps=3,
+            learning_rate=1e-2,
+            betas=(0.0, 0.9),  # the first moment is the last gradient, clipped
+            micro_batch_tokens=40,
+            max_grad_norm=0.05,
+        ),
         algorithm=AlgorithmConfig(),
         temperature=TEMPERATURE,
         total_steps=3,
         gradient_checkpointing=checkpointing,
         stage=stage,
     )
-    norms = []
-    for seed in range(3):
+    for seed in range(1 if tied else 3):
         learner.accumulate(samples(seed))
-        norms.append(learner.apply().grad_norm)
-    masters = {
-        name: value.clone()
-        for name, value in learner.trained["actor"].optimizer.state().items()
-        if name.startswith("master.")
-    }
-    return masters | {n: p.detach().clone() for n, p in model.named_parameters()}, norms
+        learner.apply()
+    state = {n: value.clone() for n, value in learner.trained["actor"].optimizer.state().items()}
+    return state | {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bfloat16_model_is_updated_as_in_one_process(checkpointing):
-    """The gradients of micro-batches are summed in float32, those of the tied weight over stages.
-    The mirror is the owner's weight."""
-    whole, norms = trained(None, checkpointing=checkpointing)
-    answers = in_stages((1, 1, 1), lambda stage: trained(stage, checkpointing=checkpointing))
-    mirror = answers[-1][0].pop("lm_head.weight")
-    found = {name: value for part, _ in answers for name, value in part.items()}
-    assert torch.equal(mirror, found["model.embed_tokens.weight"])
+    """The gradients of its micro-batches are summed in float32, and all stages clip alike."""
+    whole = updated(None, tied=False, checkpointing=checkpointing)
+    parts = in_stages((1, 1, 1), lambda s: updated(s, tied=False, checkpointing=checkpointing))
+    found = {name: value for part in parts for name, value in part.items()}
     assert found.keys() == whole.keys()
     for name, value in whole.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-    for _, of_stage in answers:
-        assert of_stage == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_tied_bfloat16_weight_is_updated_by_both_stages_gradients():
+    """Each stage sums its own in float32; one process adds the two of a micro-batch in bfloat16."""
+    whole = updated(None, tied=True)
+    parts = in_stages((1, 1, 1), lambda stage: updated(stage, tied=True))
+    mirror = parts[-1].pop("lm_head.weight")
+    assert torch.equal(mirror, parts[0]["model.embed_tokens.weight"])
+    found = {name: value for part in parts for name, value in part.items()}
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        if name.startswith("exp_avg."):
+            bound = (2**-7 if "embed" in name else 1e-5) * value.abs().max().item()
+            torch.testing.assert_close(found[name], value, rtol=0, atol=bound, msg=name)
 
 
 def test_parts_of_other_stages_are_freed_and_names_stay():
@@ -231,7 +242,9 @@ def test_a_loss_that_is_not_finite_is_named_on_all_stages():
     """Once more, micro-batch by micro-batch; afterwards the stages work on."""
     case = case_of("grpo", 2)
     bad = partition.built(partition.step_groups(), case, {})[0]
-    broken = dataclasses.replace(bad[4], rollout_log_probs=(math.nan,) * len(bad[4].response_tokens))
+    broken = dataclasses.replace(
+        bad[4], rollout_log_probs=(math.nan,) * len(bad[4].response_tokens)
+    )
 
     def run(stage: Stage) -> str:
         with BUILDING:
@@ -277,7 +290,9 @@ class Counting:
 def test_a_stage_that_nothing_reaches_says_so():
     executor = Executor(Place(index=1, count=2), timeout_s=0.05)
     executor.connect(None, Silent())
-    with pytest.raises(TrainerError, match="nothing has reached pipeline stage 1 for 0.05 s, after"):
+    with pytest.raises(
+        TrainerError, match="nothing has reached pipeline stage 1 for 0.05 s, after"
+    ):
         executor.sweep([5, 5], Counting(), ReadyFirst(1))
 
 

@@ -155,8 +155,7 @@ class _Recorder:
     @torch.no_grad()
     def run(self, decoder: Any, **inputs: Tensor) -> None:
         hooks = [
-            module.register_forward_hook(self._hook(name))
-            for name, module in self._modules.items()
+            module.register_forward_hook(self._hook(name)) for name, module in self._modules.items()
         ]
         try:
             decoder(use_cache=False, **inputs)
@@ -202,8 +201,10 @@ def _check_stage(
     tolerance = TOLERANCE.get(entering.dtype, LOW_PRECISION_TOLERANCE)
     for name in present:
         whole, here = before.given[name], after.given.get(name)
-        if here is None or here.shape != whole.shape or not (
-            (here - whole).abs().max() <= tolerance * whole.abs().max()
+        if (
+            here is None
+            or here.shape != whole.shape
+            or not ((here - whole).abs().max() <= tolerance * whole.abs().max())
         ):
             raise ValueError(
                 f"{type(model).__name__} cannot be cut into pipeline stages: {name} does not give "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,26 +65,36 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
     weight = module.weight
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(entered, weight, module.bias)
-    output: Tensor = _Linear.apply(entered, weight, module.bias, deferred)  # type: ignore[no-untyped-call]  # torch's
+    needs_input = entered.requires_grad
+    if not needs_input:  # the output must have a gradient all the same
+        entered = entered.detach().requires_grad_()
+    call = _Call(weight, needs_input, deferred)
+    output: Tensor = _Linear.apply(entered, module.bias, call)  # type: ignore[no-untyped-call]  # torch's
     return output
+
+
+class _Call(NamedTuple):
+    """What autograd must not see of a call: a weight that it knows gets a gradient in I, if only an
+    empty one, and its hooks run."""
+
+    weight: nn.Parameter
+    needs_input: bool
+    deferred: DeferredWeights
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(
-        ctx: Any, entered: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeights
-    ) -> Tensor:
-        # The weight itself, which a checkpointed layer's saved tensors would be a copy of.
-        ctx.weight, ctx.deferred = weight, deferred
+    def forward(ctx: Any, entered: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.call = call
         ctx.save_for_backward(entered)
-        return F.linear(entered, weight, bias)
+        return F.linear(entered, call.weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (entered,) = ctx.saved_tensors
-        needs_input, _, needs_bias, _ = ctx.needs_input_grad
-        ctx.deferred.keep(ctx.weight, entered, gradient)
-        of_input = gradient @ ctx.weight if needs_input else None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        return of_input, None, of_bias, None
+        call: _Call = ctx.call
+        call.deferred.keep(call.weight, entered, gradient)
+        of_input = gradient @ call.weight if call.needs_input else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return of_input, of_bias, None

@@ -19,7 +19,7 @@ from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.losses import Losses, no_losses
 from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
 from rollpacker.trainer.model_set import ModelSet
-from rollpacker.trainer.passes import LossFunction, Look, note_micro_batch, token_scores
+from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, token_scores
 from rollpacker.trainer.pipeline.crossing import Crossing, Passage
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.deferred import DeferredWeights, Products, compute
@@ -115,13 +115,9 @@ class StagedPasses:
 
     def _plan(self, rows: Sequence[Row]) -> list[tuple[list[int], MicroBatch]]:
         plan = self._batcher.plan([row_length(row) for row in rows])
-        return [
-            (places, self._batcher.batch([rows[place] for place in places])) for places in plan
-        ]
+        return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
-    def _sweep(
-        self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float
-    ) -> None:
+    def _sweep(self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float) -> None:
         tokens = [one.batch.num_tokens for one in work]
         ops = _Training(self, work, losses, gradient_factor)
         with self._batcher.attention(), self._models.for_backward():

@@ -72,9 +72,7 @@ class StagedCritic(Critic):
         return self.from_hidden_states(hidden, batch) if self._place.is_last else hidden
 
 
-def _hidden_states(
-    model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing
-) -> Tensor:
+def _hidden_states(model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing) -> Tensor:
     """[B, W, D], after this stage's layers."""
     decoder = decoder_of(model)
     inputs = {"input_ids": batch.input_ids}
