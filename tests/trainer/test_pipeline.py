@@ -290,9 +290,7 @@ class Counting:
 def test_a_stage_that_nothing_reaches_says_so():
     executor = Executor(Place(index=1, count=2), timeout_s=0.05)
     executor.connect(None, Silent())
-    with pytest.raises(
-        TrainerError, match="nothing has reached pipeline stage 1 for 0.05 s, after"
-    ):
+    with pytest.raises(TrainerError, match="nothing has reached pipeline stage 1 for"):
         executor.sweep([5, 5], Counting(), ReadyFirst(1))
 
 

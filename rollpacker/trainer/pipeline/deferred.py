@@ -41,7 +41,8 @@ class DeferredWeights:
     def collected(self) -> Iterator[Products]:
         """Backward passes inside leave their weight products in the list."""
         assert self._products is None
-        self._products = products = []
+        products: Products = []
+        self._products = products
         try:
             yield products
         finally:
@@ -77,7 +78,7 @@ class _Call(NamedTuple):
     """What autograd must not see of a call: a weight that it knows gets a gradient in I, if only an
     empty one, and its hooks run."""
 
-    weight: nn.Parameter
+    weight: Tensor
     needs_input: bool
     deferred: DeferredWeights
 
