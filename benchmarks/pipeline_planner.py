@@ -4,7 +4,8 @@
     speed     milliseconds of a plan for 16 stages and 64 micro-batches, microseconds of a choice
     dynamic   link delays redrawn every 50 to 400 ms: `ready`, which knows none, against the same
               rule with hindsight (the better of it with quotas for the step's true mean or greatest
-              delays, and without), and against a plan from the last step's median delays
+              delays, and without), against a plan from the last step's median delays, and
+              against the rule with quotas from those
     budget    the budget chosen from measured ops against the best of five fixed ones, ten workloads
     watch     1,000 episodes of a slow link, a slow stage or nothing, and 10,000 healthy steps
 
@@ -16,12 +17,17 @@ Everything but `speed` is in virtual time and deterministic; `speed` wants a qui
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import RESULTS, write_result
 from pipeline_optimum import kept_optima
@@ -168,9 +174,9 @@ DYNAMIC = [(4, 12), (4, 32), (8, 24), (8, 64)]
 def dynamic() -> dict[str, Any]:
     rows = []
     for index, (stages, count) in enumerate(DYNAMIC):
-        for kind in ("normal", "bursts"):
-            rows.append({"stages": stages, "micro_batches": count, "delays": kind}
-                        | _dynamic(stages, count, kind, seed=index))  # fmt: skip
+        for kind, room in itertools.product(("normal", "bursts"), (None, 2 * stages)):
+            row = {"stages": stages, "micro_batches": count, "delays": kind, "live": room}
+            rows.append(row | _dynamic(stages, count, kind, room, seed=index))
     ratios = [row["ready_over_hindsight"] for row in rows]
     return {
         "rows": rows,
@@ -179,11 +185,15 @@ def dynamic() -> dict[str, Any]:
     }
 
 
-def _dynamic(stages: int, count: int, kind: str, *, seed: int, steps: int = 30) -> dict[str, float]:
-    """Sums over steps that follow each other without a break."""
+def _dynamic(
+    stages: int, count: int, kind: str, room: int | None, *, seed: int, steps: int = 20
+) -> dict[str, float]:
+    """Sums over steps that follow each other without a break. `room`: live micro-batches of a
+    stage, as in ZB-H2."""
+    caps = [room] * stages
     rng = random.Random(seed * 1009 + len(kind))
     delays = _Delays(rng, stages - 1, kind)
-    sums = dict.fromkeys(("ready", "hindsight", "last_medians", "zero_bubble"), 0.0)
+    sums = dict.fromkeys(("ready", "hindsight", "led", "last_medians", "zero_bubble"), 0.0)
     now_s = 0.0
     last: list[Link] = [Link() for _ in range(stages - 1)]
     for _ in range(steps):
@@ -192,7 +202,7 @@ def _dynamic(stages: int, count: int, kind: str, *, seed: int, steps: int = 30) 
         def makespan(choosers: Sequence[Any], work: Work = work, now_s: float = now_s) -> float:
             return run(choosers, work, delays, start_s=now_s).makespan_s - now_s
 
-        ready = run(ready_choosers(stages), work, delays, start_s=now_s)
+        ready = run(ready_choosers(stages, caps=caps), work, delays, start_s=now_s)
         seen = [
             [m.arrived_s - m.sent_s for m in ready.messages if m.link == link]
             for link in range(stages - 1)
@@ -202,18 +212,22 @@ def _dynamic(stages: int, count: int, kind: str, *, seed: int, steps: int = 30) 
             adapted_quotas(work.mean_s("F"), work.mean_s("I"), [of(one) for one in seen], count)
             for of in (statistics.fmean, max)
         ]
-        hindsight = [makespan(ready_choosers(stages, quotas=quotas)) for quotas in known]
-        planned = plan_adapted(work, last)
+        hindsight = [makespan(ready_choosers(stages, quotas=quotas, caps=caps)) for quotas in known]
+        usual = [link.latency_s for link in last]
+        led = adapted_quotas(work.mean_s("F"), work.mean_s("I"), usual, count)
+        sums["led"] += makespan(ready_choosers(stages, quotas=led, caps=caps))
+        planned = plan_adapted(work, last, caps=caps)
         sums["ready"] += ready_s
         sums["hindsight"] += min(ready_s, *hindsight)
         sums["last_medians"] += replay(planned, work, delays, start_s=now_s).makespan_s - now_s
-        zero_bubble = replay(plan_zero_bubble(work), work, delays, start_s=now_s)
+        zero_bubble = replay(plan_zero_bubble(work, caps=caps), work, delays, start_s=now_s)
         sums["zero_bubble"] += zero_bubble.makespan_s - now_s
         last = [Link(statistics.median(one)) for one in seen]
         now_s += ready_s
     return {
         "ready_s": round(sums["ready"], 3),
         "ready_over_hindsight": round(sums["ready"] / sums["hindsight"], 4),
+        "ready_over_last_quotas": round(sums["ready"] / sums["led"], 4),
         "ready_over_last_medians": round(sums["ready"] / sums["last_medians"], 4),
         "ready_over_zero_bubble": round(sums["ready"] / sums["zero_bubble"], 4),
     }
@@ -470,13 +484,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help="of " + ", ".join(ARMS))
     names = parser.parse_args(arguments).arms.split(",")
-    path = RESULTS / "pipeline_planner.json"
-    kept = json.loads(path.read_text()).get("arms", {}) if path.exists() else {}
+    found = {}
     for name in names:
         started = time.perf_counter()
-        kept[name] = ARMS[name]()
-        kept[name]["seconds"] = round(time.perf_counter() - started, 1)
-        print(name, json.dumps(kept[name], indent=1))
+        found[name] = ARMS[name]()
+        found[name]["seconds"] = round(time.perf_counter() - started, 1)
+        print(name, json.dumps(found[name], indent=1), flush=True)
+    path = RESULTS / "pipeline_planner.json"
+    kept = (json.loads(path.read_text())["arms"] if path.exists() else {}) | found
     write_result("pipeline_planner", {"arms": {name: kept[name] for name in ARMS if name in kept}})
 
 

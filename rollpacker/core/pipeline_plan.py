@@ -1,9 +1,11 @@
 """Orders of a sweep, planned in virtual time before it runs.
 
-1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
-zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
-adapted      planned with the links as they are now, and improved by a search
-ready        no plan: the executor asks `ready_choosers` as it goes
+The names are those of `train.pipeline.order`:
+
+    1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
+    zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
+    adapted      planned with the links as they are now, and improved by a search
+    ready        no plan: the executor asks `ready_choosers` as it goes
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from rollpacker.core.pipeline import (
     Op,
     Order,
     ReadyFirst,
-    adapted_quotas,
     check_caps,
+    even_quotas,
 )
 from rollpacker.core.pipeline_search import improve
 from rollpacker.core.pipeline_time import run
@@ -54,9 +56,8 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
     """By stage: 2 (S - i) - 1 forwards first (ZB-H2), then what is ready of I, F and W, in the
     times of `work` and over links that take none. ValueError for a cap below a micro-batch."""
     stages = work.num_stages
-    quotas = [2 * (stages - stage) - 1 for stage in range(stages)]
     check_caps(caps or (), work.tokens)
-    choosers = ready_choosers(stages, quotas=quotas, caps=caps)
+    choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
     return list(run(choosers, work, constant([Link()] * (stages - 1))).orders)
 
 
@@ -66,13 +67,5 @@ def plan_adapted(
     """By stage: the best order found for these times and links. ValueError for a cap below a
     micro-batch."""
     check_caps(caps or (), work.tokens)
-    stages, sizes = work.num_stages, work.message_bytes
-    typical = sum(sizes) // max(len(sizes), 1)
-    delays_s = [link.seconds(typical) for link in links]
-    by_slack = adapted_quotas(work.mean_s("F"), work.mean_s("I"), delays_s, work.num_micro_batches)
-    runs = [
-        run(ready_choosers(stages, quotas=quotas, caps=caps), work, constant(links))
-        for quotas in (by_slack, None)
-    ]
-    best = min(runs, key=lambda timeline: timeline.makespan_s)
-    return improve(best.orders, work, links, caps=caps, budget_ops=search_ops)
+    first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
+    return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

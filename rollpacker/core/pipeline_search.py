@@ -42,7 +42,7 @@ def improve(
     tabu: list[tuple[int, Op, Op]] = []
     while left > 0 and best_s > least_s * (1 + 1e-9):
         found = None
-        for stage, place in _exchanges(current, chain, work, caps)[:TRIED_AT_ONCE]:
+        for stage, place in _exchanges(current, chain, work, caps)[: min(TRIED_AT_ONCE, left)]:
             first, second = current[stage][place : place + 2]
             current[stage][place : place + 2] = second, first
             trial_s, trial_chain = sweep.longest_chain(current)

@@ -151,14 +151,18 @@ class _Run:
 
     def to_the_end(self) -> Timeline:
         events, states = self._events, self._states
+        everyone = range(len(states))
         while events:
             now_s = events[0][0]
+            concerned: set[int] = set()
             while events and events[0][0] <= now_s + TOGETHER_S:
                 at_s, _, what, stage = heapq.heappop(events)
                 self._happens(what, stage, at_s)
-            for stage, state in enumerate(states):
+                concerned.update(everyone if what == "add" else (stage,))
+            # A choice depends on the stage's own state alone, so that others need not be asked.
+            for stage in sorted(concerned):
                 if self._running[stage] is None:
-                    op = self._choosers[stage].choose(state)
+                    op = self._choosers[stage].choose(states[stage])
                     if op is not None:
                         self._begin(stage, op, now_s)
         if any(not state.finished for state in states):

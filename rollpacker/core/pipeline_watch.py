@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,8 +67,8 @@ class Finding:
     what: Literal["link", "stage"]
     number: int
     slow: bool
-    factor: float
-    """Times what is usual there."""
+    factor: float | None
+    """Times what is usual there; None where it was slow from the beginning."""
     seconds: float
     """Of a message there and one back, or of a micro-batch's F, I and W."""
 
@@ -78,9 +78,8 @@ class Finding:
             place = f"link {self.number}-{self.number + 1}"
             unit = "a message there and one back"
         state = "is slow" if self.slow else "is well again"
-        return (
-            f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}, {self.factor:.2f}x as usual"
-        )
+        usual = "" if self.factor is None else f", {self.factor:.2f} times the usual"
+        return f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}{usual}"
 
 
 class PipelineWatch:
@@ -105,14 +104,14 @@ class PipelineWatch:
         whole_s = []
         for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
             whole_s.append(math.fsum(_median_s(ops[kind]) for kind in KINDS))
-            factor = stage.observe(ops)
-            if factor is not None:
+            changed, factor = stage.observe(ops)
+            if changed:
                 slow = stage.mark.slow
                 findings.append(_found("stage", number, slow, factor, whole_s[number]))
         for number, link in enumerate(self._links):
             both = (times.down[number], times.up[number])
-            factor = link.observe(both, max(whole_s[number : number + 2]))
-            if factor is not None:
+            changed, factor = link.observe(both, max(whole_s[number : number + 2]))
+            if changed:
                 seconds = math.fsum(map(_median_s, both))
                 findings.append(_found("link", number, link.mark.slow, factor, seconds))
         return findings
@@ -120,11 +119,12 @@ class PipelineWatch:
     def link(self, number: int) -> Link | None:
         """Latency and rate of a link as the last step had them, the mean of both directions; None
         before the first message."""
-        return self._links[number].now
+        last = self._links[number].last
+        return None if last is None else _as_link(last)
 
 
 def _found(
-    what: Literal["link", "stage"], number: int, slow: bool, factor: float, seconds: float
+    what: Literal["link", "stage"], number: int, slow: bool, factor: float | None, seconds: float
 ) -> Finding:
     return Finding(what=what, number=number, slow=slow, factor=factor, seconds=seconds)
 
@@ -158,43 +158,68 @@ class _Mark:
         return not self.slow and self.num_against == 0
 
 
+Step = TypeVar("Step")
+
+
+class _Healthy(Generic[Step]):
+    """The last healthy steps, and when to fit to them anew."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.steps: deque[Step] = deque(maxlen=config.healthy_steps)
+        self._config = config
+        self._num_unused = 0
+
+    def add(self, step: Step) -> bool:
+        """Whether to fit now. Once there are enough, half of them are to be new: a fit takes
+        milliseconds."""
+        full = len(self.steps) == self._config.healthy_steps
+        self.steps.append(step)
+        self._num_unused += 1
+        if full and self._num_unused < self._config.healthy_steps // 2:
+            return False
+        self._num_unused = 0
+        return len(self.steps) >= self._config.first_steps
+
+
+Ops = Mapping[Kind, Sequence[tuple[Load, float]]]
+"""Load and seconds of each op of a stage."""
+
+
 class _StageWatch:
     """Of one stage: how many times longer its ops take than their loads lead to expect."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
         self._config = config
-        self._healthy: deque[Mapping[Kind, Sequence[tuple[Load, float]]]] = deque(
-            maxlen=config.healthy_steps
-        )
-        self._usual: dict[Kind, OpCost] = {}
+        self._healthy = _Healthy[Ops](config)
+        self._costs: dict[Kind, OpCost] = {}
+        self._usual: Floats = np.empty(0)
+        """Logarithms of the healthy steps; their middle is nearly 0."""
 
-    def observe(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> float | None:
-        """The factor, if it turned slow or well."""
-        factor, changed = 1.0, False
-        if len(self._healthy) >= self._config.first_steps:
-            usual = np.concatenate([self._logs(step) for step in self._healthy])
-            now = self._logs(ops)
-            if len(now) and len(usual):
-                rise = float(np.median(now) - np.median(usual))
-                chance = _spread(usual) * _error(len(now), len(usual))
-                factor = math.exp(rise)
-                level = (factor - 1) / (self._config.stage_factor - 1)
-                beyond = rise > self._config.num_sds * chance
-                changed = self.mark.observe(level, beyond_chance=beyond)
-        if self.mark.healthy:
-            self._healthy.append(ops)
+    def observe(self, ops: Ops) -> tuple[bool, float | None]:
+        """Whether it turned slow or well, and the factor."""
+        factor, changed = None, False
+        now = self._logs(ops)
+        if len(now) and len(self._usual):
+            rise = float(np.median(now) - np.median(self._usual))
+            chance = _spread(self._usual) * _error(len(now), len(self._usual))
+            factor = math.exp(rise)
+            level = (factor - 1) / (self._config.stage_factor - 1)
+            beyond = rise > self._config.num_sds * chance
+            changed = self.mark.observe(level, beyond_chance=beyond)
+        if self.mark.healthy and self._healthy.add(ops):
             for kind in KINDS:
-                pairs = [pair for step in self._healthy for pair in step[kind]]
+                pairs = [pair for step in self._healthy.steps for pair in step[kind]]
                 if pairs:
-                    self._usual[kind] = fit_op_cost(*zip(*pairs, strict=True))
-        return factor if changed else None
+                    self._costs[kind] = fit_op_cost(*zip(*pairs, strict=True))
+            self._usual = np.concatenate([self._logs(step) for step in self._healthy.steps])
+        return changed, factor
 
-    def _logs(self, ops: Mapping[Kind, Sequence[tuple[Load, float]]]) -> Floats:
+    def _logs(self, ops: Ops) -> Floats:
         """Logarithms of measured over expected seconds."""
         ratios = [
             seconds / expected
-            for kind, cost in self._usual.items()
+            for kind, cost in self._costs.items()
             for load, seconds in ops[kind]
             if seconds > 0 and (expected := cost(load)) > 0
         ]
@@ -207,55 +232,64 @@ _MOST_FITTED = 128
 """Messages that a line is fitted to; all pairs of them are compared."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """What is usual for messages one way."""
+
+    latency_s: float
+    """Of an empty message; the difference of the clocks is in it."""
+    per_byte_s: float
+    middle_s: float
+    """Of what messages take longer than those two say; nearly 0."""
+    spread_s: float
+    count: int
+
+    @classmethod
+    def of(cls, messages: Messages) -> _Direction:
+        latency_s, per_byte_s = _line(messages)
+        over = _residuals(messages, latency_s, per_byte_s)
+        return cls(latency_s, per_byte_s, float(np.median(over)), _spread(over), len(over))
+
+    def excess(self, messages: Messages) -> tuple[float, float]:
+        """By how many seconds these take longer, and the standard deviation of that."""
+        over = _residuals(messages, self.latency_s, self.per_byte_s)
+        chance_s = self.spread_s * _error(len(over), self.count)
+        return float(np.median(over)) - self.middle_s, chance_s
+
+
 class _LinkWatch:
     """Of one link: by how much its messages take longer than their sizes lead to expect."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
-        self.now: Link | None = None
+        self.last: tuple[Messages, Messages] | None = None
         self._config = config
-        self._healthy: deque[tuple[Messages, Messages]] = deque(maxlen=config.healthy_steps)
-        self._usual: list[tuple[float, float]] = []
-        """By direction: seconds of an empty message (its clocks' difference in it), and of a byte
-        more."""
+        self._healthy = _Healthy[tuple[Messages, Messages]](config)
+        self._usual: list[_Direction] = []
 
-    def observe(self, both: tuple[Messages, Messages], whole_s: float) -> float | None:
-        """The factor, if it turned slow or well. `whole_s`: F, I and W of a micro-batch on the
-        slower of its stages."""
+    def observe(self, both: tuple[Messages, Messages], whole_s: float) -> tuple[bool, float | None]:
+        """Whether it turned slow or well, and the factor. `whole_s`: F, I and W of a micro-batch
+        on the slower of its stages."""
         if not all(both):
-            return None
+            return False, None
+        self.last = both
         total_s = math.fsum(map(_median_s, both))
         level = total_s / (self._config.link_share_at_once * max(whole_s, 1e-9))
-        factor, beyond = 1.0, True
-        if level <= 1 and len(self._healthy) >= self._config.first_steps:
-            excess_s, chance_s = self._excess(both)
-            level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
-            beyond = excess_s > self._config.num_sds * chance_s
+        factor, beyond = None, level > 1
         if self._usual:
-            usual_s = total_s - self._excess(both)[0]
-            factor = total_s / usual_s if usual_s > 0 else math.inf
+            ways = [usual.excess(found) for usual, found in zip(self._usual, both, strict=True)]
+            excess_s = math.fsum(excess for excess, _ in ways)
+            factor = total_s / (total_s - excess_s) if total_s > excess_s else math.inf
+            level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
+            chance_s = math.hypot(*(chance for _, chance in ways))
+            beyond = beyond or excess_s > self._config.num_sds * chance_s
         changed = self.mark.observe(level, beyond_chance=beyond)
-        self.now = _as_link([_line(messages) for messages in both])
-        if self.mark.healthy:
-            self._healthy.append(both)
+        if self.mark.healthy and self._healthy.add(both):
             self._usual = [
-                _line([message for step in self._healthy for message in step[way]])
+                _Direction.of([message for step in self._healthy.steps for message in step[way]])
                 for way in (0, 1)
             ]
-        return factor if changed else None
-
-    def _excess(self, both: tuple[Messages, Messages]) -> tuple[float, float]:
-        """Seconds above the usual, both directions together, and their standard deviation."""
-        excess_s = variance = 0.0
-        for way, messages in enumerate(both):
-            latency_s, per_byte_s = self._usual[way]
-            now = _residuals(messages, latency_s, per_byte_s)
-            usual = np.concatenate(
-                [_residuals(step[way], latency_s, per_byte_s) for step in self._healthy]
-            )
-            excess_s += float(np.median(now) - np.median(usual))
-            variance += (_spread(usual) * _error(len(now), len(usual))) ** 2
-        return excess_s, math.sqrt(variance)
+        return changed, factor
 
 
 def _residuals(messages: Messages, latency_s: float, per_byte_s: float) -> Floats:
@@ -279,11 +313,14 @@ def _line(messages: Messages) -> tuple[float, float]:
     return float(np.median(seconds - slope * sizes)), slope
 
 
-def _as_link(lines: Sequence[tuple[float, float]]) -> Link:
-    latency_s = math.fsum(line[0] for line in lines) / len(lines)
-    per_byte_s = math.fsum(line[1] for line in lines) / len(lines)
+def _as_link(both: tuple[Messages, Messages]) -> Link:
+    """The mean of both directions, exact for a message of the middle size."""
+    size = float(np.median([size for size, _ in (*both[0], *both[1])]))
+    seconds = math.fsum(map(_median_s, both)) / 2
+    per_byte_s = math.fsum(_line(messages)[1] for messages in both) / 2
+    per_byte_s = min(per_byte_s, seconds / size) if size > 0 else 0.0
     rate = 1 / per_byte_s if per_byte_s > 0 else math.inf
-    return Link(max(latency_s, 0.0), rate)
+    return Link(max(seconds - per_byte_s * size, 0.0), rate)
 
 
 def _spread(values: Floats) -> float:

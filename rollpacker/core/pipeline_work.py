@@ -173,6 +173,10 @@ def constant(links: Sequence[Link]) -> LinkAt:
     return lambda number, now_s: kept[number]
 
 
+_TOLD_APART = 0.02
+"""Parts of a cost whose columns differ less than this in direction drown in the noise of times."""
+
+
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
     """The `OpCost` that explains measured seconds best, in relative terms; no part is negative.
 
@@ -203,12 +207,14 @@ def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
 
 
 def _independent(columns: np.ndarray) -> list[int]:
-    """Numbers of columns of which none is a sum of multiples of those before it."""
+    """Numbers of columns of which none is nearly a sum of multiples of the others."""
     used: list[int] = []
     for number in (1, 0, 2, 3):  # tokens first: they alone explain most
         trial = columns[:, sorted([*used, number])]
         sizes = np.linalg.norm(trial, axis=0)
-        if sizes.min() > 0 and np.linalg.svd(trial / sizes, compute_uv=False)[-1] > 1e-6:
+        if len(trial) < trial.shape[1] or sizes.min() == 0:
+            continue
+        if np.linalg.svd(trial / sizes, compute_uv=False)[-1] > _TOLD_APART:
             used = sorted([*used, number])
     return used
 

@@ -117,7 +117,6 @@ class Learner:
             scores_policy=config.updates_per_round > 1 and algorithm.old_logprobs == "recomputed",
             stage=stage,
         )
-        self._policy = models.policy
         self.critic = critic = models.critic
         self._passes = _passes(models, config, pad_token_id, self.device, shards, stage)
         self.trained = _trained(models, config, shards, run_dtype)
@@ -287,7 +286,7 @@ class Learner:
         scale = self._step.gradient_scale
         if self._stage is None:
             return {name: trained.norm() * scale for name, trained in self.trained.items()}
-        self._stage.sum_tied(self._policy, self.trained["actor"])
+        self._stage.sum_tied(self.trained["actor"])
         return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
     def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
@@ -309,7 +308,7 @@ class Learner:
             rate, config.max_grad_norm, gradient_scale=scale, whole_norm=whole.get("actor")
         )
         if self._stage is not None:
-            self._stage.share_tied(self._policy)
+            self._stage.share_tied(actor)
 
     def _any_of_replica(self, flag: bool) -> bool:
         """Whether it is true on any rank that this one computes with."""

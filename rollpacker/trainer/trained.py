@@ -48,9 +48,9 @@ class Trained:
                 param_dtype=run_dtype if run_dtype in _LOW_PRECISION else None,
                 gradient_sync=config.gradient_sync,
             )
-        named = dict(named_by.named_parameters())
-        self._mirror = None if mirror is None else MirrorGradient(named.pop(mirror))
-        self.optimizer = build_optimizer(named.items(), config)
+        own = dict(named_by.named_parameters())
+        self._mirror = None if mirror is None else MirrorGradient(own.pop(mirror))
+        self.optimizer = build_optimizer(own.items(), config)
 
     # -- gradients -------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.pipeline_planner import kept_optima, planned_ms
 from rollpacker.core.pipeline import (
     FixedOrder,
     Op,
@@ -296,3 +297,13 @@ def test_quotas_yield_to_a_cap_of_one_micro_batch() -> None:
         ready_choosers(3, quotas=[5, 3, 1], caps=[1, 1, 1]), work, constant([Link()] * 2)
     )
     assert timeline.peak_live_tokens == (1, 1, 1)
+
+
+def test_plans_are_near_the_proven_optimum() -> None:
+    """Every fifth instance; `benchmarks/pipeline_planner.py` has all."""
+    kept = kept_optima()[::5]
+    gaps = sorted(planned_ms(case) / least - 1 for case, least in kept)
+    assert len(gaps) == 40
+    assert gaps[0] >= -1e-9, "nothing beats an optimum"
+    assert sum(gaps) / len(gaps) <= 0.015
+    assert gaps[37] <= 0.05

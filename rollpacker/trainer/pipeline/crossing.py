@@ -48,7 +48,7 @@ class Passage:
         # A stage of a model with adapters may have nothing that is trained.
         needed = [(one, gradient) for one, gradient in pairs if one.requires_grad]
         if needed:
-            torch.autograd.backward(*zip(*needed, strict=True))
+            torch.autograd.backward([one for one, _ in needed], [given for _, given in needed])
 
     def gradient_message(self) -> Tensor:
         """For the stage before."""

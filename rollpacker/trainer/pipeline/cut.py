@@ -46,9 +46,9 @@ class Absent(nn.Module):
         return hidden
 
 
-def cut(model: PreTrainedModel, place: Place, layers: Sequence[int]) -> None:
-    """Leave of `model`, a causal LM or its body in eval mode, what this stage has: as many layers as `layers`
-    says of each stage, the embeddings on the first, norm and output layer on the last.
+def cut(model: Any, place: Place, layers: Sequence[int]) -> None:
+    """Leave of `model`, a causal LM or its body in eval mode, what this stage has: as many layers
+    as `layers` says of each stage, the embeddings on the first, norm and output layer on the last.
 
     A few tokens are run through the whole model before and through the stage after. Raises
     `ValueError` if the layers do not add up, or the stage does not give what the whole model gave;
@@ -68,7 +68,7 @@ def cut(model: PreTrainedModel, place: Place, layers: Sequence[int]) -> None:
     if not place.is_last:
         setattr(parts.decoder, parts.norm, Absent())
         if model.get_output_embeddings() is not None:
-            model.set_output_embeddings(Absent())  # type: ignore[no-untyped-call]  # theirs
+            model.set_output_embeddings(Absent())
     _check_stage(model, parts, own, place, before)
 
 
@@ -85,7 +85,7 @@ def num_layers_of(model: nn.Module) -> int:
     return number
 
 
-def tied_weight(model: PreTrainedModel, place: Place) -> str | None:
+def tied_weight(model: Any, place: Place) -> str | None:
     """The name, on this stage, of a trained weight that embeddings and output layer share: the
     first stage owns it, the last one has a mirror. Ask before the cut."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -122,8 +122,8 @@ def _parts_of(model: PreTrainedModel) -> _Parts:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: that takes embeddings, one "
-            f"list of layers and a norm, and it has {', '.join(children)}; leave "
+            f"{type(model).__name__} cannot be cut into pipeline stages: that takes embeddings, "
+            f"one list of layers and a norm, and it has {', '.join(children)}; leave "
             "train.pipeline.stages at 1"
         )
     return _Parts(decoder=decoder, layers=next(iter(lists.values())), norm=others[0])

@@ -30,6 +30,8 @@ class DeferredWeights:
 
     def __init__(self) -> None:
         self._products: Products | None = None
+        self.is_on = True
+        """Off: forward passes go as they did before, and so do theirs backward."""
 
     def attach(self, root: nn.Module) -> None:
         """To all linear layers in `root`. A subclass, such as a quantized one, stays as it is."""
@@ -41,7 +43,8 @@ class DeferredWeights:
     def collected(self) -> Iterator[Products]:
         """Backward passes inside leave their weight products in the list."""
         assert self._products is None
-        self._products = products = []
+        products: Products = []
+        self._products = products
         try:
             yield products
         finally:
@@ -63,7 +66,7 @@ def compute(products: Products) -> None:
 
 def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> Tensor:
     weight = module.weight
-    if not (torch.is_grad_enabled() and weight.requires_grad):
+    if not (deferred.is_on and torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(entered, weight, module.bias)
     needs_input = entered.requires_grad
     if not needs_input:  # the output must have a gradient all the same
@@ -77,7 +80,7 @@ class _Call(NamedTuple):
     """What autograd must not see of a call: a weight that it knows gets a gradient in I, if only an
     empty one, and its hooks run."""
 
-    weight: nn.Parameter
+    weight: Tensor
     needs_input: bool
     deferred: DeferredWeights
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.deferred import DeferredWeights, Products, compute
 from rollpacker.trainer.pipeline.executor import Executor
 from rollpacker.trainer.pipeline.staged import StagedPolicy
+from rollpacker.trainer.sharding import gathered, sum_in_full_precision
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
@@ -54,17 +56,17 @@ class StagedPasses:
         self._executor = executor
         self._new_chooser = new_chooser
         self._flops = models.policy.flops
+        self._trained = [one for one in (models.policy, models.critic) if one is not None]
         self._deferred = DeferredWeights()
-        for trained in (models.policy, models.critic):
-            if trained is not None:
-                self._deferred.attach(trained)
+        for module in self._trained:
+            self._deferred.attach(module)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """See `Passes`."""
         rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
         plan = self._plan(rows)
         scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
-        with self._batcher.attention():
+        with self._batcher.attention(), self._gathered():
             self._executor.sweep([batch.num_tokens for _, batch in plan], scoring)
         if not self._place.is_last:
             return []
@@ -108,10 +110,16 @@ class StagedPasses:
     def differentiate_nothing(self) -> None:
         """See `Passes`. Each stage does it alone, with hidden states and gradients of zero."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])], None, 0.0)
-        with self._batcher.attention(), self._models.for_backward():
-            ops.forward(0, None)
-            ops.backward(0, None)
-            ops.weights(0)
+        self._deferred.is_on = False
+        try:
+            with self._batcher.attention(), self._models.for_backward():
+                ops.forward(0, None)
+                ops.backward(0, None)
+        finally:
+            self._deferred.is_on = True
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        return gathered([*self._trained, *self._models.frozen])
 
     def _plan(self, rows: Sequence[Row]) -> list[tuple[list[int], MicroBatch]]:
         plan = self._batcher.plan([row_length(row) for row in rows])
@@ -120,7 +128,7 @@ class StagedPasses:
     def _sweep(self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float) -> None:
         tokens = [one.batch.num_tokens for one in work]
         ops = _Training(self, work, losses, gradient_factor)
-        with self._batcher.attention(), self._models.for_backward():
+        with self._batcher.attention(), self._models.for_backward(), self._gathered():
             self._executor.sweep(tokens, ops, self._new_chooser(tokens))
 
 
@@ -177,6 +185,7 @@ class _Training:
     ) -> None:
         self._models, self._crossing = passes._models, passes._crossing
         self._place, self._deferred = passes._place, passes._deferred
+        self._trained = passes._trained
         self._work = work
         self._losses = losses
         self._gradient_factor = gradient_factor
@@ -213,6 +222,8 @@ class _Training:
         products = self._work[micro_batch].products
         assert products is not None
         compute(products)
+        for module in self._trained:
+            sum_in_full_precision(module)
 
 
 def _nothing_found() -> Losses:

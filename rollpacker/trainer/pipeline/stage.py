@@ -1,5 +1,5 @@
-"""One stage of a trainer's pipeline: which part of every model its rank has, how its sweeps run, and
-what all stages decide as one."""
+"""One stage of a trainer's pipeline: which part of every model its rank has, how its sweeps run,
+and what all stages decide as one."""
 
 from __future__ import annotations
 
@@ -83,9 +83,11 @@ class Stage:
         """Of the whole gradient, from each stage's."""
         return math.sqrt(math.fsum(norm * norm for (norm,) in self._peers.gather([own])))
 
-    def sum_tied(self, policy: StagedPolicy, trained: Trained) -> None:
+    def sum_tied(self, trained: Trained) -> None:
         """Add the gradient of the output layer that is tied to the embeddings to theirs: the first
         stage owns the weight, the last one has a mirror of it."""
+        policy = trained.module
+        assert isinstance(policy, StagedPolicy)
         tied = policy.tied
         if tied is None or not (self.place.is_first or self.place.is_last):
             return
@@ -101,8 +103,10 @@ class Stage:
         own.add_(self._peers.receive(own, self.place.count - 1))
 
     @torch.no_grad()
-    def share_tied(self, policy: StagedPolicy) -> None:
+    def share_tied(self, trained: Trained) -> None:
         """Bring the mirror up to date, after the owner's weight has changed."""
+        policy = trained.module
+        assert isinstance(policy, StagedPolicy)
         if policy.tied is None:
             return
         last = self.place.count - 1

@@ -1,5 +1,5 @@
-"""Pipeline stages as threads of one process: links that hand tensors over, and what stages tell each
-other."""
+"""Pipeline stages as threads of one process: links that hand tensors over, and what stages tell
+each other."""
 
 from __future__ import annotations
 
