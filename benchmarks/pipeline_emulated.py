@@ -18,7 +18,6 @@ step after it against the later ones. Exit code 1 if a ratio misses its mark.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import statistics
@@ -37,10 +36,8 @@ from rollpacker.core.pipeline import Chooser, FixedOrder
 from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
 from rollpacker.core.pipeline_time import replay, run
 from rollpacker.core.pipeline_work import Link, Work, constant
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.executor import Executor
+from rollpacker.trainer.pipeline.connect import Connected
 from rollpacker.trainer.pipeline.links.injected import Delay, InjectedSender
-from rollpacker.trainer.pipeline.links.opening import open_links
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 12
@@ -94,24 +91,21 @@ class StageRun:
     """One stage's part of the steps."""
 
     def __init__(self, stage: int) -> None:
-        group = dist.group.WORLD
-        assert group is not None
         self._stage = stage
-        self._executor = Executor(Place(index=stage, count=NUM_STAGES), timeout_s=START_S)
-        links = open_links(
-            "host", group, on_arrival=self._executor.arrive, on_lost=self._executor.fail
+        self._connected = Connected(
+            [list(range(NUM_STAGES))], kind="host", device=torch.device("cpu"), timeout_s=START_S
         )
+        self._executor = self._connected.executor
+        to_next, to_previous = self._connected.to_next, self._connected.to_previous
         self._slow: InjectedSender | None = None
         if stage == 0:
-            assert links.to_next is not None
-            self._slow = InjectedSender(links.to_next, Delay())
-            links = dataclasses.replace(links, to_next=self._slow)
+            assert to_next is not None
+            self._slow = InjectedSender(to_next, Delay())
+            self._executor.connect(self._slow, to_previous)
         elif stage == 1:
-            assert links.to_previous is not None
-            self._slow = InjectedSender(links.to_previous, Delay())
-            links = dataclasses.replace(links, to_previous=self._slow)
-        self._links = links
-        self._executor.connect(links.to_next, links.to_previous)
+            assert to_previous is not None
+            self._slow = InjectedSender(to_previous, Delay())
+            self._executor.connect(to_next, self._slow)
 
     def step_s(self, arm: str, delay_s: float) -> float:
         """Of the stage that took longest."""
@@ -128,7 +122,9 @@ class StageRun:
 
     def close(self) -> None:
         dist.barrier()
-        self._links.close()
+        if self._slow is not None:
+            self._slow.close()
+        self._connected.close()
 
 
 def stage_process(stage: int, port: int, num_steps: int, output: Path) -> None:

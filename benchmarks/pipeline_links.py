@@ -32,12 +32,17 @@ import torch.distributed as dist
 from machine import write_result
 from torch import Tensor
 
+from rollpacker.trainer.pipeline.links.direct_link import (
+    DirectReceiver,
+    DirectSender,
+    direct_group,
+)
 from rollpacker.trainer.pipeline.links.host_receiver import HostReceiver
+from rollpacker.trainer.pipeline.links.host_route import decode_routes, encode_routes
 from rollpacker.trainer.pipeline.links.host_sender import HostSender
-from rollpacker.trainer.pipeline.links.link import Border, LinkLost
-from rollpacker.trainer.pipeline.links.opening import LinkKind, open_links
+from rollpacker.trainer.pipeline.links.link import Border, LinkLost, Receiver, Sender
 
-KINDS: tuple[LinkKind, ...] = ("direct", "host")
+KINDS = ("direct", "host")
 SIZES = {64 << 10: 200, 1 << 20: 60, 16 << 20: 8}
 """Messages of a stream by the bytes of each."""
 ROUND_TRIPS = 10
@@ -45,22 +50,30 @@ MAX_CUT_S = 5.0
 
 
 class End:
-    """One process's end of the links of one kind."""
+    """One process's end of the links of one kind, there and back."""
 
-    def __init__(self, kind: LinkKind) -> None:
-        group = dist.group.WORLD
-        assert group is not None
+    def __init__(self, kind: str, rank: int, store: dist.TCPStore) -> None:
         self._arrived: queue.SimpleQueue[Tensor | LinkLost] = queue.SimpleQueue()
-        self._links = open_links(
-            kind,
-            group,
-            on_arrival=lambda _what, _number, tensor: self._arrived.put(tensor),
-            on_lost=self._arrived.put,
-        )
-        sender = self._links.to_next or self._links.to_previous
-        assert sender is not None
-        self._sender = sender
         self._num_sent = 0
+        there = Border(stages=(rank, 1 - rank), peer=1 - rank)
+        back = Border(stages=(1 - rank, rank), peer=1 - rank)
+        self._sender: Sender
+        self._receiver: Receiver
+        if kind == "direct":
+            groups = [direct_group((0, 1)), direct_group((0, 1))]
+            self._receiver = DirectReceiver(
+                back, groups[1 - rank], on_arrival=self._arrive, on_lost=self._arrived.put
+            )
+            self._sender = DirectSender(there, groups[rank], on_lost=self._arrived.put)
+        else:
+            receiver = HostReceiver(back, on_arrival=self._arrive, on_lost=self._arrived.put)
+            store.set(f"routes {rank}", encode_routes(receiver.routes))
+            routes = decode_routes(store.get(f"routes {1 - rank}"))
+            self._receiver = receiver
+            self._sender = HostSender(there, routes, on_lost=self._arrived.put)
+
+    def _arrive(self, _number: int, tensor: Tensor) -> None:
+        self._arrived.put(tensor)
 
     def send(self, tensor: Tensor) -> None:
         self._sender.send(self._num_sent, tensor)
@@ -73,14 +86,15 @@ class End:
         return found
 
     def close(self) -> None:
-        self._links.close()
+        self._sender.close()
+        self._receiver.close()
 
 
 def process(rank: int, port: int, num_rounds: int, output: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    ends = {kind: End(kind) for kind in KINDS}
+    ends = {kind: End(kind, rank, store) for kind in KINDS}
     seconds: dict[str, list[float]] = {}
     for _ in range(num_rounds + 1):
         for num_bytes, num_messages in SIZES.items():

@@ -42,7 +42,7 @@ def exchange(shards: Shards) -> int:
     threads = set(threading.enumerate())
     rank, peer = shards.rank, 1 - shards.rank
     there, back = Border(stages=(0, 1), peer=peer), Border(stages=(1, 0), peer=peer)
-    groups = [direct_group(), direct_group()]
+    groups = [direct_group((0, 1)), direct_group((0, 1))]
     arrivals, lost = Arrivals(), list[LinkLost]()
     sender = DirectSender((there, back)[rank], groups[rank], on_lost=lost.append)
     receiver = DirectReceiver(
@@ -77,7 +77,7 @@ def test_a_peer_that_dies_is_named(ranks: Ranks) -> None:
 
 
 def one_dies(shards: Shards) -> None:
-    group = direct_group()
+    group = direct_group((0, 1))
     if shards.rank == 1:
         os._exit(1)
     heard: list[LinkLost] = []

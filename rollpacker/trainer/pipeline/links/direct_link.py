@@ -45,10 +45,10 @@ waiting: after this the thread stays until the process or the peer ends."""
 _CPU = torch.device("cpu")
 
 
-def direct_group(backend: str = "gloo") -> dist.ProcessGroup:
-    """Make the group of one direction, over all borders: of all ranks, since each message in it is
-    between two of them anyway. A joint call of them all."""
-    return dist.new_group(timeout=IDLE, backend=backend)  # type: ignore[no-any-return]
+def direct_group(ranks: tuple[int, int], backend: str = "gloo") -> dist.ProcessGroup:
+    """Make the group of one direction between two ranks. All ranks of the job make all groups, in
+    the same order."""
+    return dist.new_group(list(ranks), timeout=IDLE, backend=backend)  # type: ignore[no-any-return]
 
 
 class _Sent(NamedTuple):
