@@ -36,7 +36,7 @@ def write_schedule(args: argparse.Namespace) -> int:
             f"--csv {args.csv}: {args.target} has no train.pipeline; set train.pipeline.stages"
         )
     found = simulate(dataclasses.replace(scenario, steps=1)).pipeline
-    assert found is not None
+    assert found is not None, "a step without a sweep"
     out = Path(args.csv)
     with naming(out.absolute().parent), replacing(out) as temporary:
         temporary.write_text(orders_to_csv(found.last.orders), encoding="utf-8")

@@ -94,7 +94,7 @@ class PipelineStep:
     """Of all GPUs in the phase, without what is fixed."""
     links: Literal["direct", "host"]
     num_micro_batches: int
-    """Of the replica that has the fewest."""
+    """Of the replica that has the fewest, of those that have any."""
     slowest: Timeline
     """The sweep with gradients of the slowest replica."""
 
@@ -178,11 +178,12 @@ class Pipeline:
     # -- a phase -----------------------------------------------------------------------
 
     def train(self, lengths: Sequence[int], now_s: float) -> PipelineStep:
-        """A phase on responses of so many tokens each, prompts included, from `now_s` on.
+        """A phase on responses, one at least, of so many tokens each, prompts included, from
+        `now_s` on.
 
         Raises `ValueError` where the live tokens have no room."""
         machine = self._machine
-        works = [self._work(share) for share in self._shares(lengths)]
+        works = [self._work(share) for share in self._shares(lengths) if share]
         kind = self._link_kind(works[0])
         seconds = busy_s = sweep_s = 0.0
         slowest: tuple[Timeline, Work] | None = None
@@ -235,8 +236,6 @@ class Pipeline:
     def _link_kind(self, work: Work) -> Literal["direct", "host"]:
         if self._spec.links != "auto":
             return self._spec.links
-        if not work.num_micro_batches:
-            return "direct"
         sizes = work.message_bytes
         typical = sum(sizes) // len(sizes)
         both_s = [f + i for f, i in zip(work.mean_s("F"), work.mean_s("I"), strict=True)]
@@ -321,9 +320,11 @@ class Pipeline:
 
     # -- the result --------------------------------------------------------------------
 
-    def result(self) -> PipelineResult:
-        """Of the phases so far, at least one."""
+    def result(self) -> PipelineResult | None:
+        """Of the phases so far; None: there was none."""
         steps, machine = self._steps, self._machine
+        if not steps:
+            return None
         peaks = (step.slowest.peak_live_tokens for step in steps)
         return PipelineResult(
             order=self._spec.order,

@@ -236,3 +236,11 @@ def test_messages_of_a_forward_sweep_queue_on_a_link_of_low_rate():
     forward_s = 0.01 + 10 * 0.1 + 0.01
     assert step.seconds == pytest.approx(NUM_FORWARD_SWEEPS * forward_s + step.sweep_s)
     assert step.sweep_s == pytest.approx(forward_s + 0.1)  # and the last gradient's way back
+
+
+def test_a_replica_without_a_response_waits():
+    made = pipeline("train.pipeline.slow_links_s={}")
+    assert made.result() is None
+    step = made.train([1000], 0.0)  # eight replicas
+    assert step.num_micro_batches == 1
+    assert step.idle_device_s > 7 / 8 * step.device_s

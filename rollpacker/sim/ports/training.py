@@ -112,6 +112,8 @@ class Training:
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
         """Seconds of the responses that were not streamed, through the stages. What was streamed
         kept them full."""
+        if not lengths:
+            return 0.0
         prompt_tokens = self._machine.prompt_tokens
         step = pipeline.train([length + prompt_tokens for length in lengths], self._clock.time_s)
         self._tally.pipeline_waited(step.idle_device_s)
