@@ -107,7 +107,11 @@ class _KillAfter:
 
 
 def _train(
-    config: Path, overrides: list[str], resume: bool, kill: Callable[[Any], bool] | float | None
+    config: Path,
+    overrides: list[str],
+    resume: bool | str,
+    kill: Callable[[Any], bool] | float | None,
+    prepare: Callable[[], None] | None,
 ):
     import rollpacker
 
@@ -115,26 +119,36 @@ def _train(
     observers = [_KillAfter(kill)] if callable(kill) else []
     if isinstance(kill, float):
         threading.Timer(kill, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    if prepare is not None:
+        prepare()
     rollpacker.train(config, overrides, resume=resume, observers=observers)
     os._exit(0)
 
 
-def run(
+def start(
     config: Path,
     name: str,
     *,
-    resume: bool = False,
+    resume: bool | str = False,
     kill: Callable[[Any], bool] | float | None = None,
+    prepare: Callable[[], None] | None = None,
     overrides: tuple[str, ...] = (),
-) -> int:
-    """Train in a forked process (so that torch is imported once). Returns its exit code."""
+) -> Any:
+    """Train in a forked process (so that torch is imported once), which is returned. `prepare` is
+    called there first."""
     process = multiprocessing.get_context("fork").Process(
-        target=_train, args=(config, [f"name={name}", *overrides], resume, kill)
+        target=_train, args=(config, [f"name={name}", *overrides], resume, kill, prepare)
     )
     process.start()
+    return process
+
+
+def run(config: Path, name: str, **settings: Any) -> int:
+    """`start`, to the end of the process. Returns its exit code."""
+    process = start(config, name, **settings)
     process.join()
     assert process.exitcode is not None
-    return process.exitcode
+    return int(process.exitcode)
 
 
 def _optimizer_state(folder: Path) -> bytes:

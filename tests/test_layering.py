@@ -40,7 +40,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "endpoints": (),
     "processes": (),
     "data": NOUNS,
-    "trainer": (*NOUNS, "algo", "host_store", "processes", "weight_buffer", "weight_probe"),
+    "trainer": (
+        *(*NOUNS, "core.packs", "core.pipeline", "algo", "host_store"),
+        *("processes", "weight_buffer", "weight_probe"),
+    ),
     "remote": ("processes", "weight_buffer"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),

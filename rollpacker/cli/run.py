@@ -49,9 +49,12 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Why it ended: "every step is done", "the data ended", "interrupted", or what a callback
-        said. None: it is at work, or was killed."""
-        return self.summary["finished"] if self._reason is None else self._reason
+        """Why it ended: "every step is done", "the data ended", "interrupted", what a callback
+        said, or what it failed of. None: it is at work, or was killed."""
+        if self._reason is not None:
+            return self._reason
+        found: str | None = self.summary["finished"] or self.summary.get("failed")
+        return found
 
     @cached_property
     def summary(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.driver import Controller, Parts
     from rollpacker.controller.engines import Engines
     from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.controller.salvage import Salvage
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
     from rollpacker.rewards.hosts import HostedReward
@@ -84,15 +85,14 @@ class Session:
         tokenizer = build.tokenizer_fingerprint(policy)
         carried = build.build_carried(config, checkpoint, job, tokenizer)
         engines, reward_hosts = self._engines_and_reward_hosts(policy)
-        self._take_folder(checkpoint, identity)
+        salvage = self._take_folder(checkpoint, identity, job.version)
         trainer = build.build_trainer(config, policy, ranks, folder.path)
         self.stack.callback(trainer.close)
         _load(trainer, checkpoint)
         Caller().run(hand_over_weights(trainer, engines, trainer.version))
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         live, self._audience = self._report_and_audience(checkpoint, policy)
-        watching = [live, *self.observers]
-        log = LogWriter(folder.events)
+        watching, log = [live, *self.observers], LogWriter(folder.events)
         self.stack.callback(log.close)
         for observer in watching:
             self.stack.callback(observer.close)
@@ -115,7 +115,7 @@ class Session:
             observers=watching,
             audience=self._audience,
         )
-        self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts))
+        self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts), salvage)
 
     def _engines_and_reward_hosts(self, policy: Policy) -> tuple[Engines, HostedReward | None]:
         """Before the run has a folder: what one refuses in its process leaves nothing behind."""
@@ -132,14 +132,23 @@ class Session:
         wait_for_reward_hosts(reward_hosts, policy)
         return engines, reward_hosts
 
-    def _open(self, parts: Parts, watch: float, time_s: float, marks: tuple[str, ...]) -> None:
+    def _open(
+        self,
+        parts: Parts,
+        watch: float,
+        time_s: float,
+        marks: tuple[str, ...],
+        salvage: Salvage | None,
+    ) -> None:
         """Begin the session in the log. `time_s`: where the run's clock goes on."""
         from rollpacker.controller.driver import Controller
 
         seconds = time.perf_counter() - watch
-        checkpoints = self.folder.checkpoints
         self._controller = Controller(
-            self.config, parts, checkpoints=checkpoints, time_s=time_s + seconds
+            *(self.config, parts),
+            checkpoints=self.folder.checkpoints,
+            time_s=time_s + seconds,
+            salvage=salvage,
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
@@ -198,7 +207,9 @@ class Session:
         """It is the same run that goes on, and says from where."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
-        line = f"resuming after step {checkpoint.step} ({where})"
+        self._tell(f"resuming after step {checkpoint.step} ({where})")
+
+    def _tell(self, line: str) -> None:
         if self.display:
             print_line(line)
         else:
@@ -225,23 +236,35 @@ class Session:
             logger.warning("resuming after step %d with a change: %s", step, change)
         job.setdefault("max_response_tokens", old.get("rollout", {}).get("max_response_tokens"))
 
-    def _take_folder(self, checkpoint: Checkpoint | None, identity: dict[str, Any]) -> None:
-        """Cut it back to the checkpoint, or empty it, and write down what the run depends on."""
+    def _take_folder(
+        self, checkpoint: Checkpoint | None, identity: dict[str, Any], version: int
+    ) -> Salvage | None:
+        """Cut it back to the checkpoint, or empty it, and write down what the run depends on.
+        Returns what had finished after a checkpoint with this version of the weights."""
         from rollpacker.config.load import save_config
         from rollpacker.controller.event_log import cut_back
+        from rollpacker.controller.salvage import Salvage
         from rollpacker.controller.samples import cut_back as cut_back_samples
 
-        folder = self.folder
+        folder, salvage = self.folder, None
         self._is_folder_taken = True
         if checkpoint is not None:
             state = checkpoint.state
             cut_back(folder.events, state["log_bytes"], state["log_sha256"])
             cut_back_samples(folder.samples, checkpoint.step)
             cut_back_samples(folder.evaluations, checkpoint.step)
+            in_order = self.config.rollout.is_repeatable
+            salvage = Salvage(folder.path, checkpoint.folder, version, in_order=in_order)
+            samples, tokens = salvage.num_found
+            self._tell(
+                f"{samples:,} responses ({tokens:,} tokens) had finished since then; those that "
+                "are launched again are not generated again"
+            )
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)
         folder.write_identity(identity)
+        return salvage
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
         from rollpacker.cli.parts import reward_kinds

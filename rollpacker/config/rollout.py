@@ -61,6 +61,11 @@ class RolloutConfig:
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Two runs generate the same, bit for bit: with one embedded engine."""
+        return self.engines == 1 and self.engine.name == "torch"
+
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:
         """What the core needs to know of engines that can be lost, or laid out anew."""
         moves = self.engine.takes_up_carried

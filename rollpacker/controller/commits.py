@@ -19,6 +19,7 @@ from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.recovery import Recovery
+from rollpacker.controller.salvage import Salvage
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
@@ -32,6 +33,7 @@ CLOSE_S = 10.0
 """What the writing of a checkpoint may still take when the run is ended at once."""
 
 
+# size: everything that a step leaves on the disk comes together here.
 @dataclass(eq=False, slots=True)
 class Commits:
     """Commits on the main task. The job's state is taken at once, and what is carried with it, in
@@ -51,6 +53,7 @@ class Commits:
     """And the trainer on them."""
     cursor: Cursor
     carried: CarriedTokens
+    salvage: Salvage
     tokenizer: str
     """Its fingerprint."""
     log: LogWriter
@@ -93,7 +96,9 @@ class Commits:
     def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
         save = partial(self._save, waiting)
         folder = self.recovery.checkpoints
-        write_checkpoint(folder, step, state, save, self.keep_last, run=folder.parent)
+        written = write_checkpoint(folder, step, state, save, self.keep_last, run=folder.parent)
+        with self.bus.lock:
+            self.salvage.begin(written, self.bus.job.version)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.devices.trainer.save(folder)

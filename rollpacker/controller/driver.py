@@ -49,6 +49,7 @@ from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.recovery import Recovery
+from rollpacker.controller.salvage import Salvage
 from rollpacker.controller.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.controller.scoring import Scoring
@@ -98,9 +99,16 @@ class Controller:
     """Drives one run from where `parts.job` stands to its end."""
 
     def __init__(
-        self, config: RunConfig, parts: Parts, *, checkpoints: Path, time_s: float
+        self,
+        config: RunConfig,
+        parts: Parts,
+        *,
+        checkpoints: Path,
+        time_s: float,
+        salvage: Salvage | None = None,
     ) -> None:
-        """`time_s` is where the run's clock goes on (0 in a new run)."""
+        """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
+        found of the round that was interrupted."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -113,6 +121,9 @@ class Controller:
         )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
+        self._salvage = salvage or Salvage(
+            checkpoints.parent, in_order=config.rollout.is_repeatable
+        )
         num_steps = config.num_steps(len(parts.prompts.rows))
         self._scoring = Scoring(
             *(bus, main, desk, watch),
@@ -126,6 +137,7 @@ class Controller:
             engines=parts.engines,
             devices=self._devices,
             carried=self._carried,
+            salvage=self._salvage,
             rows=parts.prompts.rows,
             sampling=config.sampling,
             checkpoints=checkpoints,
@@ -197,6 +209,7 @@ class Controller:
         await self.parts.engines.close()
         await self.parts.reward.close()
         self.parts.trainer.close()
+        self._salvage.close()
         self._observing.feed()
         self.parts.log.flush()
 
@@ -224,6 +237,7 @@ class Controller:
             devices=self._devices,
             cursor=parts.cursor,
             carried=self._carried,
+            salvage=self._salvage,
             tokenizer=parts.tokenizer,
             log=parts.log,
             samples=parts.samples,

@@ -21,6 +21,7 @@ from rollpacker.controller.engines import Engines, Heard, Told
 from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.salvage import Salvage
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.waiting import Collecting
@@ -42,6 +43,9 @@ from rollpacker.rollout.engine import (
 )
 from rollpacker.trainer.trainer import NonFiniteError
 
+SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
+"""Metrics of a step that a resume found partly generated."""
+
 
 @dataclass(eq=False, slots=True)
 class Generation:
@@ -56,6 +60,7 @@ class Generation:
     engines: Engines
     devices: SharedDevices
     carried: CarriedTokens
+    salvage: Salvage
     rows: Sequence[PromptRow]
     sampling: SamplingParams
     checkpoints: Path
@@ -75,6 +80,8 @@ class Generation:
 
     def start(self) -> None:
         """Listen to the engines from now on."""
+        self.salvage.wake = lambda: self.main.post(self._tell_salvaged)
+        self._let_salvage_answer()
         self.engines.start(self._on_outputs, self._on_error, self._tell)
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
@@ -103,6 +110,7 @@ class Generation:
     def _launch(self, command: Launch) -> None:
         self.desk.round_kind = self.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
+        self.salvage.launched(command.version, requests)
         self.engines.submit(requests, command.engines)
         self._fetch_engines()
 
@@ -129,7 +137,10 @@ class Generation:
                 elif is_its_own and _is_not_numbers(output.event):
                     self._blame(handle, output.event)
                 else:
-                    self._take(*self.engines.heard(handle, output))
+                    event, response = self.engines.heard(handle, output)
+                    self._take(event, response)
+                    if is_its_own and event is not None:
+                        self.salvage.ended(event, response)
             waits = self._collecting is None and self.scoring.waits
         if waits:  # outside of the lock, which the event loop would at once wait for
             self.main.post(self.scoring.start)
@@ -144,6 +155,24 @@ class Generation:
                 self.desk.lay_down(response)
         self.bus.take(event)
 
+    def _let_salvage_answer(self) -> None:
+        for handle in self.engines.living:
+            handle.salvage = self.salvage
+
+    def _tell_salvaged(self) -> None:
+        """What was launched, and had ended before the run was killed. On the event loop."""
+        told: list[int] = []
+        with self.bus.lock:
+            for handle, output in self.salvage.outputs():
+                self._on_outputs(handle, [output])
+                if isinstance(output.event, SampleGenerated):
+                    told.append(output.event.num_tokens)
+            for handle, request in self.salvage.not_stopped():
+                self.engines.submit([request], [handle.number])
+            if told:
+                counts = {SALVAGED[0]: len(told), SALVAGED[1]: sum(told)}
+                self.bus.note("salvaged", 0.0, self.bus.job.step, counts)
+
     def _blame(self, handle: Handle, event: SampleFailed) -> None:
         """Logits that are no numbers: the engine is lost, or the policy is broken."""
         if self.engines.blame(handle):
@@ -155,6 +184,7 @@ class Generation:
     def _tell(self, event: Told) -> None:
         """Engines come and go. What the core does not route finds its place without it, and ends
         with a run that the core gives up."""
+        self._let_salvage_answer()
         self.bus.take(event)
         fleet = self.bus.job.fleet
         if self._collecting is None or fleet is None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
+
+if TYPE_CHECKING:
+    from rollpacker.controller.salvage import Salvage
 
 Ended = SampleGenerated | SampleAborted | SampleFailed
 
@@ -39,14 +43,22 @@ class Handle:
     """It has let go of its device's memory, or is about to ..."""
     told: list[Callable[[], None]] = field(default_factory=list)
     """... and this is what it was told meanwhile."""
+    salvage: Salvage | None = None
+    """Knows how some of its samples end."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `Engine`."""
-        self._tell(partial(self.engine.submit, requests))
+        if self.salvage is not None:
+            requests = self.salvage.keep_back(self, requests)
+        if requests:
+            self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
         """See `Engine`."""
-        self._tell(partial(self.engine.abort, samples))
+        if self.salvage is not None:
+            samples = self.salvage.stop(samples)
+        if samples:
+            self._tell(partial(self.engine.abort, samples))
 
     def come_back(self) -> None:
         """Tell it what waits."""

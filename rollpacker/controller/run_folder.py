@@ -7,6 +7,7 @@ runs/NAME/
     model             link to the last one's      evaluations/    the same of evaluations
     identity.json     what a resume must find     summary.json, trace.json, timeline.png
     trackers/         what they keep here         report.html
+    salvage.bin       see salvage.py
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rollpacker.controller.errors import FolderInUse, RunError
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
     *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
+    "salvage.bin",
     *("summary.json", "report.html", "trace.json", "timeline.png"),
     *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )

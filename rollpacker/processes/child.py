@@ -52,8 +52,10 @@ class Child:
 
         A guarded child gets a guardian, which ends it and all that it started when told to and when
         this process is gone; any other child must see to that itself. It prints to the descriptor
-        `output`. Raises `OSError`.
+        `output`. Its environment is `env`, or this process's, without ray's variables, a token's
+        among them. Raises `OSError`.
         """
+        variables = os.environ if env is None else env
         theirs, ours = os.pipe() if guarded else (-1, -1)
         prefix = [sys.executable, "-ISB", guardian.__file__, str(theirs)] if guarded else []
         try:
@@ -64,7 +66,7 @@ class Child:
                 stderr=output,
                 pass_fds=(*pass_fds, theirs) if guarded else pass_fds,
                 start_new_session=True,
-                env=env,
+                env={name: v for name, v in variables.items() if not name.startswith("RAY_")},
                 cwd=cwd,
             )
         except BaseException:
@@ -81,6 +83,10 @@ class Child:
         """Whether a signal (SIGSTOP) holds it, and no debugger. False where the system does not
         tell."""
         return state(self.pid) == "T"
+
+    def is_cut_off(self) -> bool:
+        """Whether its host does not answer; it is this one."""
+        return False
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
         """Say in words how it ended, or None if it has not ended within `wait_s`."""

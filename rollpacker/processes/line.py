@@ -54,6 +54,12 @@ class Line:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def released(self) -> socket.socket:
+        """Give the socket away, to somebody who speaks otherwise from here on; the line is not used
+        any more."""
+        assert self._loop is None and not self._heard
+        return self._connection
+
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:

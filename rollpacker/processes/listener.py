@@ -111,10 +111,24 @@ class Listener:
             self._forget(self._knocks[0])
 
 
-def connect(host: str, port: int, token: bytes, hello: bytes) -> Line:
-    """Return a line to whoever listens there. Raises `OSError` and `LineEnded`."""
-    line = Line(_watched(socket.create_connection((host, port))))
-    line.send(HELLO, payload=token + hello)
+def connect(
+    host: str,
+    port: int,
+    token: bytes,
+    hello: bytes,
+    *,
+    source: str | None = None,
+    within_s: float | None = None,
+) -> Line:
+    """Return a line to whoever listens there, from `source` if this machine has several addresses.
+    Raises `OSError`, which includes one that takes longer than this, and `LineEnded`."""
+    own = None if source is None else (source, 0)
+    line = Line(_watched(socket.create_connection((host, port), within_s, own)))
+    try:
+        line.send(HELLO, payload=token + hello)
+    except LineEnded:
+        line.close()
+        raise
     return line
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
 from rollpacker.processes.host import ThisHost
-from rollpacker.remote.copies import Copies
+from rollpacker.remote.copies import Copies, read
 from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.pump import Pump
 from rollpacker.weight_buffer import BufferLayout
@@ -177,6 +177,10 @@ class Agent:
         """See `Copies.write`."""
         self._copies.write(source, start, data)
 
+    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
+        """See `read` (copies.py)."""
+        return read(layout, start, size)
+
     def close(self) -> None:
         """End all processes of this host."""
         self._is_over = True
@@ -205,14 +209,9 @@ class Agent:
             child.kill()
 
     def _start(self, item: Start) -> None:
-        # Ray's own variables, a token's among them, are for this process alone.
-        hidden = {name: None for name in os.environ if name.startswith("RAY_")}
         try:
             child, line = self._host.start(
-                item.module,
-                item.name,
-                guarded=item.guarded,
-                environment={**hidden, **item.environment},
+                item.module, item.name, guarded=item.guarded, environment=item.environment
             )
         except OSError as error:
             self._tell(Ended(item.process, f"it could not be started: {error}"))

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollpacker.remote import ray_end
 from rollpacker.remote.agent import Agent
 from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
@@ -46,6 +48,7 @@ LOWEST = (2, 54)
 LEASE_S = 12.0
 """An agent that nobody calls for so long ends with all that it has."""
 REACH_S = 5.0
+PROBE_S = 1.0
 ASK_S = 60.0
 """Within which a host must say what it has: ray starts a process for it first."""
 GROUPS = {"say": "say", "hear": "hear"}
@@ -64,7 +67,9 @@ class Node:
 class Cluster:
     """What `join` gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: subprocess.Popen[bytes] | None) -> None:
+        """`end`: see `ray_end`."""
+        self._end = end
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._head: str = ray.get_runtime_context().gcs_address
@@ -141,6 +146,7 @@ class Cluster:
                 placement_group=self._group, placement_group_bundle_index=place
             )
             try:
+                _check_reached(address)
                 return _RayCalls(
                     _Actor.options(scheduling_strategy=strategy, name=None, lifetime=None).remote(
                         lease_s=LEASE_S, predecessor=predecessor
@@ -163,13 +169,38 @@ class Cluster:
         """In this host's object store; an agent that is called with it gets the bytes."""
         return ray.put(data)
 
+    def get(self, put: Any) -> bytes:
+        """The bytes of what `put` has returned."""
+        data: bytes = ray.get(put)
+        return data
+
     def close(self) -> None:
-        """Let go of devices and hosts. Idempotent."""
+        """Let go of devices and hosts. Idempotent. Without a head there is nobody to tell, and ray
+        would wait for one until it ends this process."""
         with contextlib.suppress(Exception):
-            if self._group is not None:
+            if self._group is not None and self.has_head():
                 remove_placement_group(self._group)
         self._group = None
         ray.shutdown()
+        if self._end is not None:
+            assert self._end.stdin is not None
+            self._end.stdin.close()
+            self._end.wait(2 * ray_end.WAIT_S)
+            self._end = None
+
+
+def _check_reached(address: str) -> None:
+    """Ray itself would wait for a host that is cut off, in a try that may outlast the cut. Raises
+    `OSError`."""
+    error = OSError(f"ray has no host {address} now")
+    for node in ray.nodes():  # where its raylet was started anew, the earlier one may be there, too
+        if node["Alive"] and node["NodeManagerAddress"] == address:
+            try:
+                place = (address, node["NodeManagerPort"])
+                return socket.create_connection(place, timeout=PROBE_S).close()
+            except OSError as refused:
+                error = refused
+    raise error
 
 
 _Actor: Any = ray.remote(
@@ -270,7 +301,7 @@ def join(address: str | None = None) -> Cluster:
                 f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
                 f"the token in {os.environ[PATH]} the cluster's?"
             ) from error
-    return Cluster()
+    return Cluster(ray_end.start() if address is None else None)
 
 
 def check_version() -> None:

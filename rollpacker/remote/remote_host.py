@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rollpacker.processes.child import END_S
 from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
+    HEAR_S,
     Ended,
     HangUp,
     Item,
@@ -32,14 +34,17 @@ from rollpacker.remote.agent import (
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
 from rollpacker.remote.spread import Spread
-from rollpacker.weight_buffer import WeightSource
+from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
 counted."""
 REACH = (2, 24)
-"""A new agent may take so many heartbeats until it answers, at first and in the end; each try is
-twice as patient. What asked for it may have been lost with a link, and a busy host is slow."""
+"""A new agent may take so many heartbeats until it answers, at first and in the end; each that does
+not makes the next try twice as patient. What asked for it may have been lost with a link, and a
+busy host is slow."""
+SILENT_S = 2 * HEAR_S
+"""An agent that has not answered for so long is silent: it always has something to answer."""
 RETRY_S = 1.0
 """Between two tries to get a new agent."""
 
@@ -71,7 +76,8 @@ class Calls(Protocol):
 
 
 Connect = Callable[[int], Calls]
-"""Has a new agent made. It is given the process id of the one before on that host, or 0."""
+"""Has a new agent made. It is given the process id of the one before on that host, or 0. Raises
+`Gone` at once where the host cannot be reached."""
 
 
 class RemoteProcess:
@@ -94,6 +100,9 @@ class RemoteProcess:
 
     def is_stopped(self) -> bool:
         return self._number in self._session.stopped
+
+    def is_cut_off(self) -> bool:
+        return self._session.is_silent()
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
         return self.how if self.ended.wait(wait_s) else None
@@ -125,8 +134,27 @@ class RemoteHost:
         """See `Host`. It returns at once; the process begins once the host can be reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
+    def hold(self, layout: BufferLayout) -> BufferLayout:
+        """See `Host`."""
+        wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
+        there: BufferLayout = self._call(self._living(), "copy", wanted)
+        return replace(there, host=self.name)
+
+    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
+        """Bytes of a buffer of this host. Raises `OSError` if it is gone, or the host is lost."""
+        found: bytes = self._call(self._session, "read", layout, start, size)
+        return found
+
+    def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
+        try:
+            return session.call(method, *arguments)
+        except Gone as error:
+            raise OSError(f"{self.name} is lost: {error}") from error
+
     def weights(self, source: WeightSource) -> WeightSource:
         """See `Host`."""
+        if source.layout.host == self.name:
+            return source
         session = self._session
         try:
             return self._spread.bring(source, session, session.call)
@@ -135,10 +163,7 @@ class RemoteHost:
 
     def facts(self) -> HostFacts:
         """What there is on this host; waits until it can be reached. Raises `OSError`."""
-        try:
-            found: HostFacts = self._living().call("facts")
-        except Gone as error:
-            raise OSError(f"{self.name} is lost: {error}") from error
+        found: HostFacts = self._call(self._living(), "facts")
         return found
 
     def close(self) -> None:
@@ -169,6 +194,8 @@ class _Session:
         self._items: list[Item] = []
         self._changed = threading.Condition()
         self._why = ""
+        self._heard_s = time.monotonic()
+        """When the agent last answered."""
         threading.Thread(target=self._run, args=(connect,), daemon=True).start()
 
     # -- what owners do ----------------------------------------------------------------------------
@@ -212,6 +239,9 @@ class _Session:
                 raise Gone(self._why)
         return self._patiently(method, *arguments, patience_s=float("inf"))
 
+    def is_silent(self) -> bool:
+        return self._connected.is_set() and time.monotonic() - self._heard_s > SILENT_S
+
     def close(self) -> None:
         self._lose("the run has let go of it")
 
@@ -220,14 +250,17 @@ class _Session:
     def _run(self, connect: Connect) -> None:
         patience_s, longest_s = (number * self._heartbeat_s for number in REACH)
         while not self.is_over and not self._reach(connect, patience_s):
-            patience_s = min(2 * patience_s, longest_s)
+            if self._calls is not None:  # one was made, and did not answer
+                patience_s = min(2 * patience_s, longest_s)
             time.sleep(RETRY_S)
         if not self.is_over:
+            self._heard_s = time.monotonic()
             self._connected.set()
             threading.Thread(target=self._guarded, args=(self._say,), daemon=True).start()
             self._guarded(self._hear)
 
     def _reach(self, connect: Connect, patience_s: float) -> bool:
+        self._calls = None
         try:
             self._calls = connect(self.agent_pid)
             found: HostFacts = self._patiently("facts", patience_s=patience_s)
@@ -260,6 +293,7 @@ class _Session:
         acknowledged = 0
         while not self.is_over:
             report: Report = self._patiently("hear", acknowledged, patience_s=self._heartbeat_s)
+            self._heard_s = time.monotonic()
             for news in report.news[acknowledged + 1 - report.first :]:
                 self._take(news)
             acknowledged = max(acknowledged, report.first + len(report.news) - 1)

@@ -86,8 +86,8 @@ class History:
         self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
         """By the step that they came after."""
-        self.finished: str | None = None
-        """Why the run is over; None: it is not, or was killed."""
+        self.finish: Finish | None = None
+        """How the run is over; None: it is not, or was killed."""
         self._phase_s = 0.0
         self._emptied_s: float | None = None
         """The event at hand ended the last live sample of a round."""
@@ -146,6 +146,10 @@ class History:
 
     def _note(self, note: Note) -> None:
         self.step.notes.append(note)
+        if note.name == "salvaged":
+            for round_ in self.step.rounds:
+                round_.is_irregular = True
+            return
         if note.name != "gradients":
             self._span(note)
             if note.name == "evaluation" and note.metrics:
@@ -358,7 +362,7 @@ class History:
                 step.turns.commit_s = now
                 self._turn("checkpoint", now)
             case Finish():
-                self.finished = command.reason
+                self.finish = command
             case _:
                 pass
 

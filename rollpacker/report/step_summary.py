@@ -120,7 +120,7 @@ class StepSummary:
     trainer: Mapping[str, float]
     """Metrics of the optimizer step."""
     logged: Mapping[str, float]
-    """What callbacks logged."""
+    """What callbacks logged, and what a resume salvaged."""
 
     @property
     def step_s(self) -> float:
@@ -180,13 +180,20 @@ def summarize_step(
         checks=step_checks(step.checks),
         marks=() if step.session is None else step.session.marks,
         trainer=step.trainer,
-        logged={
-            name: value
-            for note in step.notes
-            if note.name == "callbacks"
-            for name, value in note.metrics.items()
-        },
+        logged=_logged(step),
     )
+
+
+def _logged(step: StepHistory) -> dict[str, float]:
+    """Callbacks' numbers, and what was salvaged of a round that was interrupted."""
+    logged: dict[str, float] = {}
+    for note in step.notes:
+        for name, value in note.metrics.items():
+            if note.name == "callbacks":
+                logged[name] = value
+            elif note.name == "salvaged":
+                logged[name] = logged.get(name, 0.0) + value
+    return logged
 
 
 def _rewards(step: StepHistory) -> Rewards:

@@ -71,11 +71,12 @@ class RunSummary:
     def plain(self) -> dict[str, Any]:
         """What `summary.json` holds but for `run` and `paths`."""
         accounting, steps = self.accounting, self._steps
-        history = accounting.history
+        history, finish = accounting.history, accounting.history.finish
+        failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
         not_streamed = [step.samples.not_streamed for step in steps]
         dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
         return {
-            "finished": history.finished,
+            "finished": None if finish is None or failed else finish.reason,
             "sessions": history.num_sessions,
             "steps": _steps(steps),
             "wall_s": accounting.time.wall_s,
@@ -114,6 +115,8 @@ class RunSummary:
             },
             **self._engines(),
             **self._trainer(),
+            **_salvaged(steps),
+            **failed,
             **dict.fromkeys(sorted(history.marks), True),
         }
 
@@ -227,6 +230,16 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
             if weighted
         },
     }
+
+
+def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
+    """Only of a run whose resumes found some."""
+    names = {"samples": "perf/salvaged_samples", "tokens": "perf/salvaged_tokens"}
+    counts = {
+        name: int(sum(step.logged.get(metric, 0.0) for step in steps))
+        for name, metric in names.items()
+    }
+    return {"salvaged": counts} if counts["samples"] else {}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:

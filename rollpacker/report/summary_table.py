@@ -35,9 +35,11 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         f"  {steps['total']} step{'' if steps['total'] == 1 else 's'}",
         f" in {clock(summary['wall_s'])}",
         f", {summary['sessions']} sessions" if summary["sessions"] > 1 else "",
-        "" if summary["finished"] else "  (not finished)",
+        "" if summary["finished"] or "failed" in summary else "  (not finished)",
     )
     parts: list[RenderableType] = [head]
+    if "failed" in summary:
+        parts.append(Text(f"failed: {printable(summary['failed'])}", "bold red"))
     if (learning := _result_table(summary)).row_count:
         parts.append(learning)
     parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
@@ -45,6 +47,12 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(_engines_table(summary["engines"]))
     if "trainer" in summary:
         parts.append(Text(_trainer_line(summary["trainer"]), "yellow"))
+    if "salvaged" in summary:
+        count = summary["salvaged"]
+        told = (
+            f"{count['samples']:,} responses ({count['tokens']:,} tokens) were taken up by resumes"
+        )
+        parts.append(Text(f"{told} of what a kill had interrupted", "dim"))
     if "switches" in summary:
         parts.append(_switches_table(summary["switches"]))
     if any(_is_telling(kind) for kind in summary["checks"].values()):

@@ -271,10 +271,9 @@ class HostedReward:
         return f"reward host {number} on {self._places[number].name}"
 
     def _begin(self, number: int) -> None:
-        hidden = {name: None for name in os.environ if name.startswith("RAY_")}  # a token's, too
         name = self._name(number)
         child, line = self._places[number].start(
-            "rollpacker.rewards.host_worker", name, guarded=True, environment=hidden
+            "rollpacker.rewards.host_worker", name, guarded=True, environment={}
         )
         process = self._living[number] = _Process(number, name, child, line)
         line.attach(
@@ -315,7 +314,8 @@ class HostedReward:
         was_held = now - looked_s > 2 * every_s + 1.0  # this process
         for process in list(self._living.values()):
             is_stopped = process.child.is_stopped()
-            if was_held or not (process.is_ready or is_stopped):
+            loads = not process.is_ready and not is_stopped
+            if was_held or loads or process.child.is_cut_off():
                 process.heard_s = now
             silent_s = now - process.heard_s
             if silent_s > self._heartbeat_s:

@@ -291,7 +291,7 @@ class ProcessEngine:
         now, every_s = time.monotonic(), self._heartbeat_s / 10
         loads = not self._ready.done() and not self.child.is_stopped()
         was_held = now - looked_s > 2 * every_s + 1.0  # this process, or by whoever listens
-        if loads or was_held:
+        if loads or was_held or self.child.is_cut_off():
             self._exchanges.asked_s = now
         silent_s = now - max(self._exchanges.asked_s, self.last_answer_s)
         if silent_s <= self._heartbeat_s:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rollpacker.core.packs import plan_packs
 from rollpacker.trainer.micro_batch import (
     MICRO_BATCH_OVERHEAD_TOKENS,
     MicroBatch,
@@ -22,7 +23,6 @@ from rollpacker.trainer.packing import (
     best_kind,
     pack,
     packed_attention,
-    plan_packs,
     why_not,
 )
 

@@ -44,7 +44,11 @@ class Critic(nn.Module):
         """Values [N] of the states before the batch's targets, in float32 (float64 for such a
         model)."""
         output = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
+        return self.from_hidden_states(output.last_hidden_state, batch)
+
+    def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """The same from hidden states [B, W, D] after the last norm."""
+        hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         weight, bias = self.value_head.weight.to(dtype), self.value_head.bias.to(dtype)

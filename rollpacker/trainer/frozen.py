@@ -16,11 +16,13 @@ from rollpacker.trainer.trainer import ModelConfig
 
 
 class FrozenPolicy:
-    """A causal LM without gradients. It takes `model` as it is: its parameters stop to require
-    gradients and it is put in eval mode. `policy` is what may be sharded."""
+    """A causal LM without gradients. It takes `model`, or a policy around one, as it is: its
+    parameters stop to require gradients and it is put in eval mode. `policy` is what may be
+    sharded."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.policy = Policy(model.requires_grad_(False)).eval()
+    def __init__(self, model: PreTrainedModel | Policy) -> None:
+        policy = model if isinstance(model, Policy) else Policy(model)
+        self.policy = policy.requires_grad_(False).eval()
 
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch, temperature: float) -> Tensor:
@@ -30,7 +32,7 @@ class FrozenPolicy:
         return log_probs
 
 
-def frozen_copy(model: PreTrainedModel) -> FrozenPolicy:
+def frozen_copy(model: PreTrainedModel | Policy) -> FrozenPolicy:
     """The model as it is now, on tensors of its own."""
     return FrozenPolicy(copy.deepcopy(model))
 

@@ -57,6 +57,8 @@ from rollpacker.trainer.trainer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rollpacker.trainer.pipeline.stage import Stage
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,7 +69,8 @@ class Learner:
     mode. `temperature` is the sampling temperature: log-probs are taken at it. `total_steps` is
     where schedules end. With `kl_coef` > 0 the reference is the model *as given* (without its
     adapter, if it has one; else a frozen copy), so build the learner from the run's first model and
-    `load` afterwards. `shards`: see the module's head.
+    `load` afterwards. `shards`: see the module's head. `stage`: the models are cut down to its
+    parts in place, and all calls are joint ones of all stages, with the same samples on each.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Learner:
         critic: Critic | None = None,
         teacher: FrozenPolicy | None = None,
         shards: Shards | None = None,
+        stage: Stage | None = None,
     ) -> None:
         check_schedule(config)
         if config.schedule != "constant" and total_steps is None:
@@ -94,11 +98,11 @@ class Learner:
         model.train(False)
         self.version = 0
         self.model = model
-        self.critic = critic
         self.device = next(model.parameters()).device
         self._config = config
         self._total_steps = total_steps
         self._shards = shards
+        self._stage = stage
         self._peak = PeakMemory(self.device)
         self._losses = partial(losses_of, config=algorithm)
         run_dtype = model.dtype
@@ -111,8 +115,10 @@ class Learner:
             gradient_checkpointing=gradient_checkpointing,
             compiled=config.compile,
             scores_policy=config.updates_per_round > 1 and algorithm.old_logprobs == "recomputed",
+            stage=stage,
         )
-        self._passes = _local_passes(models, config, pad_token_id, self.device, shards)
+        self.critic = critic = models.critic
+        self._passes = _passes(models, config, pad_token_id, self.device, shards, stage)
         self.trained = _trained(models, config, shards, run_dtype)
         self._files = LearnerFiles(
             model=model,
@@ -137,7 +143,7 @@ class Learner:
         self._refuse_bad_advantages(samples)
         ordered = sorted(samples, key=_by_length)
         self._step.parts.append((1.0, ordered))
-        if any_of_replica(not self._differentiate(ordered), self._shards):
+        if self._any_of_replica(not self._differentiate(ordered)):
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
@@ -156,7 +162,7 @@ class Learner:
 
     def update(self) -> StepOutcome:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
-        if not any_rank(self._step.has_samples, self._shards):
+        if not self._any(self._step.has_samples):
             raise TrainerError("an update without a sample since the last one")
         rate = learning_rate(self.version, self._config, self._total_steps)
         norms = self._summed_norms()
@@ -169,7 +175,7 @@ class Learner:
                 f"the gradient's norm is {norms}, though each micro-batch's is finite; no update"
                 " was applied"
             )
-        self._update_weights(rate)
+        self._update_weights(rate, norms)
         outcome = StepOutcome(
             sums=self._step.sums,
             grad_norm=norms["actor"],
@@ -268,7 +274,7 @@ class Learner:
             self._compute_again("the gradient")
         except NonFiniteError as error:
             refused = error
-        if any_rank(refused is not None, self._shards):
+        if self._any(refused is not None):
             self.discard()
             raise refused or NonFiniteError(
                 "the gradient is not finite in another replica; no update was applied"
@@ -278,19 +284,41 @@ class Learner:
         """The norms of the whole gradients, which are summed over the ranks now."""
         sum_gradients(self.trained.values(), self._passes.differentiate_nothing)
         scale = self._step.gradient_scale
-        return {name: trained.norm() * scale for name, trained in self.trained.items()}
+        if self._stage is None:
+            return {name: trained.norm() * scale for name, trained in self.trained.items()}
+        self._stage.sum_tied(self.trained["actor"])
+        return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
-    def _update_weights(self, rate: float) -> None:
+    def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
+        """`norms` are those of the whole gradients, which a stage has but a part of."""
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
+        whole: Mapping[str, float] = {} if self._stage is None else norms
         if critic is not None:
             critic.optimizer.step(
-                config.critic.learning_rate, config.critic.max_grad_norm, gradient_scale=scale
+                config.critic.learning_rate,
+                config.critic.max_grad_norm,
+                gradient_scale=scale,
+                whole_norm=whole.get("critic"),
             )
             if self.version < config.critic.warmup_steps:
                 actor.forget_gradients()
                 return
-        actor.optimizer.step(rate, config.max_grad_norm, gradient_scale=scale)
+        actor.optimizer.step(
+            rate, config.max_grad_norm, gradient_scale=scale, whole_norm=whole.get("actor")
+        )
+        if self._stage is not None:
+            self._stage.share_tied(actor)
+
+    def _any_of_replica(self, flag: bool) -> bool:
+        """Whether it is true on any rank that this one computes with."""
+        flag = any_of_replica(flag, self._shards)
+        return flag if self._stage is None else self._stage.any(flag)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is true on any rank at all."""
+        flag = any_rank(flag, self._shards)
+        return flag if self._stage is None else self._stage.any(flag)
 
     @property
     def _replicas(self) -> int:
@@ -305,14 +333,14 @@ class Learner:
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
         """A `Look`."""
         bad_losses = not losses.finite
-        if any_of_replica(bad_losses, self._shards):
+        if self._any_of_replica(bad_losses):
             self._refuse(
                 describe_bad_losses(losses, samples)
                 if bad_losses and samples
                 else "a loss is not finite in another process; no update was applied"
             )
         bad = [name for trained in self.trained.values() for name in trained.non_finite()]
-        if any_of_replica(bool(bad), self._shards):
+        if self._any_of_replica(bool(bad)):
             of = "a micro-batch of another process"
             if bad and samples:
                 of = f"the micro-batch of samples {named([s.sample for s in samples])}"
@@ -326,7 +354,7 @@ class Learner:
             for value in _as_tuple(sample.advantage)
             if not math.isfinite(value)
         ]
-        if any_of_replica(bool(bad), self._shards):  # others would wait for this rank's passes
+        if self._any_of_replica(bool(bad)):  # others would wait for this rank's passes
             self._refuse(bad[0] if bad else "an advantage is not finite on another rank")
 
     def _refuse(self, message: str) -> NoReturn:
@@ -334,12 +362,13 @@ class Learner:
         raise NonFiniteError(message)
 
 
-def _local_passes(
+def _passes(
     models: ModelSet,
     config: TrainConfig,
     pad_token_id: int,
     device: torch.device,
     shards: Shards | None,
+    stage: Stage | None,
 ) -> Passes:
     model = models.policy.model
     assert isinstance(model.dtype, torch.dtype)
@@ -352,6 +381,8 @@ def _local_passes(
         others=list(models.besides_the_policy()),
         dtype=model.dtype,
     )
+    if stage is not None:
+        return stage.passes(models, batcher)
     return LocalPasses(models, batcher, device=device, shards=shards)
 
 
@@ -362,7 +393,9 @@ def _trained(
     if shards is not None:
         for one in models.frozen:
             shard(one, shards, param_dtype=None, gradient_sync="step")
-    trained = {"actor": Trained(models.policy, models.policy.model, config, shards, run_dtype)}
+    policy = models.policy
+    mirror = getattr(policy, "mirror", None)  # a stage's
+    trained = {"actor": Trained(policy, policy.model, config, shards, run_dtype, mirror)}
     if models.critic is not None:
         trained["critic"] = Trained(models.critic, models.critic, config, shards, run_dtype)
     return trained

@@ -7,7 +7,7 @@ what came out of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ class Losses:
     """Log-probs minus old ones. None: they cannot differ."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
+
+    def detached(self) -> Losses:
+        """Without the graph that they were made by."""
+        return replace(self, losses=[loss.detach() for loss in self.losses])
 
     @property
     def finite(self) -> bool:

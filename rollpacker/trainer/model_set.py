@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from rollpacker.trainer.lora import adapter_off, has_adapter
 from rollpacker.trainer.losses import Outputs
 from rollpacker.trainer.micro_batch import MicroBatch
 from rollpacker.trainer.policy import Policy
+
+if TYPE_CHECKING:
+    from rollpacker.trainer.pipeline.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +54,21 @@ class ModelSet:
         gradient_checkpointing: bool,
         compiled: bool,
         scores_policy: bool = False,
+        stage: Stage | None = None,
     ) -> ModelSet:
-        """Around `model`, which is trained in place. A reference is a copy of it as it is now."""
+        """Around `model`, which is trained in place. A reference is a copy of it as it is now.
+        With a `stage` all models are cut down to its parts of them, in place."""
+        policy = Policy(model)
+        if stage is not None:
+            policy = stage.policy(policy)
+            critic = None if critic is None else stage.critic(critic)
+            teacher = None if teacher is None else stage.frozen(teacher)
         reference = None
         if algorithm.needs_reference and not has_adapter(model):
-            reference = frozen_copy(model)
+            reference = frozen_copy(policy)
         checkpointed: list[nn.Module] = []
         if gradient_checkpointing:
             checkpointed += enable_checkpointing(model)
-        policy = Policy(model)
         if compiled:
             compile_layers(model)
         if gradient_checkpointing and critic is not None:

@@ -9,7 +9,7 @@ master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -103,10 +103,18 @@ class MasterOptimizer:
             self._weights[name].grad = None
 
     def step(
-        self, learning_rate: float, max_grad_norm: float | None, *, gradient_scale: float = 1.0
+        self,
+        learning_rate: float,
+        max_grad_norm: float | None,
+        *,
+        gradient_scale: float = 1.0,
+        whole_norm: float | None = None,
     ) -> float:
         """Multiply the gradients by `gradient_scale`, clip, update, forget them. Returns their norm
         after scaling and before clipping, over all processes. Reloads what was offloaded.
+
+        `whole_norm`: the norm of a larger gradient, of which this is a pipeline stage's part; that
+        one is then clipped and returned.
 
         Raises `NonFiniteError` if that is NaN or infinite; weights and optimizer are then as
         before.
@@ -117,6 +125,8 @@ class MasterOptimizer:
         if gradient_scale != 1.0 and shards:
             torch._foreach_mul_(shards, gradient_scale)
         norm = _gathered(torch.nn.utils.get_total_norm(list(gradients.values())))
+        if whole_norm is not None:
+            norm = torch.full_like(norm, whole_norm)
         norm_value = norm.item()
         if not torch.isfinite(norm):
             where = _describe_non_finite(gradients)
@@ -288,6 +298,31 @@ class MasterOptimizer:
         )
 
 
+class MirrorGradient:
+    """The gradient of a weight that is updated elsewhere, in full precision."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+        """Of a weight in half precision."""
+        if weight.dtype not in _FULL_PRECISION:
+            _after_gradient(weight, self._add)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The sum so far; not a copy. None: there was no backward pass."""
+        return self._weight.grad if self._sum is None else self._sum
+
+    def forget(self) -> None:
+        self._weight.grad = self._sum = None
+
+    def _add(self, weight: Tensor) -> None:
+        fresh = weight.grad
+        assert fresh is not None
+        self._sum = fresh.float() if self._sum is None else self._sum.add_(fresh)
+        weight.grad = None
+
+
 class _GradientSum:
     """Moves a parameter's fresh gradient into its master's float32 sum."""
 
@@ -304,7 +339,7 @@ class _GradientSum:
         weight.grad = None
 
 
-def _after_gradient(weight: nn.Parameter, hook: _GradientSum) -> None:
+def _after_gradient(weight: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
 
 

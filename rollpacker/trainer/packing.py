@@ -1,5 +1,5 @@
-"""Rows laid end to end without padding: which rows share a pack, its tensors, and the switch of the
-model's attention.
+"""Rows laid end to end without padding: a pack's tensors, and the switch of the model's attention.
+Which rows share a pack is `core/packs.py`'s.
 
 Everything that works token by token (projections, norms, the feed-forward) then sees real tokens
 only. Attention alone needs to know where rows begin: `varlen.py` has its implementations.
@@ -7,7 +7,6 @@ only. Attention alone needs to know where rows begin: `varlen.py` has its implem
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -50,26 +49,6 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         {"position_ids": packed.position_ids(), ROWS_KEYWORD: packed},
         device,
     )
-
-
-def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: row numbers of each pack, rising. At most `max_tokens` a pack, except
-    that a longer row has one of its own. At most 11/9 of the fewest possible packs, plus 1."""
-    packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []
-    """(tokens left, pack), sorted."""
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = lengths[index]
-        tightest = bisect_left(room, (size, 0))
-        if tightest < len(room):
-            left, number = room.pop(tightest)
-            packs[number].append(index)
-        else:
-            left, number = max_tokens, len(packs)
-            packs.append([index])
-        if left > size:
-            insort(room, (left - size, number))
-    return [sorted(members) for members in packs]
 
 
 def best_kind(

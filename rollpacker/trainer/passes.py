@@ -9,7 +9,7 @@ runs fillers along. A model in pipeline stages would be another implementation o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -78,15 +78,8 @@ class LocalPasses:
         scores: dict[int, TokenScores] = {}
         with self._batcher.attention():
             for places, batch in self._micro_batches(rows):
-                columns = self._models.scores(batch)
-                split = {
-                    name: torch.split(values.double().cpu(), list(batch.num_targets))
-                    for name, values in columns.items()
-                }
-                for row, place in enumerate(places):
-                    scores[place] = TokenScores(
-                        **{name: tuple(parts[row].tolist()) for name, parts in split.items()}
-                    )
+                of_rows = token_scores(self._models.scores(batch), batch)
+                scores |= zip(places, of_rows, strict=False)  # a filler's are nobody's
         return [scores[place] for place in range(len(requests))]
 
     def differentiate(
@@ -113,7 +106,8 @@ class LocalPasses:
                     _backward(loss * gradient_factor)
                 if part:
                     self._synchronize()
-                    self._note(batch, part, found, factor, time.perf_counter() - started, sums)
+                    sums.seconds += time.perf_counter() - started
+                    note_micro_batch(sums, batch, part, found, factor, self._flops)
                 if look is not None:
                     look(found, part)
         return finite
@@ -135,34 +129,46 @@ class LocalPasses:
         for _ in range(num_fillers):
             yield [], self._batcher.filler()
 
-    def _note(
-        self,
-        batch: MicroBatch,
-        samples: Sequence[TrainSample],
-        found: Losses,
-        factor: float,
-        seconds: float,
-        sums: StepSums,
-    ) -> None:
-        lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
-        sums.add_micro_batch(
-            batch=batch,
-            loss=found.losses[0].item() * factor,
-            entropy=found.entropy,
-            log_ratio=found.log_ratio,
-            token_sums=found.sums,
-            update_log_ratio=found.update_log_ratio,
-            sample_weights=[sample.loss_weight for sample in samples],
-            seconds=seconds,
-            flops=self._flops.training(lengths, len(batch.targets)),
-            value_loss=found.losses[1].item() * factor if len(found.losses) > 1 else None,
-            value_token_sums=found.value_sums,
-        )
-
     def _synchronize(self) -> None:
         """A GPU works behind Python's back, and the passes are timed."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:
+    """Of each row, from what the models said of all targets; [N] each."""
+    split = {
+        name: torch.split(values.double().cpu(), list(batch.num_targets))
+        for name, values in columns.items()
+    }
+    return [
+        TokenScores(**{name: tuple(parts[row].tolist()) for name, parts in split.items()})
+        for row in range(len(batch.num_targets))
+    ]
+
+
+def note_micro_batch(
+    sums: StepSums,
+    batch: MicroBatch,
+    samples: Sequence[TrainSample],
+    found: Losses,
+    factor: float,
+    flops: FlopModel,
+) -> None:
+    """Add what the losses of one micro-batch say, times `factor`; its time is the caller's."""
+    lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
+    sums.add_micro_batch(
+        batch=batch,
+        loss=found.losses[0].item() * factor,
+        entropy=found.entropy,
+        log_ratio=found.log_ratio,
+        token_sums=found.sums,
+        update_log_ratio=found.update_log_ratio,
+        sample_weights=[sample.loss_weight for sample in samples],
+        flops=flops.training(lengths, len(batch.targets)),
+        value_loss=found.losses[1].item() * factor if len(found.losses) > 1 else None,
+        value_token_sums=found.value_sums,
+    )
 
 
 def _backward(loss: Tensor) -> None:

@@ -62,6 +62,12 @@ class Policy(nn.Module):
         if not self.runs_in_blocks:
             return _log_probs(self._logits_at(batch), batch.targets, temperature)
         hidden = self._hidden_states(batch.input_ids, batch.model_inputs)
+        return self.from_hidden_states(hidden, batch, temperature)
+
+    def from_hidden_states(
+        self, hidden: Tensor, batch: MicroBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same from hidden states [B, W, D] after the last norm, in blocks."""
         head = _base_model(self.model).get_output_embeddings()
         return chunked_log_probs(
             hidden.flatten(0, 1).index_select(0, batch.positions),

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -236,6 +237,40 @@ def shard(
     return ShardedGradients(root, gradient_sync, shards.replicas)
 
 
+@contextmanager
+def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the sharded ones of these have whole parameters, and no forward or backward is a
+    collective: processes may run different numbers of them. Gradients are not summed over
+    processes inside."""
+    sharded = [root for root in roots if isinstance(root, FSDPModule)]
+    for root in sharded:
+        root._get_fsdp_state()._lazy_init()
+        root.set_reshard_after_forward(False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+        for module in _sharded_modules(root):
+            module.unshard()
+    try:
+        yield
+    finally:
+        for root in sharded:
+            root.set_reshard_after_forward(True)
+            root.set_reshard_after_forward(False, recurse=False)
+            root.set_reshard_after_backward(True)
+            for module in _sharded_modules(root):
+                module.reshard()
+            _free_after_forward(root)
+
+
+def sum_in_full_precision(root: nn.Module) -> None:
+    """Gradients that were given to `gathered` parameters outside of a backward pass of the model
+    join their sums, as after such a pass."""
+    for group in _parameter_groups(root):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 @torch.no_grad()
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
@@ -321,9 +356,13 @@ def _parameter_groups(root: nn.Module) -> Iterator[Any]:
 def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
     """No backward follows a forward without gradient, so free here what backward would have: else
     the next forward would use the root's old whole parameters, even after an update."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or _stays_gathered(root):
         return
     _free_after_forward(root)
+
+
+def _stays_gathered(root: nn.Module) -> bool:
+    return any(not group.reshard_after_backward for group in _parameter_groups(root))
 
 
 def _free_after_forward(root: nn.Module) -> None:

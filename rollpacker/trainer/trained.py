@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollpacker.trainer.optimizer import build_optimizer
+from rollpacker.trainer.optimizer import MirrorGradient, build_optimizer
 from rollpacker.trainer.sharding import ShardedGradients, Shards, shard
 from rollpacker.trainer.trainer import TrainConfig, TrainerError
 
@@ -26,8 +26,11 @@ class Trained:
         config: TrainConfig,
         shards: Shards | None,
         run_dtype: torch.dtype,
+        mirror: str | None = None,
     ) -> None:
-        """`named_by`: the part of `module` whose parameter names are to be used."""
+        """`named_by`: the part of `module` whose parameter names are to be used. `mirror`: a
+        parameter that another pipeline stage owns. Its gradient is summed here; it is not
+        updated."""
         self.module = module
         self._named_by = named_by
         self._offloads = config.offload
@@ -45,7 +48,9 @@ class Trained:
                 param_dtype=run_dtype if run_dtype in _LOW_PRECISION else None,
                 gradient_sync=config.gradient_sync,
             )
-        self.optimizer = build_optimizer(named_by.named_parameters(), config)
+        own = dict(named_by.named_parameters())
+        self._mirror = None if mirror is None else MirrorGradient(own.pop(mirror))
+        self.optimizer = build_optimizer(own.items(), config)
 
     # -- gradients -------------------------------------------------------------------------
 
@@ -54,9 +59,16 @@ class Trained:
         if self._sharded is not None:
             self._sharded.forget()
         self.optimizer.forget_gradients()
+        if self._mirror is not None:
+            self._mirror.forget()
+
+    def mirror_gradient(self) -> Tensor | None:
+        """Of the parameter that another stage owns, in full precision. None: it has none yet."""
+        assert self._mirror is not None
+        return self._mirror.gradient
 
     def norm(self) -> float:
-        """The norm of the whole gradient so far."""
+        """The norm of the whole gradient so far, without that of a mirror."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
@@ -64,8 +76,10 @@ class Trained:
         """Parameters whose gradient so far, as far as it is in this process, is not finite."""
         if self._sharded is not None:
             return self._sharded.non_finite()
-        gradients = self.optimizer.gradients().items()
-        return [n for n, g in gradients if not bool(torch.linalg.vector_norm(g).isfinite())]
+        gradients = dict(self.optimizer.gradients())
+        if self._mirror is not None and self._mirror.gradient is not None:
+            gradients["the tied output layer"] = self._mirror.gradient
+        return [n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())]
 
     def multiply_gradients(self, factor: float) -> bool:
         """Whether that is possible now: whole gradients that wait to be summed over the ranks are
@@ -74,6 +88,8 @@ class Trained:
             return False
         for gradient in self.optimizer.gradients().values():
             gradient.mul_(factor)
+        if self._mirror is not None and self._mirror.gradient is not None:
+            self._mirror.gradient.mul_(factor)
         return True
 
     # -- host memory -----------------------------------------------------------------------
@@ -94,6 +110,8 @@ class Trained:
         if self._sharded is not None:
             yield from self._sharded.tensors()
         yield from self.optimizer.tensors()
+        if self._mirror is not None and self._mirror.gradient is not None:
+            yield self._mirror.gradient
 
     # -- checkpoints -----------------------------------------------------------------------
 

@@ -17,9 +17,11 @@ from rollpacker.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.driver import Controller, Parts
 from rollpacker.controller.engines import Engines, Weights
 from rollpacker.controller.event_log import LogWriter
+from rollpacker.controller.salvage import Salvage
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.events import SampleAborted, SampleGenerated
@@ -387,12 +389,14 @@ def make(
     rewards: RewardScheduleConfig | None = None,
     job: Job | None = None,
     cursor: PromptCursor | None = None,
+    salvage: Salvage | None = None,
+    carried: CarriedTokens | None = None,
     evaluates: bool = True,
     controller_class: type[Controller] = Controller,
     job_class: type[Job] = Job,
 ) -> tuple[Controller, Recorder]:
-    """`job` and `cursor` are a checkpoint's; None: a new run's. `evaluates`: there are prompts to
-    evaluate on. `engines`: instead of the one."""
+    """`job`, `cursor`, `salvage` and `carried` are a checkpoint's; None: a new run's. `evaluates`:
+    there are prompts to evaluate on. `engines`: instead of the one."""
     recorder = Recorder()
     job = job or job_class(
         JobConfig(
@@ -435,6 +439,7 @@ def make(
         render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        carried=carried,
         observers=[recorder],
     )
     controller = controller_class(
@@ -442,6 +447,7 @@ def make(
         parts,
         checkpoints=folder / "checkpoints",
         time_s=0.0,
+        salvage=salvage,
     )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder

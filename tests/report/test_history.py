@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollpacker.core.commands import Commit, Drop, Launch, RoundKind, Score, TrainOn
+from rollpacker.core.commands import Commit, Drop, Finish, Launch, RoundKind, Score, TrainOn
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -187,7 +187,7 @@ def test_a_log_with_lines_missing_is_still_read(missing: Callable[[str], bool]):
 
 def test_evaluations_and_the_end_are_known():
     history, _ = feed(FakeRun(1).run(6))
-    assert list(history.evaluations) == [0, 5] and history.finished == "done"
+    assert list(history.evaluations) == [0, 5] and history.finish == Finish(reason="done")
     assert history.num_sessions == 1
     history.feed(Note(time_s=99.0, name="evaluation", seconds=1.0, step=6))
     assert 6 not in history.evaluations  # it gave no numbers

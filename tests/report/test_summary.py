@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollpacker.core.commands import RoundKind
+from rollpacker.core.commands import Finish, RoundKind
+from rollpacker.core.events import Committed
+from rollpacker.core.records import Note, Record
 from rollpacker.report.page.health import findings
 from rollpacker.report.summary import RunSummary
 from rollpacker.report.summary_table import render
@@ -100,3 +102,30 @@ def test_the_table_has_the_standard_error_beside_it() -> None:
     shown = text(evaluated(0.5, 0.56, (0.031, 0.029)))
     assert "0.500 ± 0.031" in shown and "0.560 ± 0.029" in shown and "+0.060" in shown
     assert "±" not in text(evaluated(0.5, 0.56, (None, None)))
+
+
+def test_a_run_that_failed_has_not_finished() -> None:
+    why = "engine 0 was lost 3 times without a committed step between them"
+    summary = RunSummary()
+    for entry in FakeRun(seed=1).run(3):
+        if isinstance(entry, Record) and any(isinstance(one, Finish) for one in entry.commands):
+            end = (Finish(reason=why, failed=True),)
+            entry = Record(time_s=entry.time_s, event=entry.event, commands=end, cost_s=0.0)
+        summary.feed(entry)
+    plain = summary.plain()
+    assert (plain["finished"], plain["failed"]) == (None, why)
+    assert f"failed: {why}" in " ".join(text(plain).split())
+    assert findings(plain, {})[0].level == "bad" and why in findings(plain, {})[0].text
+
+
+def test_what_resumes_salvaged_is_told() -> None:
+    summary = RunSummary()
+    for entry in FakeRun(seed=1).run(3):
+        if isinstance(entry, Record) and isinstance(entry.event, Committed):
+            counts = {"perf/salvaged_samples": 3.0, "perf/salvaged_tokens": 1000.0}
+            note = Note(time_s=entry.time_s, name="salvaged", seconds=0.0, step=0, metrics=counts)
+            summary.feed(note)
+            summary.feed(note)
+        summary.feed(entry)
+    assert summary.plain()["salvaged"] == {"samples": 18, "tokens": 6000}
+    assert "18 responses (6,000 tokens)" in " ".join(text(summary.plain()).split())

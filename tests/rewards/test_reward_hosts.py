@@ -298,9 +298,14 @@ class Unreachable(Net):
         return super().connect(predecessor)
 
 
-def test_a_host_that_is_cut_off_is_lost_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("host_s", "process_s"), [(2.0, 5.0), (6.0, 2.5)])
+def test_a_host_that_is_cut_off_is_lost_once_and_comes_back(
+    host_s: float, process_s: float, tmp_path: Path
+) -> None:
+    """Whose heartbeat is over first: a process says nothing either when its host does not answer,
+    and one that is begun on such a host would be lost with it once more."""
     net = Unreachable()
-    far = net.host(heartbeat_s=2.0)
+    far = net.host(heartbeat_s=host_s)
 
     async def judge(hosted: HostedReward) -> None:
         columns = {"folder": str(tmp_path)}
@@ -313,9 +318,10 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert isinstance(verdict, Scored)
         net.is_cut.clear()
         await until(lambda: hosted.book.num_ready == 2, LONG_S)
+        assert hosted.book.num_lost == 1
 
     try:
-        run(functions(tmp_path, SLOW), judge, [far, ThisHost()])
+        run(functions(tmp_path, SLOW), judge, [far, ThisHost()], heartbeat_s=process_s)
     finally:
         far.close()
         for agent in net.agents:

@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
+from rollpacker.core.packs import plan_packs
 from rollpacker.rollout.attention import ATTENTION_NAME, install_attention
 from rollpacker.trainer import packing, varlen
 from rollpacker.trainer.batches import Batcher, collate
-from rollpacker.trainer.packing import best_kind, pack, packed_attention, plan_packs, why_not
+from rollpacker.trainer.packing import best_kind, pack, packed_attention, why_not
 from rollpacker.trainer.varlen import PackedRows
 from tests.trainer.families import (
     CPU,

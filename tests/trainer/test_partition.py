@@ -29,6 +29,7 @@ from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
+from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trainer import (
@@ -59,6 +60,7 @@ class Case:
 
     algorithm: AlgorithmConfig
     lora: bool = False
+    num_layers: int = 2
     critic: CriticConfig = dataclasses.field(
         default_factory=lambda: CriticConfig(max_grad_norm=None)
     )
@@ -144,13 +146,17 @@ def learner_of(
     partition: Partition,
     shards: Shards | None = None,
     config: TrainConfig | None = None,
+    stage: Stage | None = None,
 ) -> Learner:
     """Policy, reference, teacher and critic all differ, and none of their gradients is zero."""
-    model = exact_model()
+    model = exact_model(num_layers=case.num_layers)
     critic = None
     if case.algorithm.needs_critic:
-        critic = from_policy_model(exact_model(3))
+        critic = from_policy_model(exact_model(3, num_layers=case.num_layers))
         torch.nn.init.constant_(critic.value_head.weight, 0.3)
+    teacher = None
+    if case.algorithm.needs_teacher:
+        teacher = FrozenPolicy(exact_model(5, num_layers=case.num_layers))
     if case.lora:
         add_adapter(model, LoraConfig(rank=2))
         torch.manual_seed(4)
@@ -175,17 +181,18 @@ def learner_of(
         temperature=TEMPERATURE,
         total_steps=1,
         critic=critic,
-        teacher=FrozenPolicy(exact_model(5)) if case.algorithm.needs_teacher else None,
+        teacher=teacher,
         shards=shards,
+        stage=stage,
     )
     move(learner.model)
     return learner
 
 
-def exact_model(seed: int = 0) -> torch.nn.Module:
+def exact_model(seed: int = 0, *, num_layers: int = 2) -> torch.nn.Module:
     """float64 throughout: transformers' own norms go through float32, so that even a gradient's
     scale would show in the eighth digit."""
-    model = tiny_model(seed)
+    model = tiny_model(seed, num_layers=num_layers)
     for name, module in list(model.named_modules()):
         if name.endswith("norm"):
             exact = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
@@ -222,11 +229,7 @@ def scores_of(
 ) -> dict[SampleId, TokenScores]:
     if not (always or case.algorithm.needs_scores):
         return {}
-    requests = [
-        ScoreRequest(sample=r.sample, prompt_tokens=r.prompt_tokens, response_tokens=r.tokens)
-        for group in groups
-        for r, _ in group
-    ]
+    requests = requests_of(groups)
     rank, size = (0, 1) if shards is None else (shards.rank, shards.size)
     share = dealt(requests, size, draw)[rank]
     mine = {r.sample: s for r, s in zip(share, learner.score(share), strict=True)}
@@ -235,6 +238,14 @@ def scores_of(
     all_scores: list[Any] = [None] * size
     dist.all_gather_object(all_scores, mine)
     return {sample: scores for part in all_scores for sample, scores in part.items()}
+
+
+def requests_of(groups: Groups) -> list[ScoreRequest]:
+    return [
+        ScoreRequest(sample=r.sample, prompt_tokens=r.prompt_tokens, response_tokens=r.tokens)
+        for group in groups
+        for r, _ in group
+    ]
 
 
 def calls_of(
@@ -311,6 +322,11 @@ def gradients(
         if rank in called:
             learner.accumulate(shares[called.index(rank)])
     outcome = learner.apply()
+    return first_moments(learner, shards), outcome.sums.totals["loss"]
+
+
+def first_moments(learner: Learner, shards: Shards | None) -> dict[str, dict[str, Tensor]]:
+    """By model and parameter, on rank 0: the gradients of the only update so far."""
     found = {}
     for name, trained in learner.trained.items():
         moments = {
@@ -319,7 +335,7 @@ def gradients(
             if n.startswith("exp_avg.")
         }
         found[name] = {n: v.clone() for n, v in full_tensors(moments.items(), shards)}
-    return found, outcome.sums.totals["loss"]
+    return found
 
 
 def assert_equal(

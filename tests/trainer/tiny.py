@@ -21,18 +21,20 @@ VOCABULARY = 23
 TEMPERATURE = 0.7
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Qwen2ForCausalLM:
+def tiny_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, *, num_layers: int = 2, tied: bool = True
+) -> Qwen2ForCausalLM:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.2,
         attention_dropout=0.3,
     )

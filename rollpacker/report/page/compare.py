@@ -71,7 +71,7 @@ def settings_that_differ(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def _results(runs: Sequence[Run]) -> Rows:
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("steps", lambda run: f"{run['summary']['steps']['total']:,}"),
-        ("finished", lambda run: str(run["summary"]["finished"] or "no")),
+        ("finished", _end),
         ("wall time", lambda run: clock(run["summary"]["wall_s"])),
         ("held-out pass@1, first", lambda run: _number(_passes(run)[:1], 3)),
         ("held-out pass@1, last", lambda run: _number(_passes(run)[-1:], 3)),
@@ -92,6 +92,11 @@ def _results(runs: Sequence[Run]) -> Rows:
     if not any(run.get("paired") for run in runs):
         rows = [row for row in rows if row[1] is not _paired]
     return [(name, [tell(run) for run in runs]) for name, tell in rows]
+
+
+def _end(run: Run) -> str:
+    summary = run["summary"]
+    return f"failed: {summary['failed']}" if "failed" in summary else summary["finished"] or "no"
 
 
 def _seconds(runs: Sequence[Run]) -> Rows:

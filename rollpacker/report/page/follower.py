@@ -74,7 +74,7 @@ class Follower:
         book = self._book
         history = book.summary.accounting.history
         size = max(1, book.events.stat().st_size)
-        version = f"{self._generation}.{book.num_steps}.{book.num_evaluations}.{history.finished}"
+        version = f"{self._generation}.{book.num_steps}.{book.num_evaluations}.{history.finish}"
         return {
             "version": version,
             "phase": history.phase,

@@ -38,6 +38,8 @@ def findings(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Fi
 
 def _correctness(summary: Mapping[str, Any]) -> list[Finding]:
     found = []
+    if "failed" in summary:
+        found.append(Finding("bad", f"The run failed: {summary['failed']}."))
     if summary.get("unsandboxed"):
         found.append(Finding("bad", "Model-written code ran without isolation."))
     if summary.get("weighted_carrying"):

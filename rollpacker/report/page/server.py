@@ -94,6 +94,7 @@ def _short_summary(path: Path) -> dict[str, Any]:
             "steps": summary["steps"]["total"],
             "wall_s": summary["wall_s"],
             "finished": summary["finished"],
+            "failed": summary.get("failed"),
             "reward": summary["training_reward"]["last"],
             "passed": passed[-1] if passed else None,
         }

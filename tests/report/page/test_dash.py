@@ -139,6 +139,21 @@ def test_an_interrupted_run_is_not_green(tmp_path: Path, reason: str) -> None:
                 page.wait_for_selector(f"main .pill.{kind} >> text={reason}")
 
 
+def test_a_run_that_failed_is_red_and_says_of_what(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=3)
+    log = run / "events.jsonl"
+    ended, failed = '"reason":"done","failed":false', '"reason":"no engine","failed":true'
+    text = log.read_text()
+    assert text.count(ended) == 1
+    log.write_text(text.replace(ended, failed))
+    assert main(["report", str(run)]) == 0
+    with served(tmp_path) as port:
+        for path in ("", "run/one"):
+            with opened(f"http://127.0.0.1:{port}/{path}") as (page, _):
+                page.wait_for_selector("main .pill.bad >> text=failed: no engine")
+                assert page.locator("main .pill.good").count() == 0
+
+
 def test_a_run_that_begins_anew_or_goes_away_while_it_is_looked_at(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)

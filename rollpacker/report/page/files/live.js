@@ -31,7 +31,7 @@ function liveList() {
     let rows;
     try { rows = await ask("/api/runs"); } catch { body.replaceChildren(h("p", { class: "message" }, "The dashboard does not answer: was it ended?")); return; }
     const pill = ([level, text]) => h("span", { class: "pill " + level }, text);
-    const state = (row) => pill(row.finished ? ended(row.finished) : row.quiet_s < 60 ? ["live", "running"] : ["", `quiet for ${seconds(row.quiet_s)}`]);
+    const state = (row) => pill(isOver(row) ? ended(row) : row.quiet_s < 60 ? ["live", "running"] : ["", `quiet for ${seconds(row.quiet_s)}`]);
     const told = rows.map((row) => [h("a", { href: row.link }, row.name), state(row), count(row.steps), row.wall_s === undefined ? "–" : seconds(row.wall_s), number(row.reward, row.reward === null || row.reward === undefined ? undefined : 3), number(row.passed, row.passed === null || row.passed === undefined ? undefined : 3)]);
     body.replaceChildren(rows.length ? table([["run"], ["state"], ["steps", true], ["wall time", true], ["reward", true], ["pass@1", true]], told) : h("p", { class: "message" }, "There is no run here yet."));
   });
@@ -77,8 +77,8 @@ function liveRun(name) {
     // Making the page of a long run takes a while: until then it says how old it is.
     const older = shown_.last_step === state.step ? "" : ` (below: as of step ${count(shown_.last_step)})`;
     if (state.problem) tell("bad", "the event log cannot be read on");
-    else if (state.read < 0.999 && !shown_.summary.finished) tell("live", `reading the event log: ${percent(state.read, 0)}`);
-    else if (shown_.summary.finished) note.replaceChildren(back); // the heading has it
+    else if (state.read < 0.999 && !isOver(shown_.summary)) tell("live", `reading the event log: ${percent(state.read, 0)}`);
+    else if (isOver(shown_.summary)) note.replaceChildren(back); // the heading has it
     else if (state.quiet_s < 60) tell("live", `step ${count(state.step + 1)}: ${words(state.phase)}${state.live ? `, ${counted(state.live, "sample")} in the engine` : ""}${older}`);
     else tell("warning", `nothing written for ${seconds(state.quiet_s)}`);
   });

@@ -2,12 +2,13 @@
 
 const share = (value) => percent(value, 1);
 
-/** Why a run is over, and the colour of that: one that was interrupted has not done what it was to do. */
-const ended = (reason) => [reason === "interrupted" ? "warning" : "good", reason];
+/** Why a run is over, and the colour of that: one that was interrupted has not done what it was to do, one that failed cannot. */
+const ended = ({ finished, failed }) => failed ? ["bad", `failed: ${failed}`] : [finished === "interrupted" ? "warning" : "good", finished];
+const isOver = ({ finished, failed }) => Boolean(finished || failed);
 
 function stateOf(run) {
   const { summary } = run;
-  if (summary.finished) return ended(summary.finished);
+  if (isOver(summary)) return ended(summary);
   if (run.gone) return ["bad", "the run's folder is gone"];
   if (run.quiet_s !== null && run.quiet_s < 120) return ["live", `running, ${words(run.phase)}`];
   return ["warning", "not finished"];
@@ -42,7 +43,7 @@ function heading(run) {
     started && !Number.isNaN(started.getTime()) ? `started ${started.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}` : null,
   ].filter(Boolean);
   // What a live run is doing stands above, newer than this.
-  const pill = kindOfPage === "live" && !summary.finished && !run.gone ? null : h("span", { class: "pill " + level }, state);
+  const pill = kindOfPage === "live" && !isOver(summary) && !run.gone ? null : h("span", { class: "pill " + level }, state);
   return [
     h("div", { class: "head" }, h("h1", {}, run.name), pill, run.truncated ? h("span", { class: "pill warning" }, "the log's last line is cut off") : null, summary.unsandboxed ? h("span", { class: "pill bad" }, "unsandboxed") : null),
     h("p", { class: "lead" }, facts.join(" · ")),

@@ -1,4 +1,5 @@
-"""Samples dealt out to ranks so that all have about the same work, not the same number.
+"""Rows dealt out to ranks so that all have about the same work, not the same number, and a rank's
+rows put together into packs.
 
 Ranks of a step wait for the slowest. What a sample costs grows faster than its length: attention
 looks back over all of it.
@@ -7,6 +8,7 @@ looks back over all of it.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,3 +53,23 @@ def assign(
         shares[rank].append(index)
         heapq.heapreplace(loads, (load + costs[index], rank))
     return [sorted(share) for share in shares]
+
+
+def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing: row numbers of each pack, rising. At most `max_tokens` a pack, except
+    that a longer row has one of its own. At most 11/9 of the fewest possible packs, plus 1."""
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    """(tokens left, pack), sorted."""
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[index]
+        tightest = bisect_left(room, (size, 0))
+        if tightest < len(room):
+            left, number = room.pop(tightest)
+            packs[number].append(index)
+        else:
+            left, number = max_tokens, len(packs)
+            packs.append([index])
+        if left > size:
+            insort(room, (left - size, number))
+    return [sorted(members) for members in packs]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.trainer.balance import WorkModel, assign, work
+from rollpacker.core.packs import WorkModel, assign, work
 
 LENGTHS = st.lists(st.integers(1, 20_000), max_size=40)
 

@@ -1,0 +1,269 @@
+"""What a pipeline stage does next.
+
+A model's layers are cut into *stages*, one after the other. A *sweep* takes micro-batches through
+them, with three ops each on every stage:
+
+    F   forward: needs the hidden states from the stage before
+    I   backward for inputs: needs the gradient from the stage after (the last stage: its own F)
+    W   backward for weights: needs the stage's own I, and frees what F kept
+
+    F 0  --link 0-->  F 1  --link 1-->  F 2
+    I 0  <--link 0--  I 1  <--link 1--  I 2        W where and when there is time
+
+Each kind runs in the order of the micro-batches on every stage, so that timing cannot change a bit
+of a sum of gradients. What a stage has done is therefore a few counters (`StageState`), and a
+*chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
+executor asks the chooser whenever its stage is idle and something was done or arrived.
+
+    pipeline_work     what ops and messages take: costs of stages, fitted or given, and links
+    pipeline_time     the same choosers in virtual time, which is how plans are made and replayed
+    pipeline_plan     orders: 1f1b, zero-bubble, adapted; pipeline_search makes one better
+    pipeline_order    whether orders can be run at all, and torch's file of them
+    pipeline_split    layers of each stage, and the budget of a micro-batch
+    pipeline_watch    which link or stage has turned slow
+
+Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["F", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "I", "W")
+
+
+class Op(NamedTuple):
+    """One op of one stage."""
+
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+Order = tuple[Op, ...]
+"""All ops of one stage, in the order in which it runs them."""
+
+
+@dataclass(slots=True)
+class StageState:
+    """What one stage knows and has done in a sweep.
+
+    A sweep may be *open*: micro-batches are added while it runs, until it is closed. Inputs arrive
+    in the order of the micro-batches; whoever receives them otherwise counts the first that are all
+    there.
+    """
+
+    stage: int
+    num_stages: int
+    tokens: list[int] = field(default_factory=list)
+    """Of every micro-batch there is so far."""
+    closed: bool = False
+    """No more of them will come."""
+    num_f_arrived: int = 0
+    """Hidden states that came from the stage before; unused on the first."""
+    num_i_arrived: int = 0
+    """Gradients that came from the stage after; unused on the last."""
+    num_f: int = 0
+    """Done. So are `num_i` and `num_w`."""
+    num_i: int = 0
+    num_w: int = 0
+    live_tokens: int = 0
+    """Of micro-batches whose F is done and whose W is not: their activations are kept."""
+    peak_live_tokens: int = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Micro-batches of so many tokens each come next."""
+        assert not self.closed, "a closed sweep takes no more micro-batches"
+        self.tokens += tokens
+
+    def close(self) -> None:
+        self.closed = True
+
+    def arrive(self, kind: Kind) -> None:
+        """The input of the next F (hidden states) or of the next I (a gradient) is here."""
+        if kind == "F":
+            self.num_f_arrived += 1
+        else:
+            assert kind == "I", "W needs nothing from elsewhere"
+            self.num_i_arrived += 1
+
+    @property
+    def num_done(self) -> int:
+        return self.num_f + self.num_i + self.num_w
+
+    @property
+    def finished(self) -> bool:
+        """The sweep is closed and everything in it done."""
+        return self.closed and self.num_w == len(self.tokens)
+
+    def ready(self, kind: Kind) -> bool:
+        """The next op of this kind has its input. Caps and quotas are the chooser's business."""
+        if kind == "F":
+            here = len(self.tokens) if self.stage == 0 else self.num_f_arrived
+            return self.num_f < here
+        if kind == "I":
+            last = self.stage == self.num_stages - 1
+            here = self.num_f if last else min(self.num_i_arrived, self.num_f)
+            return self.num_i < here
+        return self.num_w < self.num_i
+
+    def next_op(self, kind: Kind) -> Op:
+        if kind == "F":
+            return Op("F", self.num_f)
+        return Op("I", self.num_i) if kind == "I" else Op("W", self.num_w)
+
+    def done(self, op: Op) -> None:
+        """This op is over. It must be the next of its kind and have been ready."""
+        assert op == self.next_op(op.kind) and self.ready(op.kind), f"{op} on stage {self.stage}"
+        if op.kind == "F":
+            self.num_f += 1
+            self.live_tokens += self.tokens[op.micro_batch]
+            self.peak_live_tokens = max(self.peak_live_tokens, self.live_tokens)
+        elif op.kind == "I":
+            self.num_i += 1
+        else:
+            self.num_w += 1
+            self.live_tokens -= self.tokens[op.micro_batch]
+
+
+class Chooser(Protocol):
+    """Of one stage, for one sweep."""
+
+    def choose(self, state: StageState) -> Op | None:
+        """What to run now; None: wait until something arrives, or micro-batches are added. The
+        answer depends on `state` alone and always is ready."""
+        ...
+
+
+class FixedOrder:
+    """The next op of an order, as soon as it is ready."""
+
+    def __init__(self, order: Sequence[Op] = ()) -> None:
+        self._order = list(order)
+
+    def extend(self, order: Sequence[Op]) -> None:
+        """Of micro-batches added to an open sweep, numbered on."""
+        self._order += order
+
+    def choose(self, state: StageState) -> Op | None:
+        """See `Chooser`."""
+        place = state.num_done
+        if place >= len(self._order):
+            return None
+        op = self._order[place]
+        assert op == state.next_op(op.kind), f"{op} comes too early in the order of a stage"
+        return op if state.ready(op.kind) else None
+
+
+class ReadyFirst:
+    """I before F before W among what is ready.
+
+    Until its first I, a stage runs F `quota` times and waits for them: that lead keeps it busy when
+    a slow link is between it and the next (`adapted_quotas`). F waits while its micro-batch would
+    take the live tokens above the cap. Neither can block: a quota counts no more micro-batches than
+    exist and than fit below the caps of this stage and all before it, so that each F that is
+    waited for comes; and a stage that has no room for an F has an I or a W to run, or some stage
+    after it has.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        quotas: Sequence[int] | None = None,
+        caps: Sequence[int | None] | None = None,
+    ) -> None:
+        """`quotas` (F before the first I) and `caps` (live tokens; None: none) are by stage, of all
+        stages. Without quotas a stage waits for nothing that is ready."""
+        before = range(stage + 1)
+        self._quota = min(quotas[s] for s in before) if quotas is not None else 0
+        given = [caps[s] for s in before] if caps is not None else []
+        self._cap = math.inf if not given or given[-1] is None else given[-1]
+        self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
+        """The cap that a warm-up must fit below."""
+        self._known = 0
+        self._reachable = 0
+        """The quota that the first `_known` micro-batches allow."""
+
+    def choose(self, state: StageState) -> Op | None:
+        """See `Chooser`."""
+        num_f = state.num_f
+        here = len(state.tokens) if state.stage == 0 else state.num_f_arrived
+        f_fits = num_f < here and state.live_tokens + state.tokens[num_f] <= self._cap
+        if state.num_i == 0 and num_f < self._quota and num_f < self._quota_of(state):
+            return Op("F", num_f) if f_fits else None
+        if state.ready("I"):
+            return Op("I", state.num_i)
+        if f_fits:
+            return Op("F", num_f)
+        return Op("W", state.num_w) if state.num_w < state.num_i else None
+
+    def _quota_of(self, state: StageState) -> int:
+        if self._known != len(state.tokens):
+            self._known = len(state.tokens)
+            sums = accumulate(state.tokens[: self._quota])
+            self._reachable = sum(1 for total in sums if total <= self._lowest)
+        return self._reachable
+
+
+def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
+    """ValueError where a stage's cap on live tokens has no room for one of the micro-batches."""
+    largest = max(tokens, default=0)
+    for stage, cap in enumerate(caps):
+        if cap is not None and cap < largest:
+            raise ValueError(
+                f"a cap of {cap} live tokens on stage {stage} is below its largest micro-batch of "
+                f"{largest}: raise train.pipeline.live_tokens to at least that, or make "
+                "micro-batches and samples shorter"
+            )
+
+
+# -- warm-up quotas --------------------------------------------------------------------
+
+
+def even_quotas(num_stages: int, most: int) -> list[int]:
+    """ADAPTRA's initial plan: from `most` (what memory holds, in micro-batches) on the first stage
+    down to 1 on the last, the smallest difference between neighbours as large as it can be."""
+    assert num_stages >= 1 and most >= 1
+    quotas = [most]
+    if num_stages > 1:
+        step, larger = divmod(most - 1, num_stages - 1)
+        for stage in range(1, num_stages):
+            quotas.append(quotas[-1] - step - (1 if stage <= larger else 0))
+    return quotas
+
+
+def slack_needed(f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float]) -> list[int]:
+    """By link: by how much the quota of the stage before must be above that of the stage after so
+    that its delay does not cascade (ADAPTRA's Eq. 1):
+
+        F_i + I_i + 2 c_i <= slack * (F_{i+1} + I_{i+1})
+
+    `f_s` and `i_s` are seconds by stage, `link_s` seconds one way by link.
+    """
+    slack = []
+    for stage, delay_s in enumerate(link_s):
+        own_s = f_s[stage] + i_s[stage] + 2 * delay_s
+        next_s = f_s[stage + 1] + i_s[stage + 1]
+        # A ratio that is a whole number but for rounding is that number.
+        slack.append(math.ceil(own_s / next_s - 1e-9) if next_s > 0 else 1)
+    return slack
+
+
+def adapted_quotas(
+    f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float], num_micro_batches: int
+) -> list[int]:
+    """ADAPTRA's adapted plan: from 1 on the last stage upwards by `slack_needed`, at least 2, and
+    never above the number of micro-batches."""
+    quotas = [1]
+    most = max(num_micro_batches - 2 * len(f_s), 2)
+    for slack in reversed(slack_needed(f_s, i_s, link_s)):
+        quotas.append(min(quotas[-1] + min(most, max(slack, 2)), max(num_micro_batches, 1)))
+    return quotas[::-1]

@@ -1,0 +1,86 @@
+"""Tensors and acknowledgements as bytes on a connection. The bytes cannot execute anything.
+
+sender -> receiver   HEADER, then the tensor's bytes as they lie in memory, row by row
+receiver -> sender   ANSWER, at any time
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_DIMS = 6
+HEADER = struct.Struct(f">BBBxQQdI{MAX_DIMS}QI")
+"""Kind, dtype, number of dimensions; number of the message, its bytes, when it was posted, checksum
+of its bytes; shape; checksum of all of this."""
+ANSWER = struct.Struct(">BQ")
+"""Kind, and the number of the next message that the receiver has not delivered."""
+TENSOR, BYE = range(1, 3)
+"""Kinds of headers. BYE: the sender closes."""
+ALIVE, DELIVERED, CLOSED = range(1, 4)
+"""Kinds of answers. ALIVE: nothing new, but somebody is here. CLOSED: the receiver closes."""
+_CHECKSUM = struct.Struct(">I")
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Header(NamedTuple):
+    """What a message says of itself before its bytes."""
+
+    kind: Literal[1, 2]
+    number: int
+    num_bytes: int
+    posted_s: float
+    checksum: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether a message can hold it."""
+    return tensor.dtype in _CODES and tensor.ndim <= MAX_DIMS
+
+
+def packed_header(number: int, tensor: Tensor, posted_s: float, checksum: int = 0) -> bytes:
+    assert fits(tensor)
+    shape = (*tensor.shape, *(0,) * (MAX_DIMS - tensor.ndim))
+    fields = (TENSOR, _CODES[tensor.dtype], tensor.ndim, number, tensor.nbytes, posted_s, checksum)
+    return _sealed(HEADER.pack(*fields, *shape, 0))
+
+
+def packed_bye() -> bytes:
+    return _sealed(HEADER.pack(BYE, 0, 0, 0, 0, 0.0, 0, *(0,) * MAX_DIMS, 0))
+
+
+def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
+    """Raises `ValueError` for bytes that `packed_header` cannot have made, and for a message that
+    is too long."""
+    kind, code, num_dims, number, num_bytes, posted_s, checksum, *dims, _ = HEADER.unpack(data)
+    sound = _sealed(bytes(data)) == bytes(data) and kind in (TENSOR, BYE)
+    if not sound or code >= len(_DTYPES) or num_dims > MAX_DIMS:
+        raise ValueError("bytes that are no header")
+    dtype, shape = _DTYPES[code], tuple(dims[:num_dims])
+    if kind == TENSOR and num_bytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{num_bytes} bytes for {dtype} of shape {shape}")
+    if num_bytes > max_bytes:
+        raise ValueError(f"a message of {num_bytes} bytes, and {max_bytes} are the most")
+    return Header(kind, number, num_bytes, posted_s, checksum, dtype, shape)
+
+
+def _sealed(header: bytes) -> bytes:
+    """With its own checksum in place."""
+    body = header[: -_CHECKSUM.size]
+    return body + _CHECKSUM.pack(zlib.crc32(body))

@@ -1,0 +1,240 @@
+"""Sweeps through a model in stages: `Passes` as one stage's rank runs them.
+
+Every stage is given the same rows and samples, so that all plan the same micro-batches. The first
+one uses their tokens, the last one all else: the losses are made there, as of a whole model.
+Several models (policy, reference, critic) go through together, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollpacker.core.pipeline import Chooser
+from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.losses import Losses, no_losses
+from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
+from rollpacker.trainer.model_set import ModelSet
+from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, token_scores
+from rollpacker.trainer.pipeline.crossing import Crossing, Passage
+from rollpacker.trainer.pipeline.cut import Place
+from rollpacker.trainer.pipeline.deferred import DeferredWeights, Products, compute
+from rollpacker.trainer.pipeline.executor import Executor
+from rollpacker.trainer.pipeline.staged import StagedPolicy
+from rollpacker.trainer.sharding import gathered, sum_in_full_precision
+from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
+
+NewChooser = Callable[[Sequence[int]], Chooser]
+"""This stage's, for a sweep over micro-batches of so many tokens."""
+
+
+class StagedPasses:
+    """Meets `Passes` with one stage of each model. `score` answers on the last stage alone; the
+    others return an empty list."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        batcher: Batcher,
+        *,
+        place: Place,
+        crossing: Crossing,
+        executor: Executor,
+        new_chooser: NewChooser,
+    ) -> None:
+        assert isinstance(models.policy, StagedPolicy)
+        self._models = models
+        self._batcher = batcher
+        self._place = place
+        self._crossing = crossing
+        self._executor = executor
+        self._new_chooser = new_chooser
+        self._flops = models.policy.flops
+        self._trained = [one for one in (models.policy, models.critic) if one is not None]
+        self._deferred = DeferredWeights()
+        for module in self._trained:
+            self._deferred.attach(module)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """See `Passes`."""
+        rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
+        plan = self._plan(rows)
+        scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
+        with self._batcher.attention(), self._gathered():
+            self._executor.sweep([batch.num_tokens for _, batch in plan], scoring)
+        if not self._place.is_last:
+            return []
+        scores: dict[int, TokenScores] = {}
+        for (places, batch), columns in zip(plan, scoring.columns, strict=True):
+            scores |= zip(places, token_scores(columns, batch), strict=True)
+        return [scores[place] for place in range(len(requests))]
+
+    def differentiate(
+        self,
+        samples: Sequence[TrainSample],
+        losses: LossFunction,
+        *,
+        factor: float,
+        gradient_factor: float,
+        sums: StepSums,
+        look: Look | None = None,
+    ) -> bool:
+        """See `Passes`. Only the last stage knows whether losses were finite, and of `sums` the
+        others add their time alone. With `look` every micro-batch is a sweep of its own."""
+        rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        work = [
+            _Work(batch=batch, samples=[samples[place] for place in places])
+            for places, batch in self._plan(rows)
+        ]
+        finite = True
+        for sweep in [work] if look is None else [[one] for one in work]:
+            started = time.perf_counter()
+            self._sweep(sweep, losses, gradient_factor)
+            sums.seconds += time.perf_counter() - started
+            for one in sweep if self._place.is_last else ():
+                assert one.found is not None
+                finite = finite and one.found.finite
+                note_micro_batch(sums, one.batch, one.samples, one.found, factor, self._flops)
+            if look is not None:
+                found = sweep[0].found
+                samples_here = sweep[0].samples if found is not None else []
+                look(_nothing_found() if found is None else found, samples_here)
+        return finite
+
+    def differentiate_nothing(self) -> None:
+        """See `Passes`. Each stage does it alone, with hidden states and gradients of zero."""
+        ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])], None, 0.0)
+        self._deferred.is_on = False
+        try:
+            with self._batcher.attention(), self._models.for_backward():
+                ops.forward(0, None)
+                ops.backward(0, None)
+        finally:
+            self._deferred.is_on = True
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        return gathered([*self._trained, *self._models.frozen])
+
+    def _plan(self, rows: Sequence[Row]) -> list[tuple[list[int], MicroBatch]]:
+        plan = self._batcher.plan([row_length(row) for row in rows])
+        return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
+
+    def _sweep(self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float) -> None:
+        tokens = [one.batch.num_tokens for one in work]
+        ops = _Training(self, work, losses, gradient_factor)
+        with self._batcher.attention(), self._models.for_backward(), self._gathered():
+            self._executor.sweep(tokens, ops, self._new_chooser(tokens))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One micro-batch of a sweep with gradients, and what is kept of it between its ops."""
+
+    batch: MicroBatch
+    samples: list[TrainSample]
+    passage: Passage | None = None
+    losses: Sequence[Tensor] = ()
+    found: Losses | None = None
+    products: Products | None = None
+
+
+class _Scoring:
+    """`StageOps` of a sweep without gradients."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        crossing: Crossing,
+        place: Place,
+        batches: Sequence[MicroBatch],
+    ) -> None:
+        self._models, self._crossing, self._place = models, crossing, place
+        self._batches = batches
+        self.columns: list[dict[str, Tensor]] = []
+
+    def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        passage = self._crossing.begin(arrived)
+        columns = self._models.scores(self._batches[micro_batch])
+        if not self._place.is_last:
+            return passage.message()
+        self.columns.append(columns)
+        return None
+
+    def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        raise AssertionError("a sweep without gradients")
+
+    def weights(self, micro_batch: int) -> None:
+        raise AssertionError("a sweep without gradients")
+
+
+class _Training:
+    """`StageOps` of a sweep with gradients. Without `losses`: of a filler."""
+
+    def __init__(
+        self,
+        passes: StagedPasses,
+        work: Sequence[_Work],
+        losses: LossFunction | None,
+        gradient_factor: float,
+    ) -> None:
+        self._models, self._crossing = passes._models, passes._crossing
+        self._place, self._deferred = passes._place, passes._deferred
+        self._trained = passes._trained
+        self._work = work
+        self._losses = losses
+        self._gradient_factor = gradient_factor
+
+    def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        work = self._work[micro_batch]
+        work.passage = self._crossing.begin(arrived)
+        outputs = self._models.outputs(work.batch)
+        if not self._place.is_last:
+            return work.passage.message()
+        if self._losses is None:
+            work.losses = no_losses(outputs).losses
+        else:
+            found = self._losses(outputs, work.samples)
+            work.losses = [loss * self._gradient_factor for loss in found.losses]
+            work.found = found.detached()
+        return None
+
+    def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        work = self._work[micro_batch]
+        passage = work.passage
+        assert passage is not None
+        with self._deferred.collected() as products:
+            if self._place.is_last:
+                for loss in work.losses:
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            else:
+                passage.backward(arrived)
+        # The graph is gone; what W needs is among the products.
+        work.passage, work.losses, work.products = None, (), products
+        return None if self._place.is_first else passage.gradient_message()
+
+    def weights(self, micro_batch: int) -> None:
+        products = self._work[micro_batch].products
+        assert products is not None
+        compute(products)
+        for module in self._trained:
+            sum_in_full_precision(module)
+
+
+def _nothing_found() -> Losses:
+    """What a stage that makes no losses says of them."""
+    none = torch.zeros(0)
+    return Losses(
+        losses=[torch.zeros(())],
+        per_token=none,
+        entropy=none,
+        log_ratio=none,
+        update_log_ratio=None,
+        sums={},
+        value_sums={},
+    )
