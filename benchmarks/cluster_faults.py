@@ -123,6 +123,8 @@ class Fault:
     """Until the run said that something of it is lost; None: it did not have to."""
     overlaps: bool = False
     """Something of it had been struck a moment before, and may have been lost already."""
+    is_apart: bool = True
+    """Nothing else of the volley struck any of it."""
     at_s: float = field(default=0.0, repr=False)
     """When, on the monotonic clock."""
 
@@ -327,6 +329,8 @@ class Chaos:
         lasted_s = time.monotonic() - began
         num_commits = len(self.log.commits) - before
         for fault in struck:
+            others = {slot for one in struck if one is not fault for slot in one.slots}
+            fault.is_apart = others.isdisjoint(fault.slots)
             self._note(fault)
         self.wait(self.is_tidy, f"{volley}: something was left behind", LEFT_S)
         self.faults += struck
@@ -461,12 +465,15 @@ def tables(faults: list[Fault], rounds: list[dict[str, Any]], step_s: float) -> 
     by_kind: dict[str, Any] = {}
     for kind in WEIGHTS:
         of_kind = [fault for fault in faults if fault.kind == kind]
-        noticed = [fault.noticed_s for fault in of_kind if fault.noticed_s is not None]
+        noticed = [
+            fault.noticed_s for fault in of_kind if fault.is_apart and fault.noticed_s is not None
+        ]
         alone = [
             one for one in rounds if len(one["faults"]) == 1 and one["faults"][0]["kind"] == kind
         ]
         by_kind[kind] = {
             "faults": len(of_kind),
+            "apart": sum(fault.is_apart for fault in of_kind),
             "noticed": len(noticed),
             "noticed_s_median": round(statistics.median(noticed), 2) if noticed else None,
             "noticed_s_max": max(noticed, default=None),
