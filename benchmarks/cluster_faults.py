@@ -326,6 +326,9 @@ class Chaos:
             if self._strike(fault):
                 fault.overlaps = any(set(fault.slots) & set(one.slots) for one in struck)
                 struck.append(fault)
+        last = time.monotonic() + IN_TIME_S
+        while not self._all_noticed(struck) and time.monotonic() < last:
+            self.turn()
         self.wait(self.is_whole, f"{volley} was not made good")
         self.commits(1)
         lasted_s = time.monotonic() - began
@@ -344,6 +347,9 @@ class Chaos:
 
     def _seen(self, struck: Volley) -> bool:
         return any(self._first_loss(fault) is not None for fault in struck)
+
+    def _all_noticed(self, struck: Volley) -> bool:
+        return all(self._first_loss(one) is not None for one in struck if one.must_be_noticed)
 
     def _first_loss(self, fault: Fault) -> float | None:
         for at_s, slot in self.log.losses:
