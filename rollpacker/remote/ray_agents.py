@@ -197,7 +197,8 @@ def _check_reached(address: str) -> None:
         if node["Alive"] and node["NodeManagerAddress"] == address:
             try:
                 place = (address, node["NodeManagerPort"])
-                return socket.create_connection(place, timeout=PROBE_S).close()
+                socket.create_connection(place, timeout=PROBE_S).close()
+                return
             except OSError as refused:
                 error = refused
     raise error

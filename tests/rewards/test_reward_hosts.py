@@ -298,7 +298,7 @@ class Unreachable(Net):
         return super().connect(predecessor)
 
 
-@pytest.mark.parametrize(("host_s", "process_s"), [(2.0, 5.0), (6.0, 2.5)])
+@pytest.mark.parametrize(("host_s", "process_s"), [(2.0, 5.0), (8.0, 4.0)])
 def test_a_host_that_is_cut_off_is_lost_once_and_comes_back(
     host_s: float, process_s: float, tmp_path: Path
 ) -> None:
