@@ -13,6 +13,8 @@ process, no agent, no file in /dev/shm. This process adopts what loses its paren
                plain rounds, since an abort of an engine in a process takes effect at no fixed step
 
     python benchmarks/controller_faults.py [--kills 20] [--arm NAME] [--quick]
+
+Besides: what it costs to keep a response on the disk for a resume.
 """
 
 from __future__ import annotations
@@ -263,6 +265,55 @@ def salvaged_by(folder: Path) -> dict[str, int]:
     return dict(counts)
 
 
+def cost(folder: Path, responses: int = 1000, tokens: int = 1000) -> dict[str, float]:
+    """What it takes to keep a response of so many tokens: bytes, the processor seconds of those who
+    report it, and of the thread that writes it."""
+    from rollpacker.controller.salvage import FILE, Salvage
+    from rollpacker.core.events import SampleGenerated
+    from rollpacker.core.ids import PromptId, SampleId
+    from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
+
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    prompt, sampling = tuple(range(200)), SamplingParams(max_response_tokens=tokens)
+    ids, log_probs = tuple(range(tokens)), tuple(-0.001 * n for n in range(tokens))
+    samples = [SampleId(PromptId("train", 0, n), 0, 0) for n in range(responses)]
+    requests = [
+        GenerationRequest(sample=s, prompt_tokens=prompt, sampling=sampling) for s in samples
+    ]
+    reports = [
+        (
+            SampleGenerated(
+                time_s=0.0, sample=sample, num_tokens=tokens, finish_reason="stop", version=1
+            ),
+            Response(
+                sample=sample,
+                prompt_tokens=prompt,
+                tokens=ids,
+                log_probs=log_probs,
+                finish_reason="stop",
+                version=1,
+            ),
+        )
+        for sample in samples
+    ]
+    salvage = Salvage(folder, in_order=False)
+    salvage.begin(folder, 1)
+    began_all, began_own = time.process_time(), time.thread_time()
+    salvage.launched(1, requests)
+    for event, response in reports:
+        salvage.ended(event, response)
+    own = time.thread_time() - began_own
+    salvage.close()
+    others = time.process_time() - began_all - own
+    return {
+        "tokens": tokens,
+        "bytes": round((folder / FILE).stat().st_size / responses),
+        "reporting_us": round(1e6 * own / responses, 1),
+        "writing_us": round(1e6 * others / responses, 1),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, help="20, and of ray 6, if it is not given")
@@ -285,6 +336,7 @@ def main() -> int:
                 make_token()
             kills = 3 if args.quick else args.kills or (RAY_KILLS if arm == "ray" else 20)
             result["arms"][arm] = measure(arm, kills, Path(name) / arm)
+        result["cost_of_a_response"] = cost(Path(name) / "cost")
     arms = result["arms"].values()
     result["all_well"] = not any(one["different"] or one["problems"] or one["left"] for one in arms)
     result["seconds"] = round(time.perf_counter() - began, 1)

@@ -256,10 +256,9 @@ class Session:
             in_order = self.config.rollout.is_repeatable
             salvage = Salvage(folder.path, checkpoint.folder, version, in_order=in_order)
             samples, tokens = salvage.num_found
-            self._tell(
-                f"{samples:,} responses ({tokens:,} tokens) had finished since then; those that "
-                "are launched again are not generated again"
-            )
+            if samples:
+                told = f"{samples:,} finished responses ({tokens:,} tokens) of the next round"
+                self._tell(f"{told} are there, and are not generated again")
         elif self.overwrite or self.resume:
             folder.clear()
         save_config(self.config, folder.config)

@@ -185,7 +185,7 @@ class Cluster:
         if self._end is not None:
             assert self._end.stdin is not None
             self._end.stdin.close()
-            self._end.wait(2 * ray_end.WAIT_S)
+            self._end.wait(10 * ray_end.WAIT_S)
             self._end = None
 
 

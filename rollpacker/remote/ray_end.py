@@ -2,8 +2,9 @@
 
     run --lifeline--> this program, which waits for its end
 
-Of a raylet that dies, two helpers stay for the minute in which they try to tell a GCS that has died
-with it. Run as `python -ISB ray_end.py RAYLET < LIFELINE`; standard library only.
+A raylet may take ten seconds to notice, and two helpers of it stay for a minute, in which they try
+to tell a GCS that has died with it. Run as `python -ISB ray_end.py RAYLET < LIFELINE`; standard
+library only.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-WAIT_S = 10.0
-"""For the raylet, which ends with the run, or at its `ray.shutdown`."""
+WAIT_S = 2.0
+"""For the raylet to end by itself: it should with the run, or at its `ray.shutdown`."""
 
 
 def main(raylet: int) -> None:
     sys.stdin.buffer.read()
     until = time.monotonic() + WAIT_S
-    while _lives(raylet):
-        if time.monotonic() > until:
-            return
+    while _lives(raylet) and time.monotonic() < until:
         time.sleep(0.05)
-    for pid in started_by(raylet):
+    for pid in (*([raylet] if _is_raylet(raylet) else []), *started_by(raylet)):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
@@ -41,6 +40,12 @@ def started_by(raylet: int) -> Iterator[int]:
             is_its = sign in (path / "environ").read_bytes().split(b"\0")
             if is_its and os.readlink(path / "ns" / "pid") == own:
                 yield int(path.name)
+
+
+def _is_raylet(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _lives(pid: int) -> bool:
@@ -62,8 +67,7 @@ def start() -> subprocess.Popen[bytes] | None:
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
         with contextlib.suppress(OSError):
-            parent = int(_stat(pid)[1])
-            if parent == os.getpid() and b"raylet/raylet" in (path / "cmdline").read_bytes():
+            if int(_stat(pid)[1]) == os.getpid() and _is_raylet(pid):
                 return subprocess.Popen(
                     [sys.executable, "-ISB", __file__, str(pid)],
                     stdin=subprocess.PIPE,
