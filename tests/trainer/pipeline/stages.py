@@ -94,10 +94,12 @@ def in_stages(
     layers: Sequence[int],
     function: Callable[[Stage], Any],
     *,
+    given: Sequence[int] | None = None,
     new_chooser: NewChooser = ready_first,
     delay: Callable[[], float] = lambda: 0.0,
 ) -> list[Any]:
-    """What `function` returned on each stage. Raises the first error of any."""
+    """What `function` returned on each stage. Raises the first error of any. `given`: what the
+    stages are told of their layers, if that is something else."""
     count = len(layers)
     shared = _Shared(count)
     places = [Place(index=index, count=count) for index in range(count)]
@@ -115,7 +117,7 @@ def in_stages(
         torch.set_num_threads(1)
         stage = Stage(
             places[index],
-            layers=layers,
+            layers=layers if given is None else given,
             peers=ThreadPeers(index, shared),
             executor=executors[index],
             new_chooser=lambda tokens: new_chooser(index, tokens),
