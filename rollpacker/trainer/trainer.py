@@ -124,6 +124,9 @@ class PipelineConfig:
     them."""
     layers: tuple[int, ...] = ()
     """Layers of each stage. Empty: stages of about the same work."""
+    live_tokens: int | Literal["auto"] = "auto"
+    """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
+    micro-batches for each stage from this one to the last."""
     links: Literal["host", "direct"] = "host"
     """host: between stages by way of host memory and TCP, which survives lost connections. direct:
     through torch.distributed (gloo)."""
@@ -131,6 +134,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
+        if self.live_tokens != "auto" and self.live_tokens < 1:
+            raise ValueError(f"live_tokens must be at least 1, or auto, not {self.live_tokens}")
         if self.layers and len(self.layers) != self.stages:
             raise ValueError(
                 f"layers={list(self.layers)} must have a number for each of the {self.stages} "

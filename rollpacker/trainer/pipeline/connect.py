@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollpacker.core.pipeline import Kind, ReadyFirst
+from rollpacker.core.pipeline import Chooser, Kind, ReadyFirst
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.executor import TIMEOUT_S, Executor
 from rollpacker.trainer.pipeline.links.direct_link import (
@@ -42,8 +43,24 @@ def connected_stage(shards: Shards, config: PipelineConfig) -> Stage:
         layers=config.layers,
         peers=GroupPeers(mesh.get_group("stage")),
         executor=connected.executor,
-        new_chooser=lambda _tokens: ReadyFirst(connected.place.index),
+        new_chooser=partial(new_chooser, connected.place, config),
     )
+
+
+def new_chooser(place: Place, config: PipelineConfig, tokens: Sequence[int]) -> Chooser:
+    """For a sweep over micro-batches of so many tokens: what is ready, under the cap of live
+    tokens. Raises `ValueError` if a micro-batch is larger than the cap."""
+    longest, cap = max(tokens, default=0), config.live_tokens
+    if cap == "auto":
+        caps = [2 * (place.count - stage) * longest for stage in range(place.count)]
+    elif longest > cap:
+        raise ValueError(
+            f"train.pipeline.live_tokens={cap} is less than a micro-batch of {longest} tokens: "
+            "raise it, or lower train.micro_batch_tokens or the longest sample"
+        )
+    else:
+        caps = [cap] * place.count
+    return ReadyFirst(place.index, caps=caps)
 
 
 class Connected:
