@@ -44,6 +44,8 @@ class Connected:
         self._device = device
         self._ends: list[Sender | Receiver] = []
         connect = self._connect_direct if kind == "direct" else partial(self._connect_host, host)
+        self.to_next: Sender | None
+        self.to_previous: Sender | None
         self.to_next, self.to_previous = connect(ranks)
         self.executor.connect(self.to_next, self.to_previous)
 
