@@ -167,7 +167,7 @@ bench: $(VENV)/.installed-dev
 	  tail_batching vs_trl into_trl overhead onlookers \
 	  resume learning sim_calibration sim_published sim_speed sim_vs_real sim_from_rewards \
 	  debias debias_run \
-	  fleet_speed engines_sim beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
+	  fleet_speed engines_sim pipeline_published beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume streaming \
 	  engine_process migration two_engines \
 	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
@@ -178,6 +178,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_simulation.py
 	$(BIN)/python docs/make_tail_batching.py
+	$(BIN)/python docs/make_pipeline.py
 
 site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -144,7 +144,7 @@ Generated from the schema: `python docs/make_configuration.py`.
 A scenario says what `rollpacker simulate` and `rollpacker plan` simulate: a model on a cluster, its
 prompts, and the system that runs them ([simulation.md](simulation.md)). It is a YAML file, and any
 key can be set from the command line as `a.b.c=value`, an entry of a list by its number
-(`rewards.0.share=0.5`). `configs/scenarios/` holds four. `system` names a preset of the five
+(`rewards.0.share=0.5`). `configs/scenarios/` holds five. `system` names a preset of the five
 sections `tail_batching`, `reward_scheduler`, `parallelism_planner`, `stream_trainer` and `oracle`:
 what the file says of them wins over the preset, and the defaults below are those of a system that
 sets nothing.

@@ -22,7 +22,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,11 +58,33 @@ class BufferLayout:
     """The path alone may come to mean another buffer, once this one is gone."""
     size_bytes: int
     places: Mapping[str, Place]
+    host: str = ""
+    """Where the path leads to it; "" is the run's own."""
+
+    @classmethod
+    def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
+        """Room for tensors of these names, shapes and dtypes, in memory that is still to be had
+        (`Host.hold`, processes/host.py)."""
+        places, end = {}, ALIGNMENT
+        for name, value in like:
+            dtype = str(value.dtype).removeprefix("torch.")
+            places[name] = Place(start=end, shape=tuple(value.shape), dtype=dtype)
+            size = value.numel() * value.element_size()
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(path="", inode=0, size_bytes=end + ALIGNMENT, places=places)
+
+    def memory(self) -> Memory:
+        """Memory of this machine for such a buffer. Raises what `Memory` does."""
+        return Memory(self.size_bytes)
+
+    def at(self, memory: Memory) -> BufferLayout:
+        """The same in this memory."""
+        return replace(self, path=memory.path, inode=memory.inode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Weights of one version, for every process of this machine to read (`WeightReader`)."""
+    """Weights of one version, for every process of its host to read (`WeightReader`)."""
 
     version: int
     layout: BufferLayout
@@ -100,17 +122,9 @@ class WeightBuffer:
     def create(cls, like: Iterable[tuple[str, Tensor]]) -> WeightBuffer:
         """A buffer for tensors of these names, shapes and dtypes. Others can map it as long as this
         object lives. Raises `OSError`, or `ValueError` if there is no room."""
-        places, end = {}, ALIGNMENT
-        for name, value in like:
-            dtype = str(value.dtype).removeprefix("torch.")
-            places[name] = Place(start=end, shape=tuple(value.shape), dtype=dtype)
-            size = value.numel() * value.element_size()
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        size = end + ALIGNMENT
-        memory = Memory(size)
-        buffer = cls(
-            BufferLayout(path=memory.path, inode=memory.inode, size_bytes=size, places=places)
-        )
+        layout = BufferLayout.of(like)
+        memory = layout.memory()
+        buffer = cls(layout.at(memory))
         buffer._memory = memory
         return buffer
 

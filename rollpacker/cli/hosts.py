@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollpacker.remote.facts import HostFacts
     from rollpacker.remote.ray_agents import Cluster
     from rollpacker.trainer.launch import RankPlace
+    from rollpacker.weight_buffer import BufferLayout
 
 LOOK_S = 2.0
 HEAD_S = 15.0
@@ -183,6 +184,7 @@ def _on_cluster(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
     from rollpacker.remote.copies import read
+    from rollpacker.remote.own_host import OwnHost
     from rollpacker.remote.remote_host import RemoteHost
     from rollpacker.remote.spread import Spread
 
@@ -197,14 +199,18 @@ def _on_cluster(
     cluster.reserve(
         {host: {resource: float(count)} for host, count in counts.items()}, within_s=RESERVE_S
     )
-    spread = Spread(read, cluster.put)
-    heartbeat_s = config.deadlines.heartbeat_s
-    remote = {
-        host: RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
-        for host in used
-        if host != own
-    }
+    remote: dict[str, RemoteHost] = {}
 
+    def read_there(layout: BufferLayout, start: int, size: int) -> bytes:
+        """Of the trainer's weights, on the host that they are on."""
+        at = remote[layout.host].read if layout.host else read
+        return at(layout, start, size)
+
+    spread = Spread(read_there, cluster.put)
+    heartbeat_s = config.deadlines.heartbeat_s
+    for host in used:
+        if host != own:
+            remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
     ended = threading.Event()
 
     def close() -> None:
@@ -217,7 +223,7 @@ def _on_cluster(
         is_there=cluster.has_head,
         _ended=ended,
         plan=plan,
-        by_name=remote,
+        by_name={**remote, own: OwnHost(spread, cluster.get)},
         interfaces={
             host: facts[host].interfaces[host]
             for host in used
@@ -232,13 +238,6 @@ def _check(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
     """What each host must have. Raises `ValueError` with the first that lacks something."""
-    ranks = [plan.devices[device].host for unit in plan.of("train") for device in unit.devices]
-    if ranks and ranks[0] != cluster.own_address:
-        raise ValueError(
-            f"the trainer's first process is placed on {ranks[0]}, and the run is on "
-            f"{cluster.own_address}, which hands its weights out: start the run there, or let "
-            "placement.train.devices begin with a device of this host"
-        )
     model = Path(config.model.path)
     for host, one in facts.items():
         if model.exists() and not cluster.sees(host, str(model.resolve())):
@@ -252,7 +251,8 @@ def _check(
                 f"memory through it: let it have {SHM_BYTES >> 20} MiB or more (in a container: "
                 "--shm-size)"
             )
-    others = sorted(set(ranks) - {cluster.own_address})
+    ranks = {plan.devices[device].host for unit in plan.of("train") for device in unit.devices}
+    others = sorted(ranks - {cluster.own_address})
     if others:
         _check_shared(config, cluster, others)
 

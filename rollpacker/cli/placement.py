@@ -128,7 +128,7 @@ def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
                 needs=lambda devices: given,
             )
         )
-    if config.runtime == "ray":  # the trainer hands its weights out on the run's host, the first
+    if config.runtime == "ray":  # on the run's host, the first, if it has room
         roles.sort(key=lambda role: role.name != "train")
     across = set(lines.across_hosts)
     return PlacementRequest(

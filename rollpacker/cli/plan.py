@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.schedule import add_csv, write_schedule
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -65,10 +67,9 @@ def add_parser(subparsers: Any) -> None:
         default="normal",
         help="how much is simulated (default %(default)s)",
     )
-    parser.add_argument(
-        "--jobs", metavar="N", type=int, help="processes (default: one for each core)"
-    )
+    parser.add_argument("--jobs", metavar="N", type=int, help="processes (default: one a core)")
     parser.add_argument("--write", metavar="FILE", help="write the best setting as a config")
+    add_csv(parser)
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.cli.driving import ending_as_interrupt
 
     with ending_as_interrupt():  # so that the processes end as well
-        return _run(args)
+        return _run(args) if args.csv is None else write_schedule(args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -42,7 +42,10 @@ def add_parser(subparsers: Any) -> None:
         "log; key=value says what would have been different",
     )
     parser.add_argument(
-        "--compare", metavar="NAME,...", help="these systems on the same workload (see --presets)"
+        "--compare",
+        metavar="NAME,...",
+        help="these systems on the same workload (see --presets), or with train.pipeline these "
+        "orders of its stages: 1f1b, zero-bubble, host, adapted, ready",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     picture = parser.add_mutually_exclusive_group()
@@ -85,15 +88,19 @@ def run(args: argparse.Namespace) -> int:
     scenarios = _scenarios(args)
     own = scenarios.pop("")
     results = simulate_all(scenarios, jobs=args.jobs, log=args.log)
+    _warn_of_few_micro_batches(results)
     if args.json:
         _print_json(own, results)
     else:
+        from rollpacker.sim.pipeline_table import explain_pipelines
         from rollpacker.sim.table import explain, render
 
         steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"
         print(f"{own.name}: {_machine_text(own)}, {steps}\n")
         print(render(results))
         _print_meaning(explain(results))
+        if text := explain_pipelines(results):
+            _print_meaning(text)
         if text := _assumed(own, results):
             _print_meaning(text)
         _print_meaning(_outside(args, own, results))
@@ -168,6 +175,7 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """The scenario of each system, and under "" the scenario as it was written."""
+    from rollpacker.sim.pipeline_spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
     path = Path(args.scenario)
@@ -177,30 +185,48 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     if args.compare is None:
         _warn_of_part_window(own.system, own)
         return {"": own, own.system: own}
-    names = _systems(args.compare)
+    names = _names(args.compare, own)
     if args.log is not None and len(names) > 1:
         raise ValueError(f"--log writes the log of one system, and --compare has {len(names)}")
-    if own.system not in names:
+    if own.system not in names and not PIPELINES.keys() & set(names):
         _warn_of_unused(args.overrides, own.system)
-    compared = {name: load_scenario(path, args.overrides, name) for name in names}
+    compared = {
+        name: _named(own, name) if name in PIPELINES else load_scenario(path, args.overrides, name)
+        for name in names
+    }
     for name, scenario in compared.items():
         _warn_of_part_window(name, scenario)
     return {"": own} | compared
 
 
-def _systems(text: str) -> list[str]:
-    """The systems that --compare lists, each once."""
+def _names(text: str, own: Scenario) -> list[str]:
+    """The systems, or the orders of stages, that --compare lists, each once."""
     from rollpacker.config.document import nearest
+    from rollpacker.sim.pipeline_spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    known = [*SYSTEMS, *([] if own.train.pipeline is None else PIPELINES)]
     for name in names:
-        if name not in SYSTEMS:
+        if name in PIPELINES and name not in known:
             raise ValueError(
-                f'--compare: there is no system "{name}". Known: {", ".join(SYSTEMS)}.'
-                f"{nearest(name, SYSTEMS)}"
+                f"--compare: {name} is an order of a trainer's stages, and the scenario has none: "
+                "set train.pipeline.stages"
+            )
+        if name not in known:
+            raise ValueError(
+                f'--compare: there is no system "{name}". Known: {", ".join(known)}.'
+                f"{nearest(name, known)}"
             )
     return names
+
+
+def _named(own: Scenario, name: str) -> Scenario:
+    """The scenario with the system, or with the order of stages, of this name."""
+    from rollpacker.sim.pipeline_spec import PIPELINES, with_pipeline
+    from rollpacker.sim.scenario import with_system
+
+    return with_pipeline(own, name) if name in PIPELINES else with_system(own, name)
 
 
 def _warn_of_unused(overrides: Sequence[str], system: str) -> None:
@@ -223,15 +249,25 @@ def _warn_of_part_window(name: str, scenario: Scenario) -> None:
         )
 
 
+def _warn_of_few_micro_batches(results: Mapping[str, SystemResult]) -> None:
+    for name, result in results.items():
+        found = result.pipeline
+        if found is not None and found.num_micro_batches < found.stages:
+            _note(
+                f"{name} has sweeps of {found.num_micro_batches} micro-batches through "
+                f"{found.stages} stages, which are idle {found.bubble_share:.0%} of the time: "
+                "lower train.pipeline.micro_batch_tokens or stages"
+            )
+
+
 def _note(text: str) -> None:
     print(f"rollpacker: note: {text}", file=sys.stderr)
 
 
 def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
     from rollpacker.sim.fitted_range import assumed
-    from rollpacker.sim.scenario import with_system
 
-    return assumed({name: with_system(own, name) for name in results}, results)
+    return assumed({name: _named(own, name) for name in results}, results)
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
@@ -239,11 +275,10 @@ def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, Syst
     or of the first one there."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
-    from rollpacker.sim.scenario import with_system
 
     name = own.system if own.system in results else next(iter(results))
     return outside_of_scenario(
-        with_system(own, name),
+        _named(own, name),
         step_s=results[name].mean["total_s"],
         whose=f"{name}'s step",
         given=given_constants(args.scenario, args.overrides).describe(),

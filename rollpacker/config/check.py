@@ -90,8 +90,8 @@ _WORDS = {
 
 def _container_words(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Mapping and arguments[0] is float:
-        return f"a mapping (each key a number, each value {allowed(arguments[1])})"
+    if origin is Mapping and arguments[0] in (float, int):
+        return f"a mapping (each key {_WORDS[arguments[0]]}, each value {allowed(arguments[1])})"
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return f"a list (each item {allowed(arguments[0])})"
@@ -270,7 +270,7 @@ def _prepared(kind: Any, value: Any) -> Any:
         if get_origin(part) is Mapping and isinstance(value, Mapping):
             key_kind, item_kind = get_args(part)
             prepared = {
-                _prepared(key_kind, key): _prepared(item_kind, v) for key, v in value.items()
+                _prepared_key(key_kind, key): _prepared(item_kind, v) for key, v in value.items()
             }
             return prepared if len(prepared) == len(value) else value
         if get_origin(part) is tuple and isinstance(value, list):
@@ -283,6 +283,13 @@ def _prepared(kind: Any, value: Any) -> Any:
             return value
         return number if math.isfinite(number) else value
     return value
+
+
+def _prepared_key(kind: Any, key: Any) -> Any:
+    """Keys come as texts; a whole number is one where the type asks for it."""
+    if kind is int and isinstance(key, str) and key.isdecimal():
+        return int(key)
+    return _prepared(kind, key)
 
 
 def _leaves_of(value: Mapping[Any, Any]) -> Iterator[tuple[Path_, Any]]:

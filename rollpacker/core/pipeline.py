@@ -13,8 +13,14 @@ them, with three ops each on every stage:
 Each kind runs in the order of the micro-batches on every stage, so that timing cannot change a bit
 of a sum of gradients. What a stage has done is therefore a few counters (`StageState`), and a
 *chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
-executor asks the chooser whenever its stage is idle and something was done or arrived;
-`core/pipeline_time.py` asks the same chooser in virtual time, which is how plans are made.
+executor asks the chooser whenever its stage is idle and something was done or arrived.
+
+    pipeline_work     what ops and messages take: costs of stages, fitted or given, and links
+    pipeline_time     the same choosers in virtual time, which is how plans are made and replayed
+    pipeline_plan     orders: 1f1b, zero-bubble, adapted; pipeline_search makes one better
+    pipeline_order    whether orders can be run at all, and torch's file of them
+    pipeline_split    layers of each stage, and the budget of a micro-batch
+    pipeline_watch    which link or stage has turned slow
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -128,7 +134,7 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Of one stage."""
+    """Of one stage, for one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
         """What to run now; None: wait until something arrives, or micro-batches are added. The

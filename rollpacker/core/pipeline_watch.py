@@ -54,7 +54,7 @@ class SweepTimes:
     """What was measured in one step."""
 
     ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
-    """By stage: load and seconds of each op."""
+    """By stage: load and seconds of each op, without what it waited for or sent."""
     down: Sequence[Sequence[tuple[int, float]]]
     """By link: bytes, and seconds from posting to arrival, of each message to the next stage."""
     up: Sequence[Sequence[tuple[int, float]]]

@@ -11,7 +11,7 @@ from rollpacker.processes.child import Child
 from rollpacker.processes.line import Line
 
 if TYPE_CHECKING:
-    from rollpacker.weight_buffer import WeightSource
+    from rollpacker.weight_buffer import BufferLayout, Memory, WeightSource
 
 LINE_FD = "ROLLPACKER_LINE"
 """Descriptor of a child's side of its line, in its environment."""
@@ -48,6 +48,12 @@ class Host(Protocol):
         """
         ...
 
+    def hold(self, layout: BufferLayout) -> BufferLayout:
+        """Memory of this host for weights that a process there will write: the same each time, as
+        long as this object lives and the host can be reached. Raises `OSError`, or `ValueError` if
+        there is no room."""
+        ...
+
     def weights(self, source: WeightSource) -> WeightSource:
         """Where processes of this host read these weights; waits until they are there. Raises
         `OSError` if they cannot be brought, `StaleWeightsError` if they changed meanwhile."""
@@ -58,6 +64,7 @@ class ThisHost:
     """The machine of the run's own process."""
 
     name = "this machine"
+    _memory: Memory | None = None
 
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
@@ -74,6 +81,12 @@ class ThisHost:
                 env={name: value for name, value in variables.items() if value is not None},
             )
         return child, line
+
+    def hold(self, layout: BufferLayout) -> BufferLayout:
+        """See `Host`."""
+        if self._memory is None:
+            self._memory = layout.memory()
+        return layout.at(self._memory)
 
     def weights(self, source: WeightSource) -> WeightSource:
         """See `Host`."""

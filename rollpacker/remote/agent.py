@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
 from rollpacker.processes.host import ThisHost
-from rollpacker.remote.copies import Copies
+from rollpacker.remote.copies import Copies, read
 from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.pump import Pump
 from rollpacker.weight_buffer import BufferLayout
@@ -166,6 +166,10 @@ class Agent:
     def write(self, source: BufferLayout, start: int, data: bytes) -> None:
         """See `Copies.write`."""
         self._copies.write(source, start, data)
+
+    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
+        """See `read` (copies.py)."""
+        return read(layout, start, size)
 
     def close(self) -> None:
         """End all processes of this host."""

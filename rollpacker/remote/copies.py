@@ -1,4 +1,5 @@
-"""Copies of the trainer's weights, on a host that the trainer is not on.
+"""The trainer's weights on a host that is not the run's: copies, or the memory that a trainer there
+writes.
 
 A copy is a buffer of the same bytes (`weight_buffer.py`), so whoever maps it knows by the same
 numbers whether it is whole. Its first bytes are written first and its last bytes last.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from rollpacker.weight_buffer import BufferLayout, Memory
 
@@ -17,21 +17,21 @@ class Copies:
     """Of each buffer one, however many versions come through it."""
 
     def __init__(self) -> None:
-        self._by_source: dict[tuple[str, int], Memory] = {}
+        self._by_source: dict[tuple[str, str, int], Memory] = {}
 
     def layout(self, source: BufferLayout) -> BufferLayout:
-        """Where the copy of this buffer is; it is made when first asked for. Raises `ValueError` if
-        there is no room."""
-        key = source.path, source.inode
+        """Where the copy of this buffer is; it is made when first asked for. Of one that is still
+        to be had (`BufferLayout.of`) it is the memory that the trainer writes. Raises `ValueError`
+        if there is no room."""
+        key = source.host, source.path, source.inode
         if key not in self._by_source:
             self._by_source.clear()  # one trainer, one buffer: those before are gone
-            self._by_source[key] = Memory(source.size_bytes)
-        memory = self._by_source[key]
-        return replace(source, path=memory.path, inode=memory.inode)
+            self._by_source[key] = source.memory()
+        return source.at(self._by_source[key])
 
     def write(self, source: BufferLayout, start: int, data: bytes) -> None:
         """Bytes of the source from `start` on."""
-        memory = self._by_source[source.path, source.inode]
+        memory = self._by_source[source.host, source.path, source.inode]
         assert os.pwrite(memory.descriptor, data, start) == len(data)
 
 

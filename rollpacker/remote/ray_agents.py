@@ -163,6 +163,11 @@ class Cluster:
         """In this host's object store; an agent that is called with it gets the bytes."""
         return ray.put(data)
 
+    def get(self, put: Any) -> bytes:
+        """The bytes of what `put` has returned."""
+        data: bytes = ray.get(put)
+        return data
+
     def close(self) -> None:
         """Let go of devices and hosts. Idempotent."""
         with contextlib.suppress(Exception):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rollpacker.processes.child import END_S
@@ -31,7 +32,7 @@ from rollpacker.remote.agent import (
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
 from rollpacker.remote.spread import Spread
-from rollpacker.weight_buffer import WeightSource
+from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
@@ -124,8 +125,27 @@ class RemoteHost:
         """See `Host`. It returns at once; the process begins once the host can be reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
+    def hold(self, layout: BufferLayout) -> BufferLayout:
+        """See `Host`."""
+        wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
+        there: BufferLayout = self._call(self._living(), "copy", wanted)
+        return replace(there, host=self.name)
+
+    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
+        """Bytes of a buffer of this host. Raises `OSError` if it is gone, or the host is lost."""
+        found: bytes = self._call(self._session, "read", layout, start, size)
+        return found
+
+    def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
+        try:
+            return session.call(method, *arguments)
+        except Gone as error:
+            raise OSError(f"{self.name} is lost: {error}") from error
+
     def weights(self, source: WeightSource) -> WeightSource:
         """See `Host`."""
+        if source.layout.host == self.name:
+            return source
         session = self._session
         try:
             return self._spread.bring(source, session, session.call)
@@ -134,10 +154,7 @@ class RemoteHost:
 
     def facts(self) -> HostFacts:
         """What there is on this host; waits until it can be reached. Raises `OSError`."""
-        try:
-            found: HostFacts = self._living().call("facts")
-        except Gone as error:
-            raise OSError(f"{self.name} is lost: {error}") from error
+        found: HostFacts = self._call(self._living(), "facts")
         return found
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Brings the trainer's weights to other hosts, each version once to each.
 
-They are read in buckets where they lie, and written there in the same order, some buckets ahead of
-what has arrived. A bucket that several hosts take at about the same time is read once.
+They are read in buckets where they lie, on the run's host or another, and written there in the same
+order, some buckets ahead of what has arrived. A bucket that several hosts take at about the same
+time is read once.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Spread:
     """Of one run."""
 
     def __init__(self, read: Read, put: Callable[[bytes], Any]) -> None:
-        """`read`: bytes of the trainer's buffer. `put`: has them sent, as often as it is named, to
-        whoever is called with what it returns."""
+        """`read`: bytes of the trainer's buffer, wherever it is. `put`: has them sent, as often as
+        it is named, to whoever is called with what it returns."""
         self._read, self._put = read, put
         self._lock = threading.Lock()
         self._version: tuple[WeightSource, bytes] | None = None
@@ -58,7 +59,12 @@ class Spread:
         with self._lock:
             place = self._at.setdefault(host, _Place())
         with place.lock:
-            head = self._read(source.layout, 0, ALIGNMENT)
+            try:
+                head = self._read(source.layout, 0, ALIGNMENT)
+            except OSError:  # the trainer's host is lost: what was brought before is still whole
+                if place.there is None or place.source != source:
+                    raise
+                return place.there
             if place.there is None or (place.source, place.head) != (source, head):
                 place.there = self._send(source, head, call)
                 place.source, place.head = source, head

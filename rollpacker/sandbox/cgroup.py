@@ -190,7 +190,8 @@ class Group:
         self._peak = -1
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
-        self._num_killed = self._count_killed()
+        self._num_killed = 0
+        """When the run began."""
 
     def begin(self, memory_bytes: int) -> None:
         """Before a run. Raises OSError."""
@@ -205,7 +206,7 @@ class Group:
             self._limit = memory_bytes
         if self._peak >= 0:
             os.pwrite(self._peak, b"0", 0)
-        self._num_killed = self._count_killed()  # who was killed before is none of this run's
+        self._num_killed = self._count_killed()
 
     async def empty(self) -> None:
         """After a run: its processes have left, and their memory with them. The answer comes

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.latency import LatencyModel
+from rollpacker.sim.pipeline import Pipeline
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0
@@ -30,6 +31,8 @@ class Machine:
     """Until engines of another degree are there, where the core lays them out anew."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
     """By source of the prompt: how much longer a check keeps its worker than the workload says."""
+    pipeline: Pipeline | None = None
+    """The trainer's stages; None: its work is shared out without a remainder."""
     checks: RecordedChecks | None = None
     """Of a run; instead of what the workload says of them."""
     mismatch: float = 0.0

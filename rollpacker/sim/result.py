@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rollpacker.report.step_history import StepHistory
+from rollpacker.sim.pipeline import PipelineResult
 
 BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",
@@ -16,6 +17,9 @@ BUBBLE_CAUSES: dict[str, str] = {
     "sync": "new weights on their way to the engines, and engines laid out anew",
 }
 """Every cause of idle device time, with what it means."""
+PIPELINE = "pipeline"
+"""One more where the trainer has stages: those that waited for a message, or for another replica's
+to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ class SystemResult:
     changed; nan: not known."""
     mismatch: float = 0.0
     """Share of the carried tokens drawn again that came out differently."""
+    pipeline: PipelineResult | None = None
+    """Of the trainer's stages, if it has any."""
 
     @property
     def mean(self) -> dict[str, float]:
@@ -154,4 +160,5 @@ class SystemResult:
             "bubble": dict(self.bubble),
             "device_seconds": self.device_seconds,
             "releases": self.num_releases,
+            **({} if self.pipeline is None else {"pipeline": self.pipeline.to_plain()}),
         }

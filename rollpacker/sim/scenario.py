@@ -22,6 +22,7 @@ from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import DatasheetModel
+from rollpacker.sim.pipeline_spec import PipelineSpec
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
 from rollpacker.sim.scenario_checks import (
     at_least_one,
@@ -142,6 +143,8 @@ class TrainSpec:
     """See `tensor_parallel`."""
     fixed_s: float | None = None
     """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
+    pipeline: PipelineSpec | None = None
+    """None: the work of a step is shared out over the GPUs without a remainder."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -150,7 +153,11 @@ class TrainSpec:
     @property
     def replica_gpus(self) -> int:
         """GPUs of one data-parallel replica."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        return self.tensor_parallel * self.stages * self.context_parallel
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline_parallel if self.pipeline is None else self.pipeline.stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +270,7 @@ class Scenario:
         check_known("system", self.system, SYSTEMS)
         self._check_rewards()
         self._check_lengths()
+        self._check_pipeline()
         self._check_degrees()
         self._check_memory()
         check_engines(self)
@@ -356,13 +364,19 @@ class Scenario:
         replica = self.train.replica_gpus
         if gpus % replica:
             degrees = (
-                f"{self.train.tensor_parallel} x {self.train.pipeline_parallel} x "
+                f"{self.train.tensor_parallel} x {self.train.stages} x "
                 f"{self.train.context_parallel}"
             )
             raise ValueError(
                 f"train has the degrees tensor x pipeline x context_parallel = {degrees} = "
                 f"{replica}, which must divide cluster.gpus ({gpus}): lower one or change the GPUs"
             )
+
+    def _check_pipeline(self) -> None:
+        if self.train.pipeline is not None:
+            from rollpacker.sim.pipeline_machine import check_pipeline
+
+            check_pipeline(self)
 
     def _check_memory(self) -> None:
         check_training_memory(self.shape.params, self.cluster)

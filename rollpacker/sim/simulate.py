@@ -13,6 +13,7 @@ from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConf
 from rollpacker.core.stream_plan import DeviceLayout
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.machine import Machine
+from rollpacker.sim.pipeline_machine import pipeline_of
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.simulation import Simulation
@@ -57,15 +58,16 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         share *= calibration.synchronous_judge_share
     if not scheduler.colocated_judge:
         share *= DEDICATED_JUDGE_SHARE
+    latency = DatasheetModel(
+        model=scenario.shape,
+        gpu=scenario.cluster.gpu_spec,
+        calibration=calibration,
+        prompt_tokens=rollout.prompt_tokens,
+        train_fixed_given_s=scenario.train.fixed_s,
+        sync_given_s=scenario.sync_s,
+    )
     return Machine(
-        latency=DatasheetModel(
-            model=scenario.shape,
-            gpu=scenario.cluster.gpu_spec,
-            calibration=calibration,
-            prompt_tokens=rollout.prompt_tokens,
-            train_fixed_given_s=scenario.train.fixed_s,
-            sync_given_s=scenario.sync_s,
-        ),
+        latency=latency,
         gpus=scenario.cluster.gpus,
         prompt_tokens=rollout.prompt_tokens,
         max_running=rollout.max_running,
@@ -74,6 +76,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         check_slowdown={"judge": 1 / share},
         mismatch=scenario.carry.mismatch,
         resize_s=scenario.parallelism_planner.resize_s,
+        pipeline=pipeline_of(scenario, latency),
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollpacker.bus import Bus, Port, Recorded, Routes, Sink
 from rollpacker.core.commands import Drop, Finish, RestoreTrainer
@@ -86,6 +87,7 @@ class Simulation:
             ),
             sinks=() if observe is None else (observe,),
         )
+        self._pipeline = machine.pipeline
         self._num_steps = 0
         """Asked for."""
         self._progress: Callable[[int], None] = lambda steps: None
@@ -114,7 +116,10 @@ class Simulation:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
         mismatch = self._responses.verified.mismatch
-        return self._tally.result(self.job.stream.num_releases, mismatch)
+        result = self._tally.result(self.job.stream.num_releases, mismatch)
+        if self._pipeline is None:
+            return result
+        return replace(result, pipeline=self._pipeline.result())
 
     def _take_unkindly(self, event: Event) -> None:
         assert self._unkind is not None

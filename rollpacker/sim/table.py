@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.sim.result import BUBBLE_CAUSES, SystemResult
+from rollpacker.sim.pipeline_table import pipeline_tables
+from rollpacker.sim.result import BUBBLE_CAUSES, PIPELINE, SystemResult
 
 Results = Mapping[str, SystemResult]
 """By system, in the order in which they are shown; the first is what the others are compared
@@ -49,6 +50,7 @@ def render(
         _rounds_table(results),
         _lengths_table(results),
         *([_idle_table(results)] if idle else []),
+        *pipeline_tables(results),
     ]
     return "\n\n".join(map(_aligned, tables))
 
@@ -118,10 +120,12 @@ def _lengths_table(results: Results) -> list[list[str]]:
 
 
 def _idle_table(results: Results) -> list[list[str]]:
-    names = [cause.replace("_", " ") for cause in BUBBLE_CAUSES]
-    rows = [["idle, of all device time", *names, "sum"]]
+    causes = [*BUBBLE_CAUSES]
+    if any(PIPELINE in result.bubble for result in results.values()):
+        causes.append(PIPELINE)
+    rows = [["idle, of all device time", *(cause.replace("_", " ") for cause in causes), "sum"]]
     for name, result in results.items():
-        idle = [result.bubble.get(cause, 0.0) for cause in BUBBLE_CAUSES]
+        idle = [result.bubble.get(cause, 0.0) for cause in causes]
         shares = [_over(seconds, result.device_seconds) for seconds in (*idle, sum(idle))]
         rows.append([name, *(_percent(share, 1) for share in shares)])
     return rows

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
+from rollpacker.sim.result import BUBBLE_CAUSES, PIPELINE, StepResult, SystemResult
 from rollpacker.sim.workload import Workload
 
 
@@ -65,6 +65,10 @@ class Tally:
         step.max_trained = max(lengths, default=0)
         self._own_tokens += own_tokens
         self._num_tail_trained += sum(length > p95 for length in lengths)
+
+    def pipeline_waited(self, device_s: float) -> None:
+        """Stages of the trainer were idle for so many device-seconds."""
+        self.bubble[PIPELINE] = self.bubble.get(PIPELINE, 0.0) + device_s
 
     def trained(self, now_s: float) -> None:
         self.step.trained_s = now_s

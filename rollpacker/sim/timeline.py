@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING
 from rollpacker.core.commands import RoundKind
 from rollpacker.report.timeline import PHASE_COLOURS
 from rollpacker.report.writing import replacing
+from rollpacker.sim.pipeline_picture import (
+    LANE_INCHES,
+    OP_COLOURS,
+    OP_WORDS,
+    draw_sweep,
+    longest_s,
+)
+from rollpacker.sim.pipeline_table import pipelines_of
 from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.sim.table import STAGES
 
@@ -42,16 +50,23 @@ def draw(
 
     The format follows the name's ending, one of `FORMATS`. Above, the same steps of every system in
     sequence, a whole cycle of short rounds and their long one if there is one. Below, the mean of
-    all steps, with the speed against `reference` (None: the first). Raises `OSError` as writing
-    does."""
+    all steps, with the speed against `reference` (None: the first). Beneath, the last sweep of each
+    trainer that has stages, a lane for each. Raises `OSError` as writing does."""
     shown = choose_steps(results)
-    figure, (above, below) = _figure(len(results))
+    pipelines = pipelines_of(results)
+    lanes = [one.stages for one in pipelines.values()]
+    figure, (above, below, *sweeps) = _figure(len(results), lanes)
     _draw_steps(above, results, shown)
     _draw_means(below, results, reference or next(iter(results)))
     numbers = f"steps {shown[0] + 1} to {shown[-1] + 1}" if len(shown) > 1 else "one step"
     _title(above, f"{title}: {numbers}")
     _title(below, f"Mean step of {max(len(result.steps) for result in results.values())}")
-    _legend(figure)
+    for axes, (name, found) in zip(sweeps, pipelines.items(), strict=True):
+        draw_sweep(axes, name, found, until_s=longest_s(pipelines))
+        if axes is not sweeps[-1]:
+            axes.tick_params(labelbottom=False)
+            axes.set_xlabel("")
+    _legend(figure, ops=bool(sweeps))
     out = Path(out)
     with replacing(out) as temporary:
         figure.savefig(temporary, format=out.suffix.lstrip("."), facecolor="white")
@@ -79,16 +94,19 @@ def _cycle(steps: Sequence[StepResult]) -> range:
     return range(max(start, end - _MAX_STEPS), end)
 
 
-def _figure(num_systems: int) -> tuple[Figure, list[Axes]]:
+def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
+    """`lanes`: of each panel for a sweep."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     heights = [0.52 * num_systems + 0.2, 0.36 * num_systems + 0.2]
-    figure = Figure(figsize=(9, sum(heights) + 1.7), dpi=150)
+    room = 1.7 + 0.45 * len(lanes)
+    heights += [LANE_INCHES * count + 0.1 for count in lanes]
+    figure = Figure(figsize=(9, sum(heights) + room), dpi=150)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.06)
-    rows = figure.subplots(2, 1, height_ratios=heights)
+    rows = figure.subplots(len(heights), 1, height_ratios=heights)
     for axes in rows:
         for side in ("top", "right", "left", "bottom"):
             axes.spines[side].set_visible(False)
@@ -177,12 +195,13 @@ def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11, color=_INK, pad=8, fontweight="bold")
 
 
-def _legend(figure: Figure) -> None:
+def _legend(figure: Figure, *, ops: bool) -> None:
     from matplotlib.patches import Patch
 
+    more = {OP_WORDS[kind]: colour for kind, colour in OP_COLOURS.items()} if ops else {}
     names = {"reward": "reward, after the last response"}
     figure.legend(
-        handles=[Patch(color=c, label=names.get(s, s)) for s, c in STAGE_COLOURS.items()],
+        handles=[Patch(color=c, label=names.get(s, s)) for s, c in (STAGE_COLOURS | more).items()],
         loc="outside lower left",
         ncols=len(STAGE_COLOURS),
         frameon=False,

@@ -32,6 +32,8 @@ from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
+    from rollpacker.weight_buffer import BufferLayout
+
 LOOPBACK = "127.0.0.1"
 START_S = 300.0
 """How long all ranks may take to say hello: they load torch first."""
@@ -207,6 +209,11 @@ class Ranks:
             "WORLD_SIZE": str(self.num_processes),
             **place.environment,
         }
+
+    def hold(self, layout: BufferLayout) -> BufferLayout:
+        """Memory for weights, on the host of rank 0. Raises `OSError`, and `ValueError` if there is
+        no room."""
+        return self._places[0].host.hold(layout)
 
     def start_anew(self) -> None:
         """End what is left of them, and start others; `connect` before the next call. Raises

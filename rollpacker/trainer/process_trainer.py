@@ -2,9 +2,10 @@
 
 Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
 `apply` brings them together. Of several replicas (`train.replicas`) some may be asked alone.
-Engines have copies of the weights, which are brought up to date through memory that rank 0 writes
-and they read. Where a rank is lost, others are started, which take the last checkpoint and are told
-once more what has happened since (`journal.py`); the memory is the run's own and stays.
+Engines have copies of the weights, which are brought up to date through memory of rank 0's host
+that it writes and they read. Where a rank is lost, others are started, which take the last
+checkpoint and are told once more what has happened since (`journal.py`); the memory is not theirs
+and stays.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import (
     HandOver,
     NonFiniteError,
+    RanksLost,
     ScoreRequest,
     TokenScores,
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.weight_buffer import WeightBuffer
+from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 Result = TypeVar("Result")
 
@@ -62,7 +64,7 @@ class ProcessTrainer:
         try:
             ranks.connect()
             self._all("setup", setup)
-            self._buffer = WeightBuffer.create(engine_weights)
+            self._layout = BufferLayout.of(engine_weights)
             self._map_weights()
         except BaseException:
             self.close()
@@ -137,7 +139,8 @@ class ProcessTrainer:
 
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
-            return HandOver(weights=self._buffer.source(self.version), probe=probe)
+            weights = WeightSource(version=self.version, layout=self._layout)
+            return HandOver(weights=weights, probe=probe)
 
         return await self._in_thread(write)
 
@@ -212,8 +215,12 @@ class ProcessTrainer:
         return [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
 
     def _map_weights(self) -> None:
+        try:
+            self._layout = self._ranks.hold(self._layout)
+        except OSError as error:  # the host is lost, and rank 0 with it
+            raise RanksLost(str(error)) from error
         others = [None] * (self._ranks.num_processes - 1)
-        self._ranks.call("map_weights", [(x,) for x in (self._buffer.layout, *others)])
+        self._ranks.call("map_weights", [(x,) for x in (self._layout, *others)])
 
     def _change_all(self, method: str, *arguments: Any) -> list[Any]:
         return self._change(method, [arguments] * len(self._ranks.all))

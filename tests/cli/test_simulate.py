@@ -347,3 +347,55 @@ def test_ctrl_c_while_the_processes_are_started_ends_them_too(folder, monkeypatc
     endless = load_scenario("small.yaml", ["steps=1000000"])
     with pytest.raises(KeyboardInterrupt):
         simulations.simulate_all({"one": endless, "other": endless}, jobs=2)
+
+
+# -- a trainer in stages ---------------------------------------------------------------
+
+STAGED = (
+    "train.pipeline={stages: 2, micro_batches: 4, op_times: "
+    "{f_s: [0.1, 0.1], i_s: [0.1, 0.1], w_s: [0.1, 0.1]}, slow_links_s: {0: 0.5}}"
+)
+
+
+def test_orders_of_stages_are_compared(folder, capsys):
+    assert simulate("small.yaml", STAGED, "--compare", "1f1b,ready,rollpacker") == 0
+    out, err = capsys.readouterr()
+    assert not err
+    table = out[out.index("sweeps through the stages") :].splitlines()
+    assert [line.split()[:3] for line in table[2:5]] == [
+        ["1f1b", "1f1b", "direct"],
+        ["ready", "ready", "host"],
+        ["rollpacker", "ready", "host"],
+    ]
+    assert "pipeline     sum" in out and "2 stages" not in out
+    assert (folder / "small-timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_json_tells_of_stages_where_there_are_any(capsys):
+    assert simulate("small.yaml", STAGED, "--compare", "ready,zero-bubble", "--json") == 0
+    systems = json.loads(capsys.readouterr().out)["systems"]
+    ready, blocking = systems["ready"]["pipeline"], systems["zero-bubble"]["pipeline"]
+    assert ready["links"] == "host" and blocking["links"] == "direct"
+    assert 4 * 0.3 + 2 * 0.5 - 0.1 <= ready["sweep_s"] + 1e-9 < blocking["sweep_s"]
+    assert systems["ready"]["bubble"]["pipeline"] > 0
+    assert simulate("small.yaml", "--json") == 0
+    assert "pipeline" not in json.loads(capsys.readouterr().out)["systems"]["rollpacker"]
+
+
+def test_a_picture_has_a_lane_for_each_stage(folder):
+    assert simulate("small.yaml", STAGED, "--picture", "lanes.svg") == 0
+    drawn = (folder / "lanes.svg").read_text()
+    assert drawn.count("PatchCollection_") >= 6  # of F, I and W, on two stages
+
+
+def test_few_micro_batches_are_noted_with_the_bubble(capsys):
+    few = STAGED.replace("micro_batches: 4", "micro_batches: 1")
+    assert simulate("small.yaml", few, "--no-picture") == 0
+    err = capsys.readouterr().err
+    assert "sweeps of 1 micro-batches through 2 stages, which are idle" in err and "%" in err
+
+
+def test_an_order_of_stages_needs_stages(capsys):
+    assert simulate("small.yaml", "--compare", "rollpacker,zero-bubble") == 2
+    assert "set train.pipeline.stages" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from benchmarks.resume import write_model
 from rollpacker.processes.host import ThisHost
 from rollpacker.remote.copies import read
+from rollpacker.remote.own_host import OwnHost
 from rollpacker.remote.ray_agents import Cluster, join
 from rollpacker.remote.remote_host import RemoteHost
 from rollpacker.remote.spread import Spread
@@ -26,7 +27,7 @@ from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.weight_buffer import StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
 from tests.trainer.test_process_trainer import samples_of, setup_of, weights
 
 MBIT = 100
@@ -45,9 +46,14 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> Iterator[list[RemoteHost]]:
     """All but this one."""
-    spread = Spread(read, cluster.put)
+
+    def read_there(layout: BufferLayout, *where: int) -> bytes:
+        return by_name[layout.host].read(layout, *where) if layout.host else read(layout, *where)
+
+    spread = Spread(read_there, cluster.put)
     _, *others = cluster.nodes
     found = [RemoteHost(o, cluster.connect(o), spread, heartbeat_s=5.0) for o in others]
+    by_name = {host.name: host for host in found}
     for host in found:
         host.facts()
     yield found
@@ -97,6 +103,34 @@ def test_ranks_on_three_hosts_compute_the_gradients_of_one_process(cluster, host
     apart_by = [float((expected[name].detach() - found[name]).abs().max()) for name in expected]
     assert max(apart_by) < 1e-10
     apart.close()
+
+
+def test_a_trainer_that_is_all_on_another_host(cluster, hosts, tmp_path):
+    """The run's host has none of it, as one without a GPU would not, and reads its weights."""
+    write_model(tmp_path)
+    setup = setup_of(tmp_path)
+    beside = TorchTrainer(build_learner(setup))
+    there, other = hosts
+    interface = there.facts().interfaces[there.name]
+    places = [RankPlace(0, there, {"GLOO_SOCKET_IFNAME": interface})]
+    trainer = ProcessTrainer(
+        dataclasses.replace(setup, train=dataclasses.replace(setup.train, processes=1)),
+        Ranks(1, places, cluster.own_address),
+        load_model(setup.model).model.named_parameters(),
+    )
+    for version in (1, 2):
+        for one in (beside, trainer):
+            asyncio.run(one.accumulate(asyncio.run(samples_of(one, version))))
+            asyncio.run(one.apply())
+        source = asyncio.run(trainer.hand_over()).weights
+        assert source is not None and source.layout.host == there.name and source.version == version
+        expected = dict(beside.learner.model.named_parameters())
+        for host in (OwnHost(there._spread, cluster.get), there, other):
+            with WeightReader().reading(host.weights(source)) as tensors:
+                assert tensors.keys() == expected.keys()
+                for name, tensor in tensors.items():
+                    torch.testing.assert_close(tensor, expected[name].detach())
+    trainer.close()
 
 
 def test_weights_take_as_long_as_the_slowest_link_does(hosts):

@@ -108,6 +108,28 @@ def test_nothing_is_left_of_a_run_that_is_killed(network, tmp_path):
         time.sleep(0.1)
 
 
+def test_the_trainer_may_be_on_another_host_than_the_run(network, tmp_path):
+    """The run's host has one engine, the second the other, and the third all of the trainer."""
+    write_model(tmp_path / "model")
+    process = train(
+        network,
+        *("runtime=ray", "rollout.engines=2", "train.processes=2", "train.steps=6"),
+        "placement={rollout: {devices: '0,2'}, train: {devices: 4-5}}",
+        config=str(write_config(tmp_path, steps=6)),
+    )
+    seen = [set[bytes](), set[bytes](), set[bytes]()]
+    while process.poll() is None:
+        for host, found in enumerate(seen):
+            for pid in network.pids(host):
+                found |= {w for w in (b"engine_worker", b"trainer.worker") if w in cmdline(pid)}
+        time.sleep(0.1)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said[-4000:]
+    assert seen == [{b"engine_worker"}, {b"engine_worker"}, {b"trainer.worker"}]
+    log = (tmp_path / "runs" / "reference" / "events.jsonl").read_text()
+    assert log.count('"Committed"') == 6
+
+
 def cmdline(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

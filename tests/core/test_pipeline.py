@@ -94,7 +94,7 @@ def check_timeline(timeline, work, *, caps=None):
         arrived[m.link, down] = m.arrived_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sweeps(),
     st.data(),

@@ -11,7 +11,7 @@ from rollpacker.core.pipeline_work import KINDS, Link, Load
 
 def test_episodes_are_told_apart() -> None:
     """`benchmarks/pipeline_planner.py` has a thousand."""
-    wrong = [(seed, *found) for seed in range(25) if (found := episode(seed))[0] != found[1]]
+    wrong = [(seed, *found) for seed in range(15) if (found := episode(seed))[0] != found[1]]
     assert wrong == []
 
 

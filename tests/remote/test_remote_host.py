@@ -15,9 +15,10 @@ from rollpacker.processes.line import Line, LineEnded
 from rollpacker.remote.agent import Agent, Said, Start
 from rollpacker.remote.copies import read
 from rollpacker.remote.facts import HostFacts, differences, facts
-from rollpacker.remote.remote_host import Gone
+from rollpacker.remote.own_host import OwnHost
+from rollpacker.remote.remote_host import Gone, RemoteHost
 from rollpacker.remote.spread import BUCKET_BYTES, Spread
-from rollpacker.weight_buffer import StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
 from tests.remote.agents import InProcess, Net
 
 ECHO = "tests.remote.echo"
@@ -147,8 +148,6 @@ def test_each_version_gets_to_each_host_once(size):
         return read(layout, start, size)
 
     spread = Spread(counted, bytes)
-    from rollpacker.remote.remote_host import RemoteHost
-
     hosts = [RemoteHost(f"h{n}", net.connect, spread, heartbeat_s=5.0) for n in range(2)]
     buffer = weights(size)
     for version in (1, 2):
@@ -205,6 +204,51 @@ def test_weights_for_a_host_that_is_lost_meanwhile():
         agent.close()
 
 
+def hosts_of_a_trainer_apart() -> tuple[list[Net], dict[str, RemoteHost], OwnHost]:
+    """Two hosts, of which the trainer may be on one, and the run's own."""
+    hosts: dict[str, RemoteHost] = {}
+    spread = Spread(lambda layout, *where: hosts[layout.host].read(layout, *where), bytes)
+    nets = [Net(), Net()]
+    for name, net in zip("ab", nets, strict=True):
+        hosts[name] = RemoteHost(name, net.connect, spread, heartbeat_s=5.0)
+    return nets, hosts, OwnHost(spread, bytes)
+
+
+def test_a_trainer_on_another_host_writes_there_and_all_hosts_read():
+    _, hosts, own = hosts_of_a_trainer_apart()
+    like = weights(BUCKET_BYTES)
+    held = hosts["a"].hold(BufferLayout.of(like.tensors.items()))
+    assert held == hosts["a"].hold(held), "ranks that are started anew write to the same memory"
+    assert held.host == "a"
+    buffer = WeightBuffer(held)
+    for version in (1, 2):
+        write(buffer, version)
+        source = buffer.source(version)
+        assert hosts["a"].weights(source) == source
+        for host in (hosts["b"], own):
+            there = host.weights(source)
+            assert there.layout.inode != held.inode
+            with WeightReader().reading(there) as tensors:
+                assert all((one == version).all() for one in tensors.values())
+    for host in hosts.values():
+        host.close()
+
+
+def test_when_the_trainers_host_is_lost_what_others_have_of_it_is_whole():
+    nets, hosts, own = hosts_of_a_trainer_apart()
+    buffer = WeightBuffer(hosts["a"].hold(BufferLayout.of(weights(4).tensors.items())))
+    write(buffer, 1)
+    source = buffer.source(1)
+    there = hosts["b"].weights(source)
+    nets[0].is_cut.set()
+    assert hosts["b"].weights(source) == there
+    with pytest.raises(OSError, match="a is lost"):
+        own.weights(source)
+    for net in nets:
+        for agent in net.agents:
+            agent.close()
+
+
 def test_on_this_machine_weights_are_where_they_are():
     buffer = weights(4)
     assert ThisHost().weights(buffer.source(1)) == buffer.source(1)
@@ -249,8 +293,6 @@ def test_an_agent_that_cannot_be_made_is_tried_again():
 
     net_host = net.host()
     net_host.close()
-    from rollpacker.remote.remote_host import RemoteHost
-
     host = RemoteHost("late", connect, Spread(read, bytes), heartbeat_s=5.0)
     assert host.facts().pid == os.getpid()
     assert len(tries) == 3

@@ -71,6 +71,81 @@ def memory_is_bounded() -> bool:
     return cgroup.find_place() is not None
 
 
+GREEDY = """
+import os, sys
+for entrance in sys.argv[1:]:
+    os.write(int(entrance), b"0")
+print("entered", flush=True)
+input()
+block = bytearray(256 << 20)
+block[::4096] = b"1" * len(block[::4096])
+input()
+"""
+
+
+@pytest.mark.skipif(not memory_is_bounded(), reason="NOT TESTED: no control groups to be made here")
+def test_a_run_answers_for_no_process_that_the_kernel_ended_before_it() -> None:
+    async def runs() -> list[bool]:
+        place = cgroup.find_place()
+        assert place is not None
+        group = cgroup.Group(place, "test", 64)
+        short = []
+        for late in (False, True):
+            process = subprocess.Popen(
+                [sys.executable, "-c", GREEDY, *map(str, group.entrances)],
+                pass_fds=group.entrances,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert process.stdin is not None and process.stdout is not None
+            group.begin(64 << 20)
+            assert process.stdout.readline() == b"entered\n"
+            if late:  # the answer came before the process had met its end
+                group.end()
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.wait(timeout=60) == -9
+            await group.empty()
+            if not late:
+                short.append(group.end()[0])
+            group.begin(64 << 20)
+            short.append(group.end()[0])
+            process.stdin.close()
+            process.stdout.close()
+        await group.close()
+        return short
+
+    assert asyncio.run(runs()) == [True, False, False]
+
+
+@pytest.mark.skipif(not memory_is_bounded(), reason="NOT TESTED: no control groups to be made here")
+def test_a_group_is_empty_once_its_processes_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_LEAVE_LIMIT_S", 60.0)
+
+    async def left() -> bool:
+        place = cgroup.find_place()
+        assert place is not None
+        group = cgroup.Group(place, "test", 64)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", GREEDY, *map(str, group.entrances)),
+            pass_fds=group.entrances,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"entered\n"
+        waiting = asyncio.ensure_future(group.empty())
+        await asyncio.sleep(0.02)
+        waited = not waiting.done()
+        process.kill()
+        await process.wait()
+        await waiting
+        await group.close()
+        return waited
+
+    assert asyncio.run(left())
+
+
 MANY_SESSIONS = """
 import os
 for _ in range(110):

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from rollpacker.sim.latency import Calibration
+from rollpacker.sim.scenario import load_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +43,59 @@ def test_tables_of_tail_batching_are_up_to_date(making: ModuleType) -> None:
     assert filled == text, "run: python docs/make_tail_batching.py --tables"
     places = re.findall(r"<!-- table: (\w+) -->", text)
     assert sorted(places) == sorted(page.TABLES)
+
+
+def test_tables_of_pipelines_are_up_to_date(making: ModuleType) -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        page = importlib.import_module("make_pipeline")
+    finally:
+        sys.path.pop(0)
+    text = page.PAGE.read_text()
+    assert making.filled(text, page.TABLES) == text, "run: python docs/make_pipeline.py --tables"
+    places = re.findall(r"<!-- table: (\w+) -->", text)
+    assert sorted(places) == sorted(page.TABLES)
+
+
+def test_what_the_page_says_of_published_pipelines_holds(making: ModuleType) -> None:
+    found = making.result("pipeline_published")
+    for row in found["model"]["delay_law"]:
+        assert row["slope"] == pytest.approx(row["expected_slope"], rel=0.01)
+        assert row["threshold_ms"] == pytest.approx(row["expected_threshold_ms"], rel=0.01)
+    by_delay = {
+        row["delay_ms"]: row["zero_bubble_ms"] for row in found["model"]["dependency_bubbles"]
+    }
+    assert [by_delay[delay] for delay in (0, 10, 20)] == [390, 400, 440]
+    largest = found["compared"]["largest_error_of_sweep"]
+    assert largest["zero-bubble"] < 0.05 and max(largest.values()) < 0.10
+    missing = {
+        (row["model"], *row["delays_ms"].items(), name)
+        for row in found["compared"]["single"]
+        for name, error in row["errors"].items()
+        if abs(error) >= 0.10
+    }
+    assert missing == {
+        ("7b", ("2", 30), "1f1b"),
+        ("7b", ("2", 60), "1f1b"),
+        ("7b", ("0", 60), "zero-bubble"),
+        ("14b", ("0", 30), "adapted"),
+        ("14b", ("6", 60), "adapted"),
+    }
+
+
+def test_the_scenario_has_the_fitted_costs(making: ModuleType) -> None:
+    fitted = making.result("pipeline_published")["fixed_ms"]["14b"]
+    scenario = load_scenario(ROOT / "configs/scenarios/pipeline-14b.yaml")
+    assert scenario.train.pipeline is not None
+    assert scenario.train.pipeline.direct_fixed_s == pytest.approx(
+        fitted["direct"] / 1000, abs=1e-3
+    )
+    assert scenario.train.pipeline.host_fixed_s == pytest.approx(fitted["host"] / 1000, abs=1e-3)
+
+
+def test_predictions_of_pipelines_are_those_that_were_committed(making: ModuleType) -> None:
+    text = json.dumps(making.result("pipeline_published")["predicted"], sort_keys=True).encode()
+    assert hashlib.sha256(text).hexdigest()[:16] == "8c59f39d569120ac"
 
 
 def test_every_table_has_a_place(making: ModuleType) -> None:

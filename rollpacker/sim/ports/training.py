@@ -10,6 +10,7 @@ from rollpacker.core.events import Committed, Event, Trained, WeightsSynced
 from rollpacker.core.ids import SampleId
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
+from rollpacker.sim.pipeline import Pipeline
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 
@@ -97,12 +98,24 @@ class Training:
         self._tally.training_begins(self._clock.time_s, lengths, own)
         rest = [group for group in command.groups if group[0] not in self._streamed]
         work_s = work.backlog_s + self._work_s(responses.lengths_of(rest))
+        phase_s = work_s / self._machine.gpus
+        if self._machine.pipeline is not None:
+            left_s = work.backlog_s / self._machine.gpus
+            phase_s = left_s + self._swept_s(self._machine.pipeline, responses.lengths_of(rest))
         work.backlog_s = work.done_s = 0.0
         self._streamed.clear()
         self._clock.after(
-            latency.train_fixed_s + work_s / self._machine.gpus,
+            latency.train_fixed_s + phase_s,
             Trained(time_s=0.0, step=command.step, version=self._version + 1),
         )
+
+    def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
+        """Seconds of the responses that were not streamed, through the stages. What was streamed
+        kept them full."""
+        prompt_tokens = self._machine.prompt_tokens
+        step = pipeline.train([length + prompt_tokens for length in lengths], self._clock.time_s)
+        self._tally.pipeline_waited(step.idle_device_s)
+        return step.seconds
 
     def _sync(self, command: SyncWeights) -> None:
         self._tally.trained(self._clock.time_s)

@@ -83,8 +83,10 @@ class Connected:
         self._device = device
         self._ends: list[Sender | Receiver] = []
         connect = self._connect_direct if kind == "direct" else partial(self._connect_host, host)
-        to_next, to_previous = connect(ranks)
-        self.executor.connect(to_next, to_previous)
+        self.to_next: Sender | None
+        self.to_previous: Sender | None
+        self.to_next, self.to_previous = connect(ranks)
+        self.executor.connect(self.to_next, self.to_previous)
 
     def close(self) -> None:
         """End all links; after the last sweep."""

@@ -8,7 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ class RandomOrder:
     def choose(self, state: StageState) -> Op | None:
         ready = [kind for kind in ("F", "I", "W") if state.ready(kind)]
         return state.next_op(self._draw.choice(ready)) if ready else None
+
+
+class Link(Protocol):
+    def send(self, number: int, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ThreadLink:
@@ -97,17 +104,20 @@ def in_stages(
     given: Sequence[int] | None = None,
     new_chooser: NewChooser = ready_first,
     delay: Callable[[], float] = lambda: 0.0,
+    new_link: Callable[[Callable[[int, Tensor], None]], Link] | None = None,
 ) -> list[Any]:
     """What `function` returned on each stage. Raises the first error of any. `given`: what the
-    stages are told of their layers, if that is something else."""
+    stages are told of their layers, if that is something else. `new_link`: one that calls this with
+    what arrives; by default a `ThreadLink` with this delay."""
     count = len(layers)
     shared = _Shared(count)
     places = [Place(index=index, count=count) for index in range(count)]
     executors = [Executor(place, timeout_s=TIMEOUT_S) for place in places]
-    links: dict[tuple[Kind, int], ThreadLink] = {}
+    links: dict[tuple[Kind, int], Link] = {}
+    new_link = new_link or partial(ThreadLink, delay=delay)
     for index in range(count - 1):
         for kind, to in (("F", index + 1), ("I", index)):
-            links[kind, to] = ThreadLink(_into(executors[to], kind), delay)
+            links[kind, to] = new_link(_into(executors[to], kind))
     for index, executor in enumerate(executors):
         executor.connect(links.get(("F", index + 1)), links.get(("I", index - 1)))
     answers: list[Any] = [None] * count

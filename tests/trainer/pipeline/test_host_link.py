@@ -190,7 +190,13 @@ class RawSender:
         self.socket.settimeout(60)
 
     def answer(self) -> tuple[int, int]:
-        return ANSWER.unpack(self.socket.recv(ANSWER.size, socket.MSG_WAITALL))
+        said = b""
+        while len(said) < ANSWER.size:
+            more = self.socket.recv(ANSWER.size - len(said))
+            assert more, "it hung up"
+            said += more
+        kind, number = ANSWER.unpack(said)
+        return kind, number
 
     def answers_until(self, kind: int) -> list[tuple[int, int]]:
         found = [self.answer()]
@@ -248,8 +254,8 @@ def test_what_comes_damaged_is_dropped_with_its_connection() -> None:
         raw.socket.close()
     assert arrivals.all == []
     raw = RawSender(receiver, 0, 4)
+    assert raw.answer() == (DELIVERED, 0)  # nobody listens to a message before this
     raw.socket.sendall(good)
-    raw.answer()
     assert raw.answers_until(DELIVERED)[-1] == (DELIVERED, 1)
     # A connection that was made before this one, and comes late, is turned away; a later one
     # takes its place.
@@ -278,6 +284,22 @@ def test_closing_during_traffic_ends_everything() -> None:
         num_arrived = len(arrivals.all)
         assert [number for number, _ in arrivals.all] == list(range(num_arrived))
         assert all("was closed there" in str(error) for error in arrivals.lost)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_receiver_that_cannot_take_a_message_is_lost() -> None:
+    arrivals = Arrivals()
+
+    def refuse(number: int, _: Tensor) -> None:
+        raise RuntimeError(f"no room for {number}")
+
+    receiver = HostReceiver(FORWARD, on_arrival=refuse, on_lost=arrivals.lost.append)
+    sender = HostSender(FORWARD, receiver.routes, on_lost=arrivals.lost.append)
+    sender.send(0, torch.zeros(1))
+    wait_until(lambda: len(arrivals.lost) >= 1)
+    assert "receiving failed here: RuntimeError('no room for 0')" in str(arrivals.lost[0])
+    sender.close()
+    receiver.close()
 
 
 def test_each_end_hears_that_the_other_was_closed() -> None:

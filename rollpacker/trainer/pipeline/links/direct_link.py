@@ -72,7 +72,8 @@ class DirectSender:
         on_lost: OnLost,
         device: torch.device = _CPU,
     ) -> None:
-        """`group`: of this direction alone. `device`: where its backend wants tensors."""
+        """`group`: a `direct_group` of this direction alone. `device`: where its backend wants
+        tensors."""
         self._border = border
         self._group = group
         self._device = device
@@ -149,7 +150,8 @@ class DirectReceiver:
         on_lost: OnLost,
         device: torch.device = _CPU,
     ) -> None:
-        """`group`: of this direction alone. `device`: where its backend wants tensors."""
+        """`group`: a `direct_group` of this direction alone. `device`: where its backend wants
+        tensors."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

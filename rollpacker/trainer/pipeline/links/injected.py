@@ -44,13 +44,14 @@ class InjectedSender:
     def __init__(
         self, inner: Sender, delay: Delay, *, seed: int = 0, is_blocking: bool = False
     ) -> None:
-        """`is_blocking`: `send` returns when the message has left, as with a full queue of NCCL's
-        (head-of-line blocking). Otherwise messages wait in a thread."""
         self.delay = delay
         """May be changed at any time: it is looked up when a message is sent."""
+        self.is_blocking = is_blocking
+        """`send` returns when the message has crossed, as launches behind a slow send of NCCL's do
+        (head-of-line blocking). Otherwise messages wait in a thread. May be changed while none
+        waits."""
         self._inner = inner
         self._random = random.Random(seed)
-        self._is_blocking = is_blocking
         self._free_s = 0.0
         """When the link has taken the bytes of all messages so far."""
         self._arrives_s = 0.0
@@ -66,7 +67,7 @@ class InjectedSender:
         """See `Sender`."""
         posted_s = time.monotonic() if posted_s is None else posted_s
         message = _Delayed(self._crossed(posted_s, tensor.nbytes), number, tensor, posted_s)
-        if self._is_blocking:
+        if self.is_blocking:
             time.sleep(max(message.arrives_s - time.monotonic(), 0))
             self._hand_on(message)
             return

@@ -1,0 +1,69 @@
+"""`rollpacker plan SCENARIO --csv FILE`: the order in which a trainer's stages work, as a file that
+torch loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_csv(parser: argparse.ArgumentParser) -> None:
+    """The option of `rollpacker plan`."""
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="instead of a search: write the schedule of the scenario's train.pipeline, for the "
+        "micro-batches of its first step, as torch and torchtitan load it",
+    )
+
+
+def write_schedule(args: argparse.Namespace) -> int:
+    """Write the schedule of the slowest replica in the scenario's first step, and return the exit
+    code. Raises `ValueError` for what the user got wrong."""
+    import dataclasses
+    import json
+
+    from rollpacker.cli.errors import naming
+    from rollpacker.core.pipeline_order import orders_to_csv
+    from rollpacker.report.writing import replacing
+    from rollpacker.sim.scenario import load_scenario
+    from rollpacker.sim.simulate import simulate
+
+    _check(args)
+    scenario = load_scenario(args.target, args.overrides)
+    if scenario.train.pipeline is None:
+        raise ValueError(
+            f"--csv {args.csv}: {args.target} has no train.pipeline; set train.pipeline.stages"
+        )
+    found = simulate(dataclasses.replace(scenario, steps=1)).pipeline
+    assert found is not None
+    out = Path(args.csv)
+    with naming(out.absolute().parent), replacing(out) as temporary:
+        temporary.write_text(orders_to_csv(found.last.orders), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found.to_plain() | {"csv": str(out)}, allow_nan=False))
+        return 0
+    count = len(found.last.orders[0]) // 3
+    print(
+        f"Wrote {out}: {found.stages} stages, {count} micro-batches, {found.order} over "
+        f"{found.links} links. A sweep takes {found.sweep_s:.3f} s.\n"
+        "torch: _PipelineScheduleRuntime(...)._load_csv(FILE, format='compute_only'); torchtitan: "
+        "parallelism.pipeline_parallel_schedule_csv."
+    )
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before anything is read."""
+    for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
+        if given is not None:
+            raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")
+    path = Path(args.csv)
+    if path.suffix != ".csv":
+        raise ValueError(f"--csv {args.csv}: the name must end in .csv")
+    if path.is_dir():
+        raise ValueError(f"--csv {args.csv} is a folder: give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--csv {args.csv}: there is no folder {path.parent}")
+    if Path(args.target).suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--csv needs a scenario with train.pipeline, and {args.target} is none")

@@ -1,0 +1,173 @@
+"""From a scenario to the stages of its trainer: how the layers are cut, what ops cost there, and
+what activations have room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollpacker.core.pipeline import Order
+from rollpacker.core.pipeline_order import orders_from_csv
+from rollpacker.core.pipeline_split import check_layers, split_layers
+from rollpacker.core.pipeline_work import OpCost, StageCost
+from rollpacker.sim.hardware import DTYPE_BYTES
+from rollpacker.sim.latency import TRAIN_FLOPS_PER_PARAM, LatencyModel
+from rollpacker.sim.pipeline import Pipeline, PipelineMachine
+from rollpacker.sim.pipeline_spec import ORDERS, OpTimes, PipelineSpec
+from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
+
+if TYPE_CHECKING:
+    from rollpacker.sim.scenario import Scenario
+
+OP_FLOPS_PER_PARAM = 2.0
+"""Per token, of each of F, I and W."""
+ACTIVATION_BYTES = 34
+"""Per token, layer and unit of hidden size: a transformer block in bfloat16 with attention that
+keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
+MEMORY_SHARE = 0.9
+"""Of a GPU's memory, what training may fill."""
+
+
+def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
+    """The trainer's stages; None: it has none. Raises `ValueError` as `check_pipeline` does."""
+    spec = scenario.train.pipeline
+    if spec is None:
+        return None
+    slowed, even = split(scenario, spec.slow_stages), split(scenario, {})
+    layers = slowed if spec.relayout == "do" else even
+    proposed = spec.relayout == "propose" and spec.layers == "auto" and slowed != even
+    stage_gpus = scenario.train.replica_gpus // spec.stages
+    machine = PipelineMachine(
+        costs=_costs(scenario, spec, layers, latency),
+        layers=() if spec.op_times is not None else layers,
+        caps=_caps(scenario, layers),
+        num_replicas=scenario.cluster.gpus // scenario.train.replica_gpus,
+        stage_gpus=stage_gpus,
+        bytes_per_token=_bytes_per_token(scenario, spec),
+        relayout=slowed if proposed and spec.op_times is None else (),
+    )
+    return Pipeline(spec, machine, orders=_orders(spec), seed=scenario.seed)
+
+
+def check_pipeline(scenario: Scenario) -> None:
+    """Raises `ValueError`, which names the key, for stages that cannot be."""
+    train, spec = scenario.train, scenario.train.pipeline
+    if spec is None:
+        return
+    layers = scenario.shape.layers
+    if train.pipeline_parallel not in (1, spec.stages):
+        raise ValueError(
+            f"train.pipeline_parallel is {train.pipeline_parallel} and train.pipeline.stages "
+            f"{spec.stages}: leave pipeline_parallel out"
+        )
+    if spec.stages > layers:
+        raise ValueError(
+            f"train.pipeline.stages is {spec.stages}, more than the model's {layers} layers: take "
+            f"at most {layers}"
+        )
+    if spec.layers != "auto":
+        check_layers(spec.layers, num_layers=layers, num_stages=spec.stages)
+    if spec.order not in ORDERS and spec.micro_batches is None:
+        raise ValueError(
+            f"train.pipeline.order is {spec.order}, a plan for a fixed number of micro-batches: "
+            "set train.pipeline.micro_batches"
+        )
+    _orders(spec)
+    caps = [cap for cap in _caps(scenario, split(scenario, {})) if cap is not None]
+    longest = scenario.rollout.prompt_tokens + scenario.rollout.max_response_tokens
+    if caps and min(caps) < longest:
+        raise ValueError(
+            f"train.pipeline.live_tokens leaves a stage room for {min(caps):,} tokens, less than "
+            f"one response of full length with its prompt ({longest:,}): raise it, take more "
+            "stages or GPUs, or lower rollout.max_response_tokens"
+        )
+
+
+def split(scenario: Scenario, slower: Mapping[int, float]) -> tuple[int, ...]:
+    """Layers of each stage."""
+    spec = scenario.train.pipeline
+    assert spec is not None
+    if spec.layers != "auto":
+        return spec.layers
+    counts = split_layers(
+        [1.0] * scenario.shape.layers,
+        spec.stages,
+        last_s=spec.head_layers,
+        slowness=[slower.get(stage, 1.0) for stage in range(spec.stages)],
+    )
+    return tuple(counts)
+
+
+def _costs(
+    scenario: Scenario, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
+) -> tuple[StageCost, ...]:
+    if spec.op_times is not None:
+        return op_costs(spec)
+    token_s = latency.train_s(1.0, 1) * OP_FLOPS_PER_PARAM / TRAIN_FLOPS_PER_PARAM
+    whole = sum(layers) + spec.head_layers
+    stage_gpus = scenario.train.replica_gpus // spec.stages
+    costs = []
+    for stage, count in enumerate(layers):
+        work = count + (spec.head_layers if stage == spec.stages - 1 else 0.0)
+        slower = spec.slow_stages.get(stage, 1.0)
+        op = OpCost(per_token_s=slower * token_s * work / whole / stage_gpus)
+        costs.append(StageCost(op, op, op))
+    return tuple(costs)
+
+
+def op_costs(spec: PipelineSpec) -> tuple[StageCost, ...]:
+    """By stage, of the given times of ops."""
+    assert spec.op_times is not None
+    return tuple(
+        _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
+        for stage in range(spec.stages)
+    )
+
+
+def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
+    ops = []
+    for seconds in (times.f_s[stage], times.i_s[stage], times.w_s[stage]):
+        took_s = slower * seconds
+        if times.tokens is None:
+            ops.append(OpCost(fixed_s=took_s))
+        else:
+            ops.append(OpCost(per_token_s=took_s / times.tokens))
+    f, i, w = ops
+    return StageCost(f, i, w)
+
+
+def _bytes_per_token(scenario: Scenario, spec: PipelineSpec) -> float:
+    """Of hidden states. Where op times are the same whatever the tokens, so are messages: they take
+    the given delays and no more."""
+    if spec.op_times is not None and spec.op_times.tokens is None:
+        return 0.0
+    return float(scenario.shape.hidden * DTYPE_BYTES[scenario.shape.dtype])
+
+
+def _caps(scenario: Scenario, layers: Sequence[int]) -> tuple[int | None, ...]:
+    """Live tokens by stage."""
+    spec = scenario.train.pipeline
+    assert spec is not None
+    if spec.live_tokens != "auto":
+        return (spec.live_tokens,) * spec.stages
+    cluster, shape, train = scenario.cluster, scenario.shape, scenario.train
+    trained = TRAINED_PARAMETER_BYTES * shape.params / cluster.gpus
+    room = max(MEMORY_SHARE * cluster.gpu_spec.memory_gb * 1e9 - trained, 0.0)
+    sharing = train.tensor_parallel * train.context_parallel
+    return tuple(
+        int(room * sharing / (ACTIVATION_BYTES * shape.hidden * count)) for count in layers
+    )
+
+
+def _orders(spec: PipelineSpec) -> Sequence[Order]:
+    """Of a CSV. Raises `ValueError` for what it lacks."""
+    if spec.order in ORDERS:
+        return ()
+    assert spec.micro_batches is not None
+    try:
+        text = Path(spec.order).read_text(encoding="utf-8")
+        return orders_from_csv(text, num_stages=spec.stages, num_micro_batches=spec.micro_batches)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"train.pipeline.order is {spec.order}: {why}") from None
