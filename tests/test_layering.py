@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "processes": (),
     "data": NOUNS,
     "trainer": (
-        *(*NOUNS, "core.packs", "core.pipeline", "algo", "host_store"),
+        *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_split", "algo", "host_store"),
         *("processes", "weight_buffer", "weight_probe"),
     ),
     "remote": ("processes", "weight_buffer"),

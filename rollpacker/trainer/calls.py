@@ -26,6 +26,7 @@ from rollpacker.trainer.trainer import (
     LoraConfig,
     ModelConfig,
     NonFiniteError,
+    PipelineConfig,
     ScoreRequest,
     TokenScores,
     TrainConfig,
@@ -53,7 +54,15 @@ _ERRORS: dict[str, type[Exception]] = {
 @functools.cache
 def codec() -> Codec:
     return Codec(
-        *(LearnerSetup, ModelConfig, LoraConfig, TrainConfig, CriticConfig, AlgorithmConfig),
+        *(
+            LearnerSetup,
+            ModelConfig,
+            LoraConfig,
+            TrainConfig,
+            CriticConfig,
+            PipelineConfig,
+            AlgorithmConfig,
+        ),
         *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
         *(BufferLayout, Place),
         Kind(Counter, dict, Counter),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -44,6 +44,7 @@ _TENSOR_FILES = "*.safetensors"
 _READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 Result = TypeVar("Result")
+Union = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 
 # torch warns whenever one process saves or loads alone, though that is asked for.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
@@ -57,27 +58,37 @@ def save_model(
     shards: Shards | None = None,
     dtype: torch.dtype | None = None,
     weights: Iterable[tuple[str, Tensor]] | None = None,
+    union: Union = iter,
 ) -> None:
     """Weights, config and generation config, and the tokenizer if there is one.
 
     The weights are `model`'s own, or `weights` by the names of a plain model, such as merged ones.
-    They are written in `dtype`, if given. Rank 0 holds all of them in host memory, once. Raises
-    `OSError`.
+    They are written in `dtype`, if given. Rank 0 holds all of them in host memory, once. `union`
+    adds there what other pipeline stages have. Raises `OSError`.
     """
     named = state_tensors(model).items() if weights is None else weights
-    whole = dict(full_tensors(named, shards, dtype))
+    whole = dict(union(full_tensors(named, shards, dtype)))
     _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)
 
 
-def load_model_weights(model: PreTrainedModel, folder: Path, shards: Shards | None = None) -> None:
-    """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place.
+def load_model_weights(
+    model: PreTrainedModel,
+    folder: Path,
+    shards: Shards | None = None,
+    *,
+    part: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`:
+    those of a pipeline stage alone, by the whole model's names.
 
     Each process reads no more than its shards, unless transformers saves such a model under other
     names than it has. Raises `TrainerStateError` if the folder cannot be read or holds another
     model.
     """
-    target = state_tensors(model)
+    target = state_tensors(model) if part is None else dict(part)
     saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
+    if part is not None:
+        saved = {name: value for name, value in saved.items() if name in part}
     if saved.keys() == target.keys():
         _check_shapes(saved, target, folder)
         _load(target, folder, shards)
@@ -133,13 +144,18 @@ def saved_names(folder: Path) -> frozenset[str]:
 
 
 def load_trainer_tensors(
-    folder: Path, like: Mapping[str, Tensor], shards: Shards | None = None
+    folder: Path,
+    like: Mapping[str, Tensor],
+    shards: Shards | None = None,
+    *,
+    part: bool = False,
 ) -> dict[str, Tensor]:
     """What `save_trainer` wrote, in new tensors that are placed and sharded as those of `like`.
+    `part`: of a pipeline stage, no more than `like` has.
 
     Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
     """
-    saved = _on_all_ranks(lambda: _checked_layout(folder, like), shards)
+    saved = _on_all_ranks(lambda: _checked_layout(folder, like, part=part), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
     _load(loaded, folder, shards)
     return loaded
@@ -214,9 +230,11 @@ def _saved_layout(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _checked_layout(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _checked_layout(folder: Path, like: Mapping[str, Tensor], *, part: bool) -> dict[str, Tensor]:
     load_trainer_state(folder)
     saved = _saved_layout(folder)
+    if part:
+        saved = {name: value for name, value in saved.items() if name in like}
     _check_shapes(saved, like, folder)
     for name, value in saved.items():
         if value.dtype != like[name].dtype:

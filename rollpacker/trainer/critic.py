@@ -124,7 +124,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
         raise TrainerStateError(f"{folder}: cannot read the critic: {error}") from error
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     wrong = {BODY + n for n in {*info["missing_keys"], *info["unexpected_keys"], *mismatched}}
-    own_head = critic.value_head.state_dict()
+    own_head = critic.value_head.state_dict() or head  # a pipeline stage may have none
     wrong |= {HEAD + name for name in own_head.keys() ^ head.keys()}
     wrong |= {HEAD + n for n in own_head.keys() & head.keys() if own_head[n].shape != head[n].shape}
     if wrong:

@@ -197,6 +197,13 @@ def _memory(
             "while it loads, each process of the trainer holds the whole model in float32, "
             f"{text_of_bytes(parameters * 4)}, of which it keeps its share"
         )
+    if config.train.pipeline.stages > 1:
+        notes.append(
+            f"the lines of the trainer's processes are those of {processes} shards of the whole "
+            f"model: in {config.train.pipeline.stages} pipeline stages each has a stage's weights "
+            "and gradients, whole while it computes, and activations of a stage's layers for the "
+            "live tokens (train.pipeline.live_tokens)"
+        )
     return engine, training
 
 

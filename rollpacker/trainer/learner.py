@@ -127,6 +127,7 @@ class Learner:
             trained=self.trained,
             shards=shards,
             run_dtype=run_dtype,
+            stage=stage,
         )
         self._step = OpenStep()
         self._modules = [models.policy, *models.frozen, *([] if critic is None else [critic])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from rollpacker.trainer.critic import Critic, load_critic_weights, save_critic
 from rollpacker.trainer.lora import (
     has_adapter,
     load_adapter,
-    merge_loss,
+    merge_squares,
     merged_weights,
     save_adapter,
 )
@@ -25,6 +26,9 @@ from rollpacker.weight_probe import weight_probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rollpacker.trainer.pipeline.cut import Tied
+    from rollpacker.trainer.pipeline.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,7 @@ class LearnerFiles:
     """The modules with an optimizer, by the prefix of their tensors in a checkpoint."""
     shards: Shards | None
     run_dtype: torch.dtype
+    stage: Stage | None = None
 
     @property
     def _adapted(self) -> bool:
@@ -47,6 +52,33 @@ class LearnerFiles:
     @property
     def _writes(self) -> bool:
         return self.shards is None or self.shards.rank == 0
+
+    @property
+    def _mirror(self) -> Tied | None:
+        """A weight here that another stage owns."""
+        return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
+
+    def _stage_tensors(self) -> dict[str, Tensor] | None:
+        """The model's, by the whole model's names. None: it is whole."""
+        if self.stage is None:
+            return None
+        tensors = checkpoint.state_tensors(self.model)
+        if self._mirror is not None:
+            tensors[self._mirror.owner] = tensors.pop(self._mirror.mirror)
+        return tensors
+
+    def _whole(
+        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of all stages on rank 0; see `full_tensors`."""
+        return self._union(full_tensors(named, self.shards, dtype))
+
+    def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """With those of the other stages, on the first."""
+        if self.stage is None:
+            return iter(named)
+        mirror = None if self._mirror is None else self._mirror.mirror
+        return self.stage.union(item for item in named if item[0] != mirror)
 
     # -- weights for an engine -------------------------------------------------------------
 
@@ -60,7 +92,7 @@ class LearnerFiles:
         named = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         if self.shards is None:
             return named
-        return full_tensors(named, self.shards, None if self._adapted else self.run_dtype)
+        return self._whole(named, None if self._adapted else self.run_dtype)
 
     @torch.no_grad()
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
@@ -77,16 +109,20 @@ class LearnerFiles:
         named = (item for item in self.model.named_parameters() if item[1].requires_grad)
         optimizer = self.trained["actor"].optimizer.state()
         tensors = {
-            "weights": dict(full_tensors(named, self.shards)),
-            "optimizer": dict(full_tensors(optimizer.items(), self.shards)),
+            "weights": dict(self._whole(named)),
+            "optimizer": dict(self._whole(optimizer.items())),
         }
         return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
 
     def lora_merge_loss(self) -> float | None:
         """What the merged weights of a checkpoint lack, if there are adapters and a merge rounds
-        by more than their own arithmetic does (`lora.merge_loss`)."""
+        by more than their own arithmetic does (`lora.merge_squares`)."""
         rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
-        return merge_loss(self.model) if rounds else None
+        if not rounds:
+            return None
+        squares = merge_squares(self.model)
+        lost, changed = squares if self.stage is None else self.stage.sums(squares)
+        return math.sqrt(lost / changed) if changed else 0.0
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -99,11 +135,12 @@ class LearnerFiles:
             shards=self.shards,
             dtype=self.run_dtype,
             weights=merged_weights(self.model) if self._adapted else None,
+            union=self._union,
         )
         if self._adapted:
-            save_adapter(self.model, folder / "adapter", write=self._writes)
+            save_adapter(self.model, folder / "adapter", write=self._writes, union=self._union)
         if self.critic is not None:
-            state = dict(full_tensors(self.critic.state_dict().items(), self.shards))
+            state = dict(self._whole(self.critic.state_dict().items()))
             if self._writes:
                 save_critic(self.critic, folder / "critic", state)
         tensors = {
@@ -119,9 +156,11 @@ class LearnerFiles:
         this model's."""
         state = checkpoint.load_trainer_state(folder / "trainer")
         if self._adapted:
-            load_adapter(self.model, folder / "adapter")
+            load_adapter(self.model, folder / "adapter", part=self.stage is not None)
         else:
-            checkpoint.load_model_weights(self.model, folder / "model", self.shards)
+            checkpoint.load_model_weights(
+                self.model, folder / "model", self.shards, part=self._stage_tensors()
+            )
         if self.critic is not None:
             load_critic_weights(self.critic, folder / "critic")
         saved = checkpoint.saved_names(folder / "trainer")
@@ -131,7 +170,9 @@ class LearnerFiles:
             for name, value in trained.state_like().items()
             if f"{prefix}/{name}" in saved  # there is no state before the first update
         }
-        tensors = checkpoint.load_trainer_tensors(folder / "trainer", likes, self.shards)
+        tensors = checkpoint.load_trainer_tensors(
+            folder / "trainer", likes, self.shards, part=self.stage is not None
+        )
         for name, trained in self.trained.items():
             prefix = f"{name}/"
             trained.load_state(

@@ -7,7 +7,7 @@ are float32 for a model in lower precision; peft casts around them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -137,10 +137,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def merge_loss(model: nn.Module) -> float:
-    """What a merge would lose of the adapters' change by rounding to the weights' own precision:
-    the norm of what is lost over the norm of the change. 0 before the first update. Of a sharded
-    model all processes have to take part."""
+def merge_squares(model: nn.Module) -> tuple[float, float]:
+    """What a merge would lose of the adapters' change by rounding to the weights' own precision,
+    and that change (0 before the first update): squares of their norms. Of a sharded model all
+    processes have to take part."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
         weight = dequantized(module.get_base_layer().weight)
@@ -150,17 +150,24 @@ def merge_loss(model: nn.Module) -> float:
         lost.append(_whole(torch.linalg.vector_norm(rounded - exact)).cpu())
         changed.append(_whole(torch.linalg.vector_norm(change)).cpu())
     loss, change = (torch.stack(parts).double().square().sum() for parts in (lost, changed))
-    return (loss / change).sqrt().item() if change else 0.0
+    return loss.item(), change.item()
 
 
-def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
+def save_adapter(
+    model: nn.Module,
+    folder: Path,
+    *,
+    write: bool = True,
+    union: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
+) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
     `PeftModel.from_pretrained`. Of a sharded model all processes have to take part, and one to
-    write."""
-    tensors = {
-        _FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): _whole(value).contiguous().cpu()
+    write; `union` adds there what other pipeline stages have."""
+    own = (
+        (name, _whole(value).contiguous().cpu())
         for name, value in adapter_parameters(model).items()
-    }
+    )
+    tensors = {_FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): value for name, value in union(own)}
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,9 +179,10 @@ def save_adapter(model: nn.Module, folder: Path, *, write: bool = True) -> None:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Copy what `save_adapter` wrote into the model's adapters, exactly. Raises `TrainerStateError`
-    if it is not there, is broken or belongs to other adapters."""
+def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
+    """Copy what `save_adapter` wrote into the model's adapters, exactly; `part`: into those of a
+    pipeline stage. Raises `TrainerStateError` if it is not there, is broken or belongs to other
+    adapters."""
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
@@ -184,6 +192,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         _FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): value
         for name, value in adapter_parameters(model).items()
     }
+    if part:
+        tensors = {name: value for name, value in tensors.items() if name in parameters}
     different = sorted(parameters.keys() ^ tensors.keys()) or [
         name for name, value in parameters.items() if value.shape != tensors[name].shape
     ]

@@ -21,7 +21,7 @@ class StepOutcome:
     peak_memory_bytes: int
     """The most that this rank's process or device held since the step before."""
     lora_merge_loss: float | None = None
-    """`lora.merge_loss` after the update, where a merge rounds."""
+    """`lora.merge_squares` as a ratio of norms, after the update, where a merge rounds."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:

@@ -59,6 +59,7 @@ class ProcessTrainer:
         self._ranks = ranks
         self._journal = Journal(journal_in)
         self._replicas = setup.train.replicas
+        self._stages = setup.train.pipeline.stages
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             ranks.connect()
@@ -80,7 +81,11 @@ class ProcessTrainer:
                 "score", [([requests[i] for i in s],) for s in shares.values()], [*shares]
             )
             scores: dict[int, TokenScores] = {}
-            for share, part in zip(shares.values(), parts, strict=True):
+            # Of a pipeline's stages the last one answers; the others give empty lists.
+            answered = list(zip(shares.values(), parts, strict=True))[
+                -(len(parts) // self._stages) :
+            ]
+            for share, part in answered:
                 scores.update(zip(share, part, strict=True))
             return [scores[i] for i in range(len(requests))]
 
@@ -197,10 +202,12 @@ class ProcessTrainer:
         rows: Sequence[ScoreRequest] | Sequence[TrainSample],
         replicas: Sequence[int] | None,
     ) -> dict[int, list[int]]:
-        """Return the rows that each rank of these replicas takes, by their place in `rows`."""
+        """Return the rows that each rank of these replicas takes, by their place in `rows`. All
+        stages take the same."""
         lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
         ranks = self._ranks_of(replicas)
-        return dict(zip(ranks, assign(lengths, len(ranks)), strict=True))
+        shares = assign(lengths, len(ranks) // self._stages)
+        return dict(zip(ranks, shares * self._stages, strict=True))
 
     def _ranks_of(self, replicas: Sequence[int] | None) -> list[int]:
         size = len(self._ranks.all) // self._replicas

@@ -77,6 +77,11 @@ def build_learner(
         teacher = load_teacher(setup.model.teacher, model=model, tokenizer=tokenizer)
     if setup.model.lora is not None:
         model = add_adapter(model, setup.model.lora)
+    stage = None
+    if shards is not None and shards.pipelines is not None:
+        from rollpacker.trainer.pipeline.connect import connected_stage
+
+        stage = connected_stage(shards, setup.train.pipeline)
     return Learner(
         model=model,
         tokenizer=tokenizer,
@@ -89,4 +94,5 @@ def build_learner(
         critic=critic,
         teacher=teacher,
         shards=shards,
+        stage=stage,
     )

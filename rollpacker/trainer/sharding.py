@@ -74,6 +74,13 @@ class Shards:
     """One dimension of `size`; with several replicas two: [replicas, processes of each]."""
     device: torch.device
     """This process's own."""
+    pipelines: DeviceMesh | None = None
+    """Of a model in stages: [stages, processes of each]. `mesh` is then the own stage's."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first process of the model, or of its stage."""
+        return not any(self.mesh.get_coordinate() or ())
 
     @property
     def replicas(self) -> int:
@@ -86,9 +93,11 @@ class Shards:
         return self.mesh.get_group(-1)
 
 
-def join(device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1) -> Shards:
+def join(
+    device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1, stages: int = 1
+) -> Shards:
     """Meet the other processes, as torchrun's environment variables say, of which as many are a
-    replica as `replicas` leaves to each.
+    replica as `replicas` leaves to each, or a stage as `stages` does.
 
     On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
     for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
@@ -109,6 +118,13 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 
     dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
     size = dist.get_world_size()
     assert size % replicas == 0, f"{size} processes for {replicas} replicas"
+    if stages > 1:
+        assert size % stages == 0 and replicas == 1, f"{size} processes for {stages} stages"
+        names = ("stage", "shard")
+        mesh = init_device_mesh(device.type, (stages, size // stages), mesh_dim_names=names)
+        return Shards(
+            rank=dist.get_rank(), size=size, mesh=mesh["shard"], device=device, pipelines=mesh
+        )
     shape = (size,) if replicas == 1 else (replicas, size // replicas)
     mesh = init_device_mesh(
         device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
@@ -275,9 +291,10 @@ def sum_in_full_precision(root: nn.Module) -> None:
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors in host memory, one at a time, on rank 0.
+    """Whole tensors in host memory, one at a time, on rank 0, and of a model in stages on the first
+    process of each.
 
-    The other ranks get nothing, but they must iterate to the end too. Floating-point ones are cast
+    The others get nothing, but they must iterate to the end too. Floating-point ones are cast
     to `dtype`, if one is given, before they travel.
     """
     for name, value in named:
@@ -285,7 +302,7 @@ def full_tensors(
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if shards is None or shards.rank == 0:
+        if shards is None or shards.leads:
             yield name, whole.cpu()
 
 

@@ -49,7 +49,11 @@ class Trained:
                 gradient_sync=config.gradient_sync,
             )
         own = dict(named_by.named_parameters())
-        self._mirror = None if mirror is None else MirrorGradient(own.pop(mirror))
+        mirrored = None if mirror is None else own.pop(mirror)
+        self._mirror = None
+        if mirrored is not None and mirrored.requires_grad:
+            self._mirror = MirrorGradient(mirrored)
+        self._widened -= {mirror}
         self.optimizer = build_optimizer(own.items(), config)
 
     # -- gradients -------------------------------------------------------------------------

@@ -115,6 +115,34 @@ class CriticConfig:
             raise ValueError("warmup_steps must not be negative")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """The trainer's models in stages, one after the other (`train.pipeline.*`)."""
+
+    stages: int = 1
+    """Parts of the layers. Each has train.processes / stages processes, and is sharded over
+    them."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage. Empty: stages of about the same work."""
+    live_tokens: int | Literal["auto"] = "auto"
+    """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
+    micro-batches for each stage from this one to the last."""
+    links: Literal["host", "direct"] = "host"
+    """host: between stages by way of host memory and TCP, which survives lost connections. direct:
+    through torch.distributed (gloo)."""
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, not {self.stages}")
+        if self.live_tokens != "auto" and self.live_tokens < 1:
+            raise ValueError(f"live_tokens must be at least 1, or auto, not {self.live_tokens}")
+        if self.layers and len(self.layers) != self.stages:
+            raise ValueError(
+                f"layers={list(self.layers)} must have a number for each of the {self.stages} "
+                "stages"
+            )
+
+
 # size: one field per key of `train.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -140,6 +168,7 @@ class TrainConfig:
     share of one. With stream_trainer engines let go of their devices towards the end of a round;
     their samples go on in the others, and replicas begin on the groups that are complete. On
     CUDA whoever has not its turn waits in host memory."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """With several processes: gradients are added up over them once a step, or after every
     micro-batch, which needs less memory."""
@@ -185,6 +214,7 @@ class TrainConfig:
                 f"replicas ({self.replicas}) must divide train.processes "
                 f"({self.processes or 'not set'}): each replica has as many of the processes"
             )
+        self._check_pipeline()
         if self.optimizer == "adamw_8bit" and (self.processes or 1) > 1:
             raise ValueError(
                 "optimizer=adamw_8bit does not go with several processes, whose shards cut its "
@@ -208,6 +238,25 @@ class TrainConfig:
             raise ValueError("max_grad_norm must be more than 0, or null for none")
         if self.threads != "auto" and self.threads < 1:
             raise ValueError("threads must be at least 1, or auto")
+
+    def _check_pipeline(self) -> None:
+        stages = self.pipeline.stages
+        if stages == 1:
+            return
+        if (self.processes or 1) % stages:
+            raise ValueError(
+                f"pipeline.stages ({stages}) must divide train.processes "
+                f"({self.processes or 'not set'}): each stage has as many of the processes"
+            )
+        for name, has, wanted in (
+            ("replicas", self.replicas, 1),
+            ("compile", self.compile, False),
+            ("gradient_sync", self.gradient_sync, "step"),
+        ):
+            if has != wanted:
+                raise ValueError(
+                    f"{name}={has} does not go with pipeline.stages={stages}: set it to {wanted}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ class Worker:
         several = int(os.environ["WORLD_SIZE"]) > 1
         shards = None
         if several:
-            shards = join(device, timeout_s=TIMEOUT_S, replicas=setup.train.replicas)
+            train = setup.train
+            shards = join(device, TIMEOUT_S, replicas=train.replicas, stages=train.pipeline.stages)
         self._learner = build_learner(setup, shards=shards)
 
     def score(self, requests: Sequence[ScoreRequest]) -> Any:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
+from rollpacker.rollout.engine import Response
 from rollpacker.trainer import launch
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.model import ModelError, load_model
@@ -96,14 +97,18 @@ def first(folder: Path, tmp_path: Path) -> Path:
 
 async def samples_of(trainer: Either, seed: int) -> list[TrainSample]:
     groups = responses(seed)
-    requests = [
+    requests = requests_of(groups)
+    found = await trainer.score(requests)
+    scores = {r.sample: s for r, s in zip(requests, found, strict=True)}
+    return build_train_samples(groups, ALGORITHM, scores=scores)[0]
+
+
+def requests_of(groups: Sequence[Sequence[tuple[Response, float]]]) -> list[ScoreRequest]:
+    return [
         ScoreRequest(sample=r.sample, prompt_tokens=r.prompt_tokens, response_tokens=r.tokens)
         for group in groups
         for r, _ in group
     ]
-    found = await trainer.score(requests)
-    scores = {r.sample: s for r, s in zip(requests, found, strict=True)}
-    return build_train_samples(groups, ALGORITHM, scores=scores)[0]
 
 
 def step(trainer: Either, seed: int, *, streamed: int = 0) -> dict[str, float]:

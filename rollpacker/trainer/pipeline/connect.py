@@ -1,8 +1,11 @@
-"""A stage's executor and its links to the neighbours, in a process group of the stages."""
+"""A stage of a trainer whose processes have met: its executor, and links to the neighbours."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import socket
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollpacker.core.pipeline import Kind
+from rollpacker.core.pipeline import Chooser, Kind, ReadyFirst
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.executor import TIMEOUT_S, Executor
 from rollpacker.trainer.pipeline.links.direct_link import (
@@ -22,6 +25,42 @@ from rollpacker.trainer.pipeline.links.host_receiver import LOOPBACK, HostReceiv
 from rollpacker.trainer.pipeline.links.host_route import decode_routes, encode_routes
 from rollpacker.trainer.pipeline.links.host_sender import HostSender
 from rollpacker.trainer.pipeline.links.link import Border, Receiver, Sender
+from rollpacker.trainer.pipeline.peers import GroupPeers
+from rollpacker.trainer.pipeline.stage import Stage
+from rollpacker.trainer.sharding import Shards
+from rollpacker.trainer.trainer import PipelineConfig
+
+
+def connected_stage(shards: Shards, config: PipelineConfig) -> Stage:
+    """This rank's. A joint call of all of them. The links end with the process."""
+    mesh = shards.pipelines
+    assert mesh is not None
+    connected = Connected(
+        mesh.mesh.T.tolist(), kind=config.links, device=shards.device, host=_own_address()
+    )
+    return Stage(
+        connected.place,
+        layers=config.layers,
+        peers=GroupPeers(mesh.get_group("stage")),
+        executor=connected.executor,
+        new_chooser=partial(new_chooser, connected.place, config),
+    )
+
+
+def new_chooser(place: Place, config: PipelineConfig, tokens: Sequence[int]) -> Chooser:
+    """For a sweep over micro-batches of so many tokens: what is ready, under the cap of live
+    tokens. Raises `ValueError` if a micro-batch is larger than the cap."""
+    longest, cap = max(tokens, default=0), config.live_tokens
+    if cap == "auto":
+        caps = [2 * (place.count - stage) * longest for stage in range(place.count)]
+    elif longest > cap:
+        raise ValueError(
+            f"train.pipeline.live_tokens={cap} is less than a micro-batch of {longest} tokens: "
+            "raise it, or lower train.micro_batch_tokens or the longest sample"
+        )
+    else:
+        caps = [cap] * place.count
+    return ReadyFirst(place.index, caps=caps)
 
 
 class Connected:
@@ -44,6 +83,8 @@ class Connected:
         self._device = device
         self._ends: list[Sender | Receiver] = []
         connect = self._connect_direct if kind == "direct" else partial(self._connect_host, host)
+        self.to_next: Sender | None
+        self.to_previous: Sender | None
         self.to_next, self.to_previous = connect(ranks)
         self.executor.connect(self.to_next, self.to_previous)
 
@@ -82,8 +123,9 @@ class Connected:
     def _connect_direct(
         self, ranks: list[list[int]]
     ) -> tuple[DirectSender | None, DirectSender | None]:
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
         groups = {
-            (before, after): direct_group((before, after))
+            (before, after): direct_group((before, after), backend)
             for pipeline in ranks
             for one, other in itertools.pairwise(pipeline)
             for before, after in ((one, other), (other, one))
@@ -94,6 +136,7 @@ class Connected:
                 self._border(self.place.index, stage),
                 groups[own, self.ranks[stage]],
                 on_lost=self.executor.fail,
+                device=self._device,
             )
             for kind, stage in self._targets().items()
         }
@@ -103,6 +146,7 @@ class Connected:
                 groups[self.ranks[stage], own],
                 on_arrival=self._arrive(kind),
                 on_lost=self.executor.fail,
+                device=self._device,
             )
             for kind, stage in self._sources().items()
         ]
@@ -130,3 +174,10 @@ class Connected:
             self.executor.arrive(kind, number, tensor)
 
         return arrive
+
+
+def _own_address() -> str:
+    """This machine's on the way to the ranks' store, where they have all met. Sends nothing."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        return str(probe.getsockname()[0])

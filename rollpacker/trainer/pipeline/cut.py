@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rollpacker.core.pipeline_split import check_layers
 from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, TOLERANCE
 
 
@@ -56,7 +57,7 @@ def cut(model: Any, place: Place, layers: Sequence[int]) -> None:
     """
     assert not model.training, "dropout would hide what differs"
     parts = _parts_of(model)
-    _check_layers(model, layers, len(parts.layers), place)
+    check_layers(layers, num_layers=len(parts.layers), num_stages=place.count)
     first = sum(layers[: place.index])
     own = range(first, first + layers[place.index])
     before = _whole(model, parts)
@@ -85,16 +86,30 @@ def num_layers_of(model: nn.Module) -> int:
     return number
 
 
-def tied_weight(model: Any, place: Place) -> str | None:
-    """The name, on this stage, of a trained weight that embeddings and output layer share: the
-    first stage owns it, the last one has a mirror. Ask before the cut."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A weight that embeddings and output layer share. The first stage owns it, the last one has a
+    mirror of it."""
+
+    owner: str
+    """Its name in the whole model."""
+    mirror: str
+    """Its name on the last stage."""
+    is_trained: bool
+
+
+def tied_weight(model: Any) -> Tied | None:
+    """Ask before the cut."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
-    if weight is None or weight is not embeddings.weight or not weight.requires_grad:
+    if weight is None or weight is not embeddings.weight:
         return None
-    here = head if place.is_last else embeddings
-    name = next(name for name, module in model.named_modules() if module is here)
-    return f"{name}.weight"
+    names = {module: name for name, module in model.named_modules()}
+    return Tied(
+        owner=f"{names[embeddings]}.weight",
+        mirror=f"{names[head]}.weight",
+        is_trained=weight.requires_grad,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +142,6 @@ def _parts_of(model: PreTrainedModel) -> _Parts:
             "train.pipeline.stages at 1"
         )
     return _Parts(decoder=decoder, layers=next(iter(lists.values())), norm=others[0])
-
-
-def _check_layers(
-    model: PreTrainedModel, layers: Sequence[int], num_layers: int, place: Place
-) -> None:
-    if place.count > num_layers:
-        raise ValueError(
-            f"train.pipeline.stages={place.count}: {type(model).__name__} has {num_layers} layers, "
-            "and each stage needs one at least"
-        )
-    if len(layers) != place.count or min(layers) < 1 or sum(layers) != num_layers:
-        raise ValueError(
-            f"train.pipeline.layers={list(layers)}: {place.count} stages need as many numbers, from"
-            f" 1 upwards, that add up to the {num_layers} layers of {type(model).__name__}"
-        )
 
 
 class _Recorder:

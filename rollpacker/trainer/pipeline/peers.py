@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_CPU = torch.device("cpu")
 
 
 class Peers(Protocol):
@@ -22,6 +24,14 @@ class Peers(Protocol):
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
         """What `send` was given there, of the shape, dtype and device of `like`."""
+        ...
+
+    def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
+        """Names and tensors in host memory, however many."""
+        ...
+
+    def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+        """What `send_named` was given there, one after the other."""
         ...
 
 
@@ -40,10 +50,33 @@ class GroupPeers:
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """See `Peers`."""
-        dist.send(tensor.cpu().contiguous(), group=self._group, group_dst=stage)
+        # As bytes: gloo does not know every dtype.
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dist.send(data, group=self._group, group_dst=stage)
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
         """See `Peers`."""
         found = torch.empty(like.shape, dtype=like.dtype)
-        dist.recv(found, group=self._group, group_src=stage)
+        dist.recv(found.reshape(-1).view(torch.uint8), group=self._group, group_src=stage)
         return found.to(like.device)
+
+    def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
+        """See `Peers`."""
+        for name, tensor in named:
+            self._send_object((name, tensor.shape, tensor.dtype), stage)
+            self.send(tensor, stage)
+        self._send_object(None, stage)
+
+    def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+        """See `Peers`."""
+        while (about := self._receive_object(stage)) is not None:
+            name, shape, dtype = about
+            yield name, self.receive(torch.empty(shape, dtype=dtype), stage)
+
+    def _send_object(self, about: Any, stage: int) -> None:
+        dist.send_object_list([about], group=self._group, group_dst=stage, device=_CPU)
+
+    def _receive_object(self, stage: int) -> Any:
+        found: list[Any] = [None]
+        dist.recv_object_list(found, group=self._group, group_src=stage, device=_CPU)
+        return found[0]

@@ -4,18 +4,20 @@ and what all stages decide as one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rollpacker.core.pipeline_split import split_layers
 from rollpacker.host_store import local
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.critic import Critic
+from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.pipeline.crossing import Crossing
-from rollpacker.trainer.pipeline.cut import Place, num_layers_of
+from rollpacker.trainer.pipeline.cut import Place, Tied, num_layers_of
 from rollpacker.trainer.pipeline.executor import Executor
 from rollpacker.trainer.pipeline.passes import NewChooser, StagedPasses
 from rollpacker.trainer.pipeline.peers import Peers
@@ -25,14 +27,14 @@ from rollpacker.trainer.trained import Trained
 
 
 class Stage:
-    """`layers`: how many of the policy's layers each stage has. A model with another number of them
-    is split evenly."""
+    """`layers`: how many of the policy's layers each stage has. Without them, and of a model with
+    another number of layers, stages have about the same work."""
 
     def __init__(
         self,
         place: Place,
         *,
-        layers: Sequence[int],
+        layers: Sequence[int] = (),
         peers: Peers,
         executor: Executor,
         new_chooser: NewChooser,
@@ -48,15 +50,17 @@ class Stage:
 
     def policy(self, whole: Policy) -> StagedPolicy:
         """Cuts the policy's model in place. Raises `ValueError` as `cut` does."""
-        return StagedPolicy(whole, self.place, self._layers_of(whole.model), self._crossing)
+        self._layers = self._layers or self._balanced(whole.model)
+        return StagedPolicy(whole, self.place, self._layers, self._crossing)
 
     def critic(self, whole: Critic) -> StagedCritic:
-        """The same for a critic."""
+        """The same for a critic, after the policy."""
         return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
 
     def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
-        """The same for a reference or a teacher."""
-        return FrozenPolicy(self.policy(whole.policy))
+        """The same for a teacher, after the policy."""
+        layers = self._layers_of(whole.policy.model)
+        return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
     def passes(self, models: ModelSet, batcher: Batcher) -> StagedPasses:
         """Of models that went through the calls above."""
@@ -69,55 +73,89 @@ class Stage:
             new_chooser=self._new_chooser,
         )
 
-    def _layers_of(self, model: nn.Module) -> Sequence[int]:
-        number = num_layers_of(model)
-        return self._layers if number == sum(self._layers) else even_layers(number, self.place)
+    def _layers_of(self, model: nn.Module) -> tuple[int, ...]:
+        if num_layers_of(model) == sum(self._layers):
+            return self._layers
+        return self._balanced(model)
 
-    # -- what all stages decide as one -----------------------------------------------------
+    def _balanced(self, model: nn.Module) -> tuple[int, ...]:
+        number, flops = num_layers_of(model), FlopModel.of(model)
+        # As if every token were predicted: in reinforcement learning most are.
+        of_layer = max(flops.body, 1.0) / number
+        return tuple(split_layers([of_layer] * number, self.place.count, last_s=flops.output))
+
+    # -- what all stages decide or have together -------------------------------------------
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on any stage."""
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
+    def sums(self, own: Sequence[float]) -> list[float]:
+        """Over all stages, number by number; the same on each."""
+        return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
+
     def norm(self, own: float) -> float:
         """Of the whole gradient, from each stage's."""
-        return math.sqrt(math.fsum(norm * norm for (norm,) in self._peers.gather([own])))
+        return math.sqrt(self.sums([own * own])[0])
+
+    def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All stages' tensors in host memory, on the first; the others get none, but must iterate
+        to the end too. Those of a stage have names that no other has."""
+        if self.place.is_first:
+            yield from named
+            for stage in range(1, self.place.count):
+                yield from self._peers.receive_named(stage)
+        else:
+            self._peers.send_named(named, 0)
+
+    # -- the tied weight -------------------------------------------------------------------
+
+    def mirror_of(self, trained: Trained) -> Tied | None:
+        """The policy's weight that the first stage owns and this one has a mirror of, trained or
+        not."""
+        policy = trained.module
+        assert isinstance(policy, StagedPolicy)
+        return policy.tied if self.place.is_last else None
 
     def sum_tied(self, trained: Trained) -> None:
         """Add the gradient of the output layer that is tied to the embeddings to theirs: the first
         stage owns the weight, the last one has a mirror of it."""
-        policy = trained.module
-        assert isinstance(policy, StagedPolicy)
-        tied = policy.tied
-        if tied is None or not (self.place.is_first or self.place.is_last):
+        tied = _tied(trained)
+        if tied is None:
             return
-        weight = policy.model.get_parameter(tied)
         if self.place.is_last:
             gradient = trained.mirror_gradient()
-            gradient = torch.zeros_like(weight) if gradient is None else gradient
+            if gradient is None:
+                gradient = torch.zeros_like(_parameter(trained, tied.mirror))
             self._peers.send(local(gradient), 0)
-            return
-        sums = trained.optimizer.gradients()
-        assert tied in sums, "a step without a gradient"
-        own = local(sums[tied])
-        own.add_(self._peers.receive(own, self.place.count - 1))
+        elif self.place.is_first:
+            sums = trained.optimizer.gradients()
+            assert tied.owner in sums, "an update without a gradient"
+            own = local(sums[tied.owner])
+            own.add_(self._peers.receive(own, self.place.count - 1))
 
     @torch.no_grad()
     def share_tied(self, trained: Trained) -> None:
         """Bring the mirror up to date, after the owner's weight has changed."""
-        policy = trained.module
-        assert isinstance(policy, StagedPolicy)
-        if policy.tied is None:
+        tied = _tied(trained)
+        if tied is None:
             return
-        last = self.place.count - 1
         if self.place.is_first:
-            self._peers.send(local(policy.model.get_parameter(policy.tied).detach()), last)
+            self._peers.send(local(_parameter(trained, tied.owner)), self.place.count - 1)
         elif self.place.is_last:
-            own = local(policy.model.get_parameter(policy.tied).detach())
+            own = local(_parameter(trained, tied.mirror))
             own.copy_(self._peers.receive(own, 0))
+            trained.forget_gradients()  # an optimizer forgets its own; it has not the mirror's
 
 
-def even_layers(num_layers: int, place: Place) -> list[int]:
-    """Earlier stages have one more where it does not come out even."""
-    share, rest = divmod(num_layers, place.count)
-    return [share + (stage < rest) for stage in range(place.count)]
+def _tied(trained: Trained) -> Tied | None:
+    """The policy's, if it is trained."""
+    policy = trained.module
+    assert isinstance(policy, StagedPolicy)
+    return policy.tied if policy.tied is not None and policy.tied.is_trained else None
+
+
+def _parameter(trained: Trained, name: str) -> Tensor:
+    policy = trained.module
+    assert isinstance(policy, StagedPolicy)
+    return policy.model.get_parameter(name)

@@ -12,7 +12,7 @@ from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.micro_batch import MicroBatch
 from rollpacker.trainer.pipeline.crossing import Crossing
-from rollpacker.trainer.pipeline.cut import Place, cut, decoder_of, tied_weight
+from rollpacker.trainer.pipeline.cut import Absent, Place, cut, decoder_of, tied_weight
 from rollpacker.trainer.policy import Policy
 
 
@@ -31,11 +31,10 @@ class StagedPolicy(Policy):
             )
         self.flops = FlopModel.of(whole.model)
         """Of the whole model."""
-        self.tied = tied_weight(whole.model, place)
-        """The name here of the weight that embeddings and output layer share, if they do."""
+        self.tied = tied_weight(whole.model)
         cut(whole.model, place, layers)
-        self.mirror = self.tied if place.is_last else None
-        """The weight here that the first stage owns."""
+        self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None
+        """The parameter here that the first stage owns."""
         self.model = whole.model
         self.block_elements = whole.block_elements
         self.runs_in_blocks = True
@@ -62,6 +61,8 @@ class StagedCritic(Critic):
         self.model = whole.model
         if place.is_last:
             self.value_head = whole.value_head
+        else:
+            self.value_head = Absent()  # type: ignore[assignment]  # it is not called
         self._place = place
         self._crossing = crossing
         self.eval()

@@ -101,12 +101,14 @@ def in_stages(
     layers: Sequence[int],
     function: Callable[[Stage], Any],
     *,
+    given: Sequence[int] | None = None,
     new_chooser: NewChooser = ready_first,
     delay: Callable[[], float] = lambda: 0.0,
     new_link: Callable[[Callable[[int, Tensor], None]], Link] | None = None,
 ) -> list[Any]:
-    """What `function` returned on each stage. Raises the first error of any. `new_link`: one that
-    calls this with what arrives; by default a `ThreadLink` with this delay."""
+    """What `function` returned on each stage. Raises the first error of any. `given`: what the
+    stages are told of their layers, if that is something else. `new_link`: one that calls this with
+    what arrives; by default a `ThreadLink` with this delay."""
     count = len(layers)
     shared = _Shared(count)
     places = [Place(index=index, count=count) for index in range(count)]
@@ -125,7 +127,7 @@ def in_stages(
         torch.set_num_threads(1)
         stage = Stage(
             places[index],
-            layers=layers,
+            layers=layers if given is None else given,
             peers=ThreadPeers(index, shared),
             executor=executors[index],
             new_chooser=lambda tokens: new_chooser(index, tokens),

@@ -286,6 +286,22 @@ def test_closing_during_traffic_ends_everything() -> None:
         assert all("was closed there" in str(error) for error in arrivals.lost)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_receiver_that_cannot_take_a_message_is_lost() -> None:
+    arrivals = Arrivals()
+
+    def refuse(number: int, _: Tensor) -> None:
+        raise RuntimeError(f"no room for {number}")
+
+    receiver = HostReceiver(FORWARD, on_arrival=refuse, on_lost=arrivals.lost.append)
+    sender = HostSender(FORWARD, receiver.routes, on_lost=arrivals.lost.append)
+    sender.send(0, torch.zeros(1))
+    wait_until(lambda: len(arrivals.lost) >= 1)
+    assert "receiving failed here: RuntimeError('no room for 0')" in str(arrivals.lost[0])
+    sender.close()
+    receiver.close()
+
+
 def test_each_end_hears_that_the_other_was_closed() -> None:
     heard_by_sender: list[LinkLost] = []
     arrivals = Arrivals()

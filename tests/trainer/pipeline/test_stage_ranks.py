@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from rollpacker.core.pipeline import ReadyFirst
-from rollpacker.trainer.pipeline.connect import Connected
+from rollpacker.core.pipeline import StageState
+from rollpacker.trainer.pipeline.connect import Connected, new_chooser
+from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.peers import GroupPeers
 from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.sharding import Shards
+from rollpacker.trainer.trainer import PipelineConfig
 from tests.trainer.pipeline.test_stages import case_of, of_stage, scores_of, union, updated
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_partition import CASES, Partition, assert_equal
@@ -35,7 +38,7 @@ def as_rank(
         layers=layers,
         peers=GroupPeers(mesh.get_group("stage")),
         executor=connected.executor,
-        new_chooser=lambda _tokens: ReadyFirst(connected.place.index),
+        new_chooser=partial(new_chooser, connected.place, PipelineConfig(stages=count)),
     )
     shards = None
     if num_shards > 1:
@@ -86,3 +89,18 @@ def test_bfloat16_gradients_of_shards_are_summed_in_full_precision(ranks):
         if name.startswith("exp_avg."):
             bound = 1e-4 * value.abs().max().item()
             torch.testing.assert_close(found[name], value, rtol=0, atol=bound, msg=name)
+
+
+def test_live_tokens_are_capped():
+    """auto: two of the largest micro-batches for each stage from this one on."""
+    first, last = (Place(index=index, count=2) for index in range(2))
+    for place, expected in ((first, 4), (last, 2)):
+        state = StageState(stage=0, num_stages=2)
+        state.add([10] * 9)
+        state.close()
+        chooser = new_chooser(place, PipelineConfig(stages=2), [10] * 9)
+        while (op := chooser.choose(state)) is not None:
+            state.done(op)
+        assert state.num_f == expected
+    with pytest.raises(ValueError, match="live_tokens=9 is less than a micro-batch of 10 tokens"):
+        new_chooser(first, PipelineConfig(stages=2, live_tokens=9), [3, 10])

@@ -21,9 +21,10 @@ from rollpacker.core.pipeline import ReadyFirst
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.pipeline.crossing import pack, unpack
-from rollpacker.trainer.pipeline.cut import Place, cut
+from rollpacker.trainer.pipeline.cut import Absent, Place, cut
 from rollpacker.trainer.pipeline.executor import Executor
 from rollpacker.trainer.pipeline.stage import Stage
+from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainConfig, TrainerError
 from tests.trainer import test_partition as partition
@@ -244,15 +245,31 @@ def test_a_model_whose_stages_do_not_reproduce_it_is_refused():
         cut(model, Place(index=1, count=2), (1, 1))
 
 
-@pytest.mark.parametrize("layers", [(1, 2), (2, 0), (1,), (1, 1, 0)])
-def test_layers_that_do_not_add_up_are_refused(layers):
-    with pytest.raises(ValueError, match=r"train\.pipeline\.layers=.* add up to the 2 layers"):
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [((1, 2), "adds up to 3"), ((2, 0), "every stage needs"), ((2,), "a number for each of 2")],
+)
+def test_layers_that_do_not_fit_are_refused(layers, why):
+    with pytest.raises(ValueError, match=rf"train\.pipeline\.layers=.*{why}"):
         cut(tiny_model().eval(), Place(index=0, count=2), layers)
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM has 2 layers, and each stage needs one"):
-        cut(tiny_model().eval(), Place(index=0, count=3), (1, 1, 0))
+    policy = Policy(tiny_model().eval())
+    with pytest.raises(ValueError, match="3 stages need as many layers, and the model has 2"):
+        in_stages((0, 0, 0), lambda stage: stage.policy(policy), given=())
+
+
+def test_stages_have_about_the_same_work_unless_told_otherwise():
+    """The output layer counts as well, so that the last stage has fewer layers."""
+
+    def layers_of(stage: Stage) -> int:
+        with BUILDING:
+            model = tiny_model(num_layers=5)
+        policy = stage.policy(Policy(model.eval()))
+        return sum(type(layer) is not Absent for layer in policy.model.model.layers)
+
+    assert in_stages((0, 0), layers_of, given=()) == [3, 2]
 
 
 def test_a_loss_that_is_not_finite_is_named_on_all_stages():

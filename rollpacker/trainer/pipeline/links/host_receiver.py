@@ -183,6 +183,9 @@ class HostReceiver:
                 self._receive(connection)
         except (OSError, ValueError) as error:  # the sender makes another
             logger.info("%s: a connection ended: %s", self._border, error)
+        except Exception as error:  # nobody else would hear of it, and the sender would go on
+            self._lose(f"receiving failed here: {error!r}", self._listeners[0])
+            raise
         finally:
             with self._turn:
                 if self._connections.get(connection.place) is connection:

@@ -148,6 +148,9 @@ class HostSender:
                     logger.warning("%s: a connection broke: %s", self._border, error)
                 if isinstance(error, TimeoutError):  # its route is tried last
                     first_route = 1 + connection.place_of_route
+            except Exception as error:  # nobody else would hear of it
+                self._lose(f"sending failed here: {error!r}", connection.route)
+                raise
             finally:
                 with self._changed:
                     self._connections.discard(connection)
