@@ -7,6 +7,7 @@ Several models (policy, reference, critic) go through together, micro-batch by m
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +30,9 @@ from rollpacker.trainer.pipeline.staged import StagedPolicy
 from rollpacker.trainer.sharding import gathered, sum_in_full_precision
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
+from rollpacker.warn_once import WarnOnce
+
+logger = logging.getLogger(__name__)
 
 NewChooser = Callable[[Sequence[int]], Chooser]
 """This stage's, for a sweep over micro-batches of so many tokens."""
@@ -56,6 +60,7 @@ class StagedPasses:
         self._executor = executor
         self._new_chooser = new_chooser
         self._flops = models.policy.flops
+        self._warn_once = WarnOnce(logger)
         self._trained = [one for one in (models.policy, models.critic) if one is not None]
         self._deferred = DeferredWeights()
         for module in self._trained:
@@ -127,6 +132,13 @@ class StagedPasses:
 
     def _sweep(self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float) -> None:
         tokens = [one.batch.num_tokens for one in work]
+        count, stages = len(work), self._place.count
+        if 0 < count < stages and self._place.is_first:
+            self._warn_once(
+                "%d micro-batches for %d pipeline stages: each idles for at least %.0f %% of such "
+                "a sweep; lower train.micro_batch_tokens or train.pipeline.stages",
+                *(count, stages, 100 * (stages - 1) / (stages - 1 + count)),
+            )
         ops = _Training(self, work, losses, gradient_factor)
         with self._batcher.attention(), self._models.for_backward(), self._gathered():
             self._executor.sweep(tokens, ops, self._new_chooser(tokens))

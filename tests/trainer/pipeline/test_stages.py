@@ -272,6 +272,20 @@ def test_stages_have_about_the_same_work_unless_told_otherwise():
     assert in_stages((0, 0), layers_of, given=()) == [3, 2]
 
 
+def test_fewer_micro_batches_than_stages_are_warned_of_once(caplog):
+    case, how = case_of("grpo", 2), Partition()
+
+    def run(stage: Stage) -> None:
+        with BUILDING:
+            learner = partition.learner_of(case, how, stage=stage)
+        for _ in range(2):
+            learner.accumulate(partition.built(partition.step_groups(), case, {})[0])
+
+    in_stages((1, 1), run)
+    warned = [text for text in caplog.messages if "pipeline stages" in text]
+    assert len(warned) == 1 and "at least 50 % of such" in warned[0]
+
+
 def test_a_loss_that_is_not_finite_is_named_on_all_stages():
     """Once more, micro-batch by micro-batch; afterwards the stages work on."""
     case = case_of("grpo", 2)
