@@ -1,5 +1,5 @@
 """What the links between pipeline stages carry, over loopback: direct ones (torch.distributed,
-gloo) and host ones (TCP, 2 connections), between two processes.
+gloo) and host ones (TCP), between two processes.
 
     stream      messages one after the other: MB/s, and microseconds of each
     round trip  a message there and as large a one back, one at a time: microseconds of one way

@@ -23,7 +23,6 @@ from rollpacker.trainer.pipeline.links.host_route import (
     Patience,
     decode_routes,
     encode_routes,
-    num_connections,
 )
 from rollpacker.trainer.pipeline.links.host_sender import HostSender
 from rollpacker.trainer.pipeline.links.link import Border, LinkLost
@@ -91,7 +90,7 @@ def test_every_message_arrives_once_and_in_order_while_connections_are_killed() 
         receiver = arrivals.receiver(border)
         relay = Relay(receiver.routes[0].host, receiver.routes[0].port)
         routes = [dataclasses.replace(receiver.routes[0], port=relay.port)]
-        sender = HostSender(border, routes, on_lost=arrivals.lost.append, num_connections=3)
+        sender = HostSender(border, routes, on_lost=arrivals.lost.append, max_connections=3)
         ends.append((arrivals, receiver, relay, sender))
     sent = [[tensor(random_) for _ in range(1000)] for _ in ends]
     kill_at = set(random_.sample(range(10, 990), 25))
@@ -370,7 +369,27 @@ def test_it_listens_at_the_given_addresses_alone() -> None:
     receiver.close()
 
 
-def test_connections_by_the_sizing_rule() -> None:
-    assert num_connections(0.0, 0.002, 0.02) == 1
-    assert num_connections(0.06, 0.01, 0.02) == 7
-    assert num_connections(10.0, 1.0, 0.001) == 64
+def test_there_are_as_many_connections_as_messages_on_their_way() -> None:
+    """They are held up at the receiver, as on a link of long latency."""
+    arrivals = Arrivals()
+    may_arrive = threading.Event()
+
+    def arrive(number: int, one: Tensor) -> None:
+        may_arrive.wait()
+        arrivals.all.append((number, one))
+
+    receiver = HostReceiver(FORWARD, on_arrival=arrive, on_lost=arrivals.lost.append)
+    sender = HostSender(FORWARD, receiver.routes, on_lost=arrivals.lost.append, max_connections=5)
+    assert len(sender._threads) == 1
+    for number in range(8):
+        sender.send(number, torch.zeros(1))
+        assert len(sender._threads) == min(number + 1, 5)
+    may_arrive.set()
+    wait_until(lambda: len(arrivals.all) == 8 and not sender._messages)
+    for number in range(8, 12):  # one at a time is what one connection carries
+        sender.send(number, torch.zeros(1))
+        wait_until(lambda: not sender._messages)
+    assert len(sender._threads) == 5
+    assert [number for number, _ in arrivals.all] == list(range(12))
+    sender.close()
+    receiver.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,10 +57,3 @@ class Patience:
     """Making a connection may take so long."""
     give_up_s: float = 60.0
     """The link is lost if the peer cannot be reached for so long."""
-
-
-def num_connections(latency_s: float, send_s: float, forward_s: float) -> int:
-    """How many connections keep a stage's forward passes from waiting for each other's messages:
-    one sends a message in `send_s`, and takes the next when the answer to it is back, a latency
-    each way later."""
-    return max(1, min(MAX_CONNECTIONS, math.ceil((2 * latency_s + send_s) / forward_s)))

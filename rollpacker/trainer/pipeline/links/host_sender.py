@@ -72,11 +72,13 @@ class HostSender:
         routes: Sequence[Route],
         *,
         on_lost: OnLost,
-        num_connections: int = 2,
+        max_connections: int = 16,
         patience: Patience | None = None,
     ) -> None:
-        """Connects in the background, to the first route that answers."""
-        assert 0 < num_connections <= MAX_CONNECTIONS and routes
+        """Connects in the background, to the first route that answers. A connection is added when
+        messages outnumber them: a message takes one for `t` seconds until it is acknowledged, so
+        that a stage which sends one every `f` seconds gets ceil(t / f) of them."""
+        assert 0 < max_connections <= MAX_CONNECTIONS and routes
         self._border = border
         self._routes = routes
         self._patience = patience or Patience()
@@ -91,13 +93,18 @@ class HostSender:
         self._greetings = itertools.count()
         self._copies = HostCopies()
         self._times: deque[SendTimes] = deque(maxlen=MAX_TIMES)
-        self._threads = [
-            threading.Thread(target=self._run, args=(place,), name=f"sends to {border.peer}")
-            for place in range(num_connections)
-        ]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+        self._max_connections = max_connections
+        self._threads: list[threading.Thread] = []
+        """One for each connection."""
+        with self._changed:
+            self._add_connection()
+
+    def _add_connection(self) -> None:
+        place = len(self._threads)
+        thread = threading.Thread(target=self._run, args=(place,), daemon=True)
+        thread.name = f"sends to {self._border.peer}"
+        self._threads.append(thread)
+        thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
         """See `Sender`."""
@@ -111,6 +118,8 @@ class HostSender:
             self._messages[number] = message
             heapq.heappush(self._waiting, number)
             self._changed.notify()
+            if len(self._messages) > len(self._threads) < self._max_connections:
+                self._add_connection()
 
     def times(self) -> list[SendTimes]:
         """See `Sender`."""
