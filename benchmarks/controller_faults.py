@@ -211,6 +211,7 @@ def session(
         reap()
         there = [text for pid, text in descendants().items() if pid not in before]
         left = [text for text in there if not text.startswith(RAYS_OWN)]
+        rays_own = len(there) - len(left)
         left += [one for one in shared if Path(one).exists()]
         passed = time.monotonic() - ended
         if not left or passed > LEFT_S:
@@ -218,7 +219,7 @@ def session(
         time.sleep(0.02)
     assert process.exitcode in (0, -signal.SIGKILL), f"it exited {process.exitcode}"
     killed = process.exitcode != 0
-    return Session(killed, round(passed, 2), left, len(there) - len(left), processes, len(shared))
+    return Session(killed, round(passed, 2), left, rays_own, processes, len(shared))
 
 
 def measure(arm: str, kills: int, folder: Path) -> dict[str, Any]:
