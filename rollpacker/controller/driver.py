@@ -209,7 +209,8 @@ class Controller:
         await self.parts.engines.close()
         await self.parts.reward.close()
         self.parts.trainer.close()
-        self._salvage.close()
+        with self.bus.lock:  # an engine may be about to say that the last one has ended
+            self._salvage.close()
         self._observing.feed()
         self.parts.log.flush()
 

@@ -106,6 +106,8 @@ class Salvage:
         """Launched, and known how it ends."""
         self._order: list[tuple[int, SampleId]] = []
         """Of what waits, a heap."""
+        self._not_stopped: list[SampleId] = []
+        """Of what waits: stopped once, and not so far."""
         self._unwanted: set[SampleId] = set()
         """Waiting, and to be stopped."""
         self._told: set[SampleId] = set()
@@ -159,27 +161,25 @@ class Salvage:
     def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
         """What comes of the requests that were kept back, in the order in which it came of them
         once. What is told while this goes on has its turn; see also `not_stopped`."""
-        left = []
         while self._order:
-            place, sample = heapq.heappop(self._order)
+            _, sample = heapq.heappop(self._order)
             if sample not in self._waiting:
                 continue
             is_stopped = isinstance(self._found[sample][1].event, SampleAborted)
             if is_stopped and sample not in self._unwanted:
-                left.append((place, sample))
+                self._not_stopped.append(sample)
             elif (output := self._take(sample)) is not None:
                 yield output
-        self._order = left
-        for _, sample in left:
+        for sample in self._not_stopped:
             if sample in self._unwanted and (output := self._take(sample)) is not None:
                 yield output
 
     def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
         """After `outputs`: what was stopped once, and is not now. Its engine is to generate it."""
-        left = [self._waiting.pop(sample) for _, sample in self._order if sample in self._waiting]
+        left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
         for _, request in left:
             del self._found[request.sample]
-        self._order.clear()
+        self._not_stopped.clear()
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:

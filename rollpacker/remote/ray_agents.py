@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollpacker.remote import ray_end
 from rollpacker.remote.agent import Agent
 from rollpacker.remote.facts import HostFacts, facts
 from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
@@ -67,9 +65,7 @@ class Node:
 class Cluster:
     """What `join` gives."""
 
-    def __init__(self, end: subprocess.Popen[bytes] | None) -> None:
-        """`end`: see `ray_end`."""
-        self._end = end
+    def __init__(self) -> None:
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._head: str = ray.get_runtime_context().gcs_address
@@ -182,11 +178,6 @@ class Cluster:
                 remove_placement_group(self._group)
         self._group = None
         ray.shutdown()
-        if self._end is not None:
-            assert self._end.stdin is not None
-            self._end.stdin.close()
-            self._end.wait(10 * ray_end.WAIT_S)
-            self._end = None
 
 
 def _check_reached(address: str) -> None:
@@ -302,7 +293,7 @@ def join(address: str | None = None) -> Cluster:
                 f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
                 f"the token in {os.environ[PATH]} the cluster's?"
             ) from error
-    return Cluster(ray_end.start() if address is None else None)
+    return Cluster()
 
 
 def check_version() -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-
-from rollpacker.remote.ray_end import started_by
 
 pytest.importorskip("ray", reason="runtime=ray needs it")
 ROOT = Path(__file__).parents[2]
@@ -83,43 +80,3 @@ def test_an_agent_is_started_called_killed_and_started_again(tmp_path: Path) -> 
     assert "could not reserve 1000 CPU on" in refused and "Wait for the others" in refused
     assert lost.startswith("lost: The actor") and last == "done"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-
-
-KILLED = """
-import time
-from rollpacker.remote.token import demand_token, make_token
-
-make_token()
-demand_token()
-from rollpacker.remote import ray_end
-from rollpacker.remote.ray_agents import join
-
-start, ends = ray_end.start, []
-ray_end.start = lambda: ends.append(start()) or ends[0]
-cluster = join()
-print("raylet", ends[0].args[-1], flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.timeout(280)
-def test_nothing_of_a_ray_of_its_own_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
-    environment = {name: one for name, one in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
-        "RAY_ADDRESS": "local",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE) as run:
-        try:
-            assert run.stdout is not None
-            said = next(line for line in run.stdout if line.startswith(b"raylet "))
-            raylet = int(said.split()[1])
-            assert [*started_by(raylet)]
-        finally:
-            run.kill()
-    killed = time.monotonic()
-    while left := [*started_by(raylet)]:
-        assert time.monotonic() < killed + 40.0, left  # ray's own would take a minute
-        time.sleep(0.1)
