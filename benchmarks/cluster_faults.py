@@ -481,6 +481,7 @@ def tables(faults: list[Fault], rounds: list[dict[str, Any]], step_s: float) -> 
         ]
         by_kind[kind] = {
             "faults": len(of_kind),
+            "length_s_max": max((fault.length_s for fault in of_kind), default=0.0),
             "apart": sum(fault.is_apart for fault in of_kind),
             "noticed": len(noticed),
             "noticed_s_median": round(statistics.median(noticed), 2) if noticed else None,
