@@ -4,8 +4,8 @@ A tiny model is trained once without interruption. Then, for every k, a run is k
 step k is committed and resumed to its end; and one run is killed at random moments until it is
 through. Compared by SHA-256: weights, optimizer, cursor, job (long queue and ledger) and metrics.
 The logs are checked by `exactly_once.py`, which shares no code with RollPacker. Every arm has its
-own runs: deferred prompts in a pool or in the long queue, with their tokens carried, and as
-published.
+own runs: deferred prompts in a pool or in the long queue, with their tokens carried, or as
+published; and the trainer in two pipeline stages.
 
     python benchmarks/resume.py [--steps 12] [--kills 20] [--arm NAME] [--quick]
 """
@@ -37,6 +37,7 @@ ARMS = {
     "pool": ("tail_batching.prompt_factor=1.5",),
     "queue": ("tail_batching.prompt_factor=1.5", "tail_batching.stragglers=queue"),
     "published": ("tail_batching.selection=published",),
+    "stages": ("train.processes=2", "train.pipeline.stages=2"),
 }
 
 ALPHABET = "0123456789+=aeioubcd"

@@ -74,7 +74,7 @@ class DrawnDelays:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
     """The trainer's layers cut into stages (`train.pipeline.*`), each of
-    `tensor_parallel x context_parallel` GPUs. Only scenarios have it so far."""
+    `tensor_parallel x context_parallel` GPUs. More keys than a run's, which has no `order`."""
 
     stages: int
     """Link n is between stages n and n + 1, both from 0."""

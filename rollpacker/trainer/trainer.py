@@ -122,8 +122,8 @@ class PipelineConfig:
     stages: int = 1
     """Parts of the layers. Each has train.processes / stages processes, and is sharded over
     them."""
-    layers: tuple[int, ...] = ()
-    """Layers of each stage. Empty: stages of about the same work."""
+    layers: Literal["auto"] | tuple[int, ...] = "auto"
+    """Layers of each stage; auto: stages of about the same work."""
     live_tokens: int | Literal["auto"] = "auto"
     """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
     micro-batches for each stage from this one to the last."""
@@ -136,7 +136,7 @@ class PipelineConfig:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
         if self.live_tokens != "auto" and self.live_tokens < 1:
             raise ValueError(f"live_tokens must be at least 1, or auto, not {self.live_tokens}")
-        if self.layers and len(self.layers) != self.stages:
+        if self.layers != "auto" and len(self.layers) != self.stages:
             raise ValueError(
                 f"layers={list(self.layers)} must have a number for each of the {self.stages} "
                 "stages"

@@ -40,7 +40,7 @@ def connected_stage(shards: Shards, config: PipelineConfig) -> Stage:
     )
     return Stage(
         connected.place,
-        layers=config.layers,
+        layers=() if config.layers == "auto" else config.layers,
         peers=GroupPeers(mesh.get_group("stage")),
         executor=connected.executor,
         new_chooser=partial(new_chooser, connected.place, config),
