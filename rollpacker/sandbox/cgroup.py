@@ -21,7 +21,7 @@ from pathlib import Path
 _PREFIX = "rollpacker"
 _NUMBERS = itertools.count()
 _REMOVE_LIMIT_S = 2.0
-_LEAVE_LIMIT_S = 1.0
+_SETTLE_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,17 @@ class Group:
         self._num_killed = 0
         """When the run began."""
 
+    async def settle(self) -> None:
+        """Before a run: the memory of the one before is no longer counted. Whoever reads about a
+        process in /proc holds its memory beyond its end, and the process that waits for the next
+        run, here already, may be ended by the kernel for it."""
+        usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
+        until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
+        while self._limit and int(usage.read_text()) > self._limit // 2:
+            if asyncio.get_running_loop().time() > until:
+                break
+            await asyncio.sleep(0.001)
+
     def begin(self, memory_bytes: int) -> None:
         """Before a run. Raises OSError."""
         if memory_bytes != self._limit:
@@ -207,14 +218,6 @@ class Group:
         if self._peak >= 0:
             os.pwrite(self._peak, b"0", 0)
         self._num_killed = self._count_killed()
-
-    async def empty(self) -> None:
-        """After a run: its processes have left, and their memory with them. The answer comes
-        before they have, where the machine is busy, and the next run would be charged for them."""
-        procs = self._memory / "cgroup.procs"
-        until = asyncio.get_running_loop().time() + _LEAVE_LIMIT_S
-        while procs.read_text() and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.001)
 
     def _write(self, name: str, value: int) -> None:
         """Kernels without swap accounting lack some of the files."""

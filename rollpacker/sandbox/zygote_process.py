@@ -136,11 +136,11 @@ class Worker:
             reply = await self._run(request, limits)
             return replace(reply, waited_share=self._waited_share)
         try:
+            await self.group.settle()
             self.group.begin(limits.memory_bytes)
         except OSError as error:
             raise WorkerError(f"{self}: its memory cannot be limited: {error}") from None
         reply = await self._run(request, limits)
-        await self.group.empty()
         short_of_memory, peak = self.group.end()
         return replace(reply, short_of_memory=short_of_memory, peak_bytes=peak or reply.peak_bytes)
 

@@ -79,6 +79,7 @@ print("entered", flush=True)
 input()
 block = bytearray(256 << 20)
 block[::4096] = b"1" * len(block[::4096])
+print("holds", flush=True)
 input()
 """
 
@@ -105,7 +106,6 @@ def test_a_run_answers_for_no_process_that_the_kernel_ended_before_it() -> None:
             process.stdin.write(b"\n")
             process.stdin.flush()
             assert process.wait(timeout=60) == -9
-            await group.empty()
             if not late:
                 short.append(group.end()[0])
             group.begin(64 << 20)
@@ -119,31 +119,36 @@ def test_a_run_answers_for_no_process_that_the_kernel_ended_before_it() -> None:
 
 
 @pytest.mark.skipif(not memory_is_bounded(), reason="NOT TESTED: no control groups to be made here")
-def test_a_group_is_empty_once_its_processes_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "_LEAVE_LIMIT_S", 60.0)
+def test_a_run_waits_for_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_SETTLE_LIMIT_S", 60.0)
 
-    async def left() -> bool:
+    async def waited() -> bool:
         place = cgroup.find_place()
         assert place is not None
         group = cgroup.Group(place, "test", 64)
+        await group.settle()
+        group.begin(1 << 30)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", GREEDY, *map(str, group.entrances)),
             pass_fds=group.entrances,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         assert await process.stdout.readline() == b"entered\n"
-        waiting = asyncio.ensure_future(group.empty())
+        process.stdin.write(b"\n")
+        assert await process.stdout.readline() == b"holds\n"
+        group.begin(400 << 20)
+        waiting = asyncio.ensure_future(group.settle())
         await asyncio.sleep(0.02)
-        waited = not waiting.done()
+        is_waiting = not waiting.done()
         process.kill()
         await process.wait()
         await waiting
         await group.close()
-        return waited
+        return is_waiting
 
-    assert asyncio.run(left())
+    assert asyncio.run(waited())
 
 
 MANY_SESSIONS = """
