@@ -284,6 +284,8 @@ def test_when_the_trainers_host_is_lost_what_others_have_of_it_is_whole():
     assert hosts["b"].weights(source) == there
     with pytest.raises(OSError, match="a is lost"):
         own.weights(source)
+    for host in hosts.values():
+        host.close()
     for net in nets:
         for agent in net.agents:
             agent.close()

@@ -170,6 +170,7 @@ class HostReceiver:
             connection = _Connection(line.released(), place, greeting)
             self._connections[place] = connection
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            thread.name = f"receives from {self._border.peer}"
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
 
