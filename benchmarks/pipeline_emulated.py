@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from injected import Delay, InjectedSender
 from machine import write_result
 from torch import Tensor
 
@@ -37,7 +38,6 @@ from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
 from rollpacker.core.pipeline_time import replay, run
 from rollpacker.core.pipeline_work import Link, Work, constant
 from rollpacker.trainer.pipeline.connect import Connected
-from rollpacker.trainer.pipeline.links.injected import Delay, InjectedSender
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.injected import Delay, InjectedSender
+from benchmarks.injected import Delay, InjectedSender
 from rollpacker.trainer.pipeline.links.link import SendTimes
 from tests.trainer.pipeline.test_host_link import wait_until
 
