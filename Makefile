@@ -168,7 +168,7 @@ bench: $(VENV)/.installed-dev
 	  resume learning sim_calibration sim_published sim_speed sim_vs_real sim_from_rewards \
 	  debias debias_run \
 	  fleet_speed engines_sim pipeline_published beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
-	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume streaming \
+	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume pipeline_resume pipeline_learning streaming \
 	  engine_process migration two_engines \
 	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 

@@ -8,11 +8,14 @@ between the first two stages take so many milliseconds more, put on by `Injected
     zero-bubble  the same order; messages wait by themselves
     ready        what is ready next, as the run does it
 
+    closed, open the same step, without a delay, in portions of two micro-batches, each given to all
+                 stages once all have taken the one before: as sweeps of their own, or as one
+
 Every arm takes a step in turn. Measured is a step's time on the stage that took longest, against
 the same choosers in virtual time. Then the link turns slow between two steps of `ready`: the first
 step after it against the later ones. Exit code 1 if a ratio misses its mark.
 
-    python benchmarks/pipeline_emulated.py [--steps 5]          # 2 minutes
+    python benchmarks/pipeline_emulated.py [--steps 5]          # 3 minutes
 """
 
 from __future__ import annotations
@@ -33,25 +36,34 @@ from injected import Delay, InjectedSender
 from machine import write_result
 from torch import Tensor
 
-from rollpacker.core.pipeline import Chooser, FixedOrder
+from rollpacker.core.pipeline import Chooser, FixedOrder, Op
 from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
-from rollpacker.core.pipeline_time import replay, run
-from rollpacker.core.pipeline_work import Link, Work, constant
+from rollpacker.core.pipeline_time import Timeline, replay, run
+from rollpacker.core.pipeline_work import Link, Load, Work, constant
 from rollpacker.trainer.pipeline.connect import Connected
+from rollpacker.trainer.pipeline.cut import Place
+from rollpacker.trainer.pipeline.orders import Ready, SweepChooser
+from rollpacker.trainer.trainer import PipelineConfig
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 12
 OP_S = 0.02
 DELAYS_S = (0.0, 0.02, 0.04, 0.06)
 ARMS = ("blocking", "zero-bubble", "ready")
+STREAMED_ARMS = ("closed", "open")
+PORTION = 2
+"""Micro-batches."""
 MESSAGE_ELEMENTS = 1 << 14
-WORK = Work.even(
-    NUM_MICRO_BATCHES,
-    f_s=[OP_S] * NUM_STAGES,
-    i_s=[OP_S] * NUM_STAGES,
-    w_s=[OP_S] * NUM_STAGES,
-)
+LOAD = Load(tokens=1)
 START_S = 60.0
+
+
+def work_of(count: int) -> Work:
+    seconds = [OP_S] * NUM_STAGES
+    return Work.even(count, f_s=seconds, i_s=seconds, w_s=seconds)
+
+
+WORK = work_of(NUM_MICRO_BATCHES)
 
 
 class Sleeps:
@@ -87,6 +99,33 @@ def predicted_s(arm: str, delay_s: float) -> float:
     return replay(plan_zero_bubble(WORK), WORK, links, sends=sends).makespan_s
 
 
+def run_chooser(stage: int) -> SweepChooser:
+    """As a run has it, with its cap on live tokens."""
+    return Ready(Place(index=stage, count=NUM_STAGES), PipelineConfig(stages=NUM_STAGES))
+
+
+def predicted_streamed_s(arm: str) -> float:
+    """Closed, a portion comes when the one before is over; open, when all stages have done the
+    forwards of the one before that."""
+
+    def swept(added_s: list[float]) -> Timeline:
+        choosers = [run_chooser(stage) for stage in range(NUM_STAGES)]
+        for one in choosers:
+            one.add([LOAD] * len(added_s))
+        links = constant([Link()] * (NUM_STAGES - 1))
+        return run(choosers, work_of(len(added_s)), links, added_s=added_s)
+
+    if arm == "closed":
+        return swept([0.0] * PORTION).makespan_s * NUM_MICRO_BATCHES / PORTION
+    added_s = [0.0] * 2 * PORTION
+    while len(added_s) < NUM_MICRO_BATCHES:
+        awaited = Op("F", len(added_s) - PORTION - 1)
+        spans = [span for of_stage in swept(added_s).spans for span in of_stage]
+        at_s = max(span.end_s for span in spans if span.op == awaited)
+        added_s += [at_s] * PORTION
+    return swept(added_s).makespan_s
+
+
 class StageRun:
     """One stage's part of the steps."""
 
@@ -115,16 +154,43 @@ class StageRun:
         planned = chooser(arm, self._stage)
         dist.barrier()
         started = time.perf_counter()
-        self._executor.sweep([1] * NUM_MICRO_BATCHES, Sleeps(), planned)
-        own = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        return own.item()
+        self._executor.sweep([LOAD] * NUM_MICRO_BATCHES, Sleeps(), planned)
+        return longest_s(started)
+
+    def streamed_step_s(self, arm: str) -> float:
+        """The same, of a step that comes in portions."""
+        if self._slow is not None:
+            self._slow.delay = Delay()
+            self._slow.is_blocking = False
+        portions = [[LOAD] * PORTION] * (NUM_MICRO_BATCHES // PORTION)
+        dist.barrier()
+        started = time.perf_counter()
+        if arm == "closed":
+            for loads in portions:
+                planned = run_chooser(self._stage)
+                planned.add(loads)
+                self._executor.sweep(loads, Sleeps(), planned)
+                dist.barrier()
+        else:
+            sweep = self._executor.open(Sleeps(), run_chooser(self._stage))
+            for loads in portions:
+                sweep.add(loads)
+                dist.barrier()
+            sweep.drain()
+        return longest_s(started)
 
     def close(self) -> None:
         dist.barrier()
         if self._slow is not None:
             self._slow.close()
         self._connected.close()
+
+
+def longest_s(started_s: float) -> float:
+    """Since then, of the stage that took longest."""
+    own = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
+    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    return own.item()
 
 
 def stage_process(stage: int, port: int, num_steps: int, output: Path) -> None:
@@ -138,6 +204,8 @@ def stage_process(stage: int, port: int, num_steps: int, output: Path) -> None:
         for delay_s in DELAYS_S:
             for arm in ARMS:
                 steps.setdefault(f"{arm} {delay_s}", []).append(own.step_s(arm, delay_s))
+        for arm in STREAMED_ARMS:
+            steps.setdefault(arm, []).append(own.streamed_step_s(arm))
     turned = []
     for _ in range(num_steps):
         own.step_s("ready", 0.0)
@@ -172,21 +240,25 @@ def main() -> int:
     found = measured(parser.parse_args().steps)
     rows = []
     median: dict[tuple[str, float], float] = {}
-    for delay_s in DELAYS_S:
-        for arm in ARMS:
-            seconds = statistics.median(found["steps"][f"{arm} {delay_s}"])
-            expected = predicted_s(arm, delay_s)
-            median[arm, delay_s] = seconds
-            rows.append(
-                {
-                    "arm": arm,
-                    "delay_ms": delay_s * 1e3,
-                    "step_ms": round(seconds * 1e3, 1),
-                    "predicted_ms": round(expected * 1e3, 1),
-                    "over_predicted": round(seconds / expected, 4),
-                }
-            )
-            print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="  ")
+    arms = [
+        (arm, delay_s, f"{arm} {delay_s}", predicted_s(arm, delay_s))
+        for delay_s in DELAYS_S
+        for arm in ARMS
+    ]
+    arms += [(arm, 0.0, arm, predicted_streamed_s(arm)) for arm in STREAMED_ARMS]
+    for arm, delay_s, steps, expected in arms:
+        seconds = statistics.median(found["steps"][steps])
+        median[arm, delay_s] = seconds
+        rows.append(
+            {
+                "arm": arm,
+                "delay_ms": delay_s * 1e3,
+                "step_ms": round(seconds * 1e3, 1),
+                "predicted_ms": round(expected * 1e3, 1),
+                "over_predicted": round(seconds / expected, 4),
+            }
+        )
+        print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="  ")
     worst = DELAYS_S[-1]
     first = statistics.median(steps[0] for steps in found["turned"])
     later = statistics.median(one for steps in found["turned"] for one in steps[1:])
@@ -194,6 +266,7 @@ def main() -> int:
         "over_blocking": (median["blocking", worst] / median["ready", worst], 1.9, None),
         "over_zero_bubble": (median["zero-bubble", worst] / median["ready", worst], 1.12, None),
         "slower_than_at_20_ms": (median["ready", worst] / median["ready", 0.02], None, 1.10),
+        "open_over_closed": (median["closed", 0.0] / median["open", 0.0], 1.5, None),
         "first_slow_step_over_later": (first / later, None, 1.10),
         "worst_over_predicted": (max(row["over_predicted"] for row in rows), None, 1.05),
     }

@@ -13,6 +13,7 @@ published; and the trainer in two pipeline stages.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -54,10 +55,10 @@ def write_model(folder: Path, **shape: int) -> None:
 
     torch.manual_seed(0)
     tokenizer = write_character_tokenizer(ALPHABET, folder)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, **shape}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, **shape}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        num_hidden_layers=2,
         intermediate_size=64,
         tie_word_embeddings=True,
         **sizes,
@@ -137,6 +138,8 @@ def start(
 ) -> Any:
     """Train in a forked process (so that torch is imported once), which is returned. `prepare` is
     called there first."""
+    # What this process has let go of may have threads, which a child could not join.
+    gc.collect()
     process = multiprocessing.get_context("fork").Process(
         target=_train, args=(config, [f"name={name}", *overrides], resume, kill, prepare)
     )

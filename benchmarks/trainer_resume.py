@@ -110,6 +110,7 @@ def _kill_a_rank(delay_s: float) -> None:
 
 
 def _train(
+    config: Path,
     overrides: list[str],
     resume: bool,
     step: int | None,
@@ -128,7 +129,7 @@ def _train(
     if delay_from_first_entry_s is not None:
         observers.append(_KillRank(delay_from_first_entry_s))
     try:
-        rollpacker.train(CONFIG, overrides, resume=resume, observers=observers)
+        rollpacker.train(config, overrides, resume=resume, observers=observers)
     except Exception as error:
         os._exit(report_error(error))
     os._exit(0)
@@ -137,25 +138,33 @@ def _train(
 class Runs:
     """Runs of one configuration in one folder."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        config: Path = CONFIG,
+        overrides: tuple[str, ...] = SMALL,
+    ) -> None:
         self.folder = folder
-        self._overrides = [*SMALL, f"train.steps={steps}", f"runs_dir={folder}"]
+        self._config = config
+        self._overrides = [*overrides, f"train.steps={steps}", f"runs_dir={folder}"]
 
     def run(
         self,
         name: str,
         processes: int,
-        *,
+        *further: str,
         resume: bool = False,
         kill_run_after: int | None = None,
         kill_rank_after_s: float | None = None,
         kill_rank_after_first_entry_s: float | None = None,
     ) -> int:
-        """Train in a forked process, so that torch is imported once. Returns its exit code."""
-        overrides = [*self._overrides, f"name={name}", f"train.processes={processes}"]
+        """Train in a forked process, so that torch is imported once. `further` overrides. Returns
+        its exit code."""
+        overrides = [*self._overrides, f"name={name}", f"train.processes={processes}", *further]
         kills = (kill_run_after, kill_rank_after_s, kill_rank_after_first_entry_s)
         process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(overrides, resume, *kills)
+            target=_train, args=(self._config, overrides, resume, *kills)
         )
         process.start()
         process.join()
@@ -229,12 +238,17 @@ def resumed(runs: Runs, before: int, after: int, step: int) -> dict[str, Any]:
 
 
 def killed_at_random(
-    runs: Runs, kills: int, within_s: tuple[float, float], seed: int = 0
+    runs: Runs,
+    kills: int,
+    within_s: tuple[float, float],
+    *further: str,
+    reference: str = "undisturbed-2",
 ) -> dict[str, Any]:
     """One rank of two killed `kills` times, each time resumed; a new run after each that ended.
-    `within_s`: how long the steps of a run take, and how long the start-up."""
-    draw = random.Random(seed)
-    reference = runs.checkpoint("undisturbed-2")
+    `within_s`: how long the steps of a run take, and how long the start-up. `reference` is the run
+    that nothing disturbed, `further` its overrides."""
+    draw = random.Random(0)
+    whole = runs.checkpoint(reference)
     found: list[dict[str, Any]] = []
     while (so_far := sum(len(one["exit_codes"]) for one in found)) < kills:
         name, codes, steps = f"random-{len(found)}", [], []
@@ -243,7 +257,7 @@ def killed_at_random(
             when = "kill_rank_after_first_entry_s" if number % 2 == 0 else "kill_rank_after_s"
             delay_s = draw.uniform(0, within_s[number % 2])
             kill = {when: delay_s} if number < kills else {}
-            code = runs.run(name, 2, resume=bool(codes), **kill)
+            code = runs.run(name, 2, *further, resume=bool(codes), **kill)
             if code == 0:
                 break
             latest = runs.folder / name / "checkpoints" / "latest"
@@ -254,7 +268,7 @@ def killed_at_random(
             {
                 "exit_codes": codes,
                 "committed_steps": steps,
-                "different_at_the_end": len(different(runs.checkpoint(name), reference)),
+                "different_at_the_end": len(different(runs.checkpoint(name), whole)),
                 "log_problems": runs.log_problems(name),
             }
         )

@@ -130,6 +130,58 @@ def _where(row: Mapping[str, Any]) -> list[str]:
     return [row["model"].upper(), ", ".join(delays), f"{next(iter(delays.values())):g}"]
 
 
+def learning_table() -> str:
+    """Of ten steps' weights and of pass@1, in one process and in two stages."""
+    arms = result("pipeline_learning")["arms"]
+    words = {"ppo": "PPO", "distillation": "distillation", "lora": "GRPO with LoRA"}
+    rows = [
+        [
+            f"GRPO, seed {seed['seed']}",
+            _apart(seed["weights"]["largest_difference"]),
+            f"{seed['one process']['before']:.3f} to {seed['one process']['after']:.3f}",
+            f"{seed['two stages']['before']:.3f} to {seed['two stages']['after']:.3f}",
+            seed["weights"]["samples_part_in_step"] or "never",
+        ]
+        for seed in arms["grpo"]["seeds"]
+    ]
+    for name, words_of in words.items():
+        arm = arms[name]
+        apart = _apart(arm["weights"]["largest_difference"])
+        rows.append([words_of, apart, "", f"{arm['before']:.3f} to {arm['after']:.3f}", ""])
+    return table(
+        [
+            "quickstart",
+            "weights after ten steps differ by",
+            "pass@1, one process",
+            "pass@1, two stages",
+            "first step with other samples",
+        ],
+        rows,
+    )
+
+
+def resumed_table() -> str:
+    """Weights one step after a resume, by where the run began and where it went on."""
+    found = {
+        (one["before"], one["after"]): one["weight_difference_one_step_later"]
+        for one in result("pipeline_resume")["resumed"]
+    }
+    layouts = list(dict.fromkeys(before for before, _ in found))
+    return table(
+        ["began in", *layouts],
+        [
+            [before, *(_apart(found.get((before, after))) for after in layouts)]
+            for before in layouts
+        ],
+    )
+
+
+def _apart(difference: float | None) -> str:
+    if difference is None:
+        return ""
+    return f"{difference:.0e}" if difference else "equal"
+
+
 Where = Callable[[Mapping[str, Any]], list[str]]
 
 
@@ -163,6 +215,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "larger": larger_table,
     "several": several_table,
     "changing": changing_table,
+    "learning": learning_table,
+    "resumed": resumed_table,
 }
 
 

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollpacker.core.commands import Command
-from rollpacker.core.events import Event
+from rollpacker.core.commands import Command, Enter, Leave
+from rollpacker.core.events import Entered, Event
 from rollpacker.core.job import Job
 from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, Note, Record
@@ -148,3 +148,17 @@ class Recorded:
 
     def routes(self) -> Routes:
         return dict.fromkeys(self._kinds, lambda command: None)
+
+
+class OwnPools:
+    """A port for pools that nobody else uses: they are there at once, and nobody parks."""
+
+    def __init__(self, take: Callable[[Event], None]) -> None:
+        """`take`: the bus's, or what brings an event to it."""
+        self._take = take
+
+    def routes(self) -> Routes:
+        return {Enter: self._enter, Leave: lambda command: None}
+
+    def _enter(self, command: Enter) -> None:
+        self._take(Entered(time_s=0.0, pool=command.pool))

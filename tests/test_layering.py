@@ -13,13 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
-    *("algo", "cli", "config", "controller", "core", "data"),
+    *("algo", "cli", "cluster", "config", "controller", "core", "data"),
     *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
     *("trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
-    *("trackers.tracker", "trainer.trainer", "callbacks"),
+    *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seat"),
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
@@ -41,10 +41,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "processes": (),
     "data": NOUNS,
     "trainer": (
-        *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_split", "algo", "host_store"),
-        *("processes", "weight_buffer", "weight_probe"),
+        *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
+        *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split"),
+        *("core.pipeline_watch", "core.pipeline_work"),
+        *("algo", "host_store", "processes", "weight_buffer", "weight_probe"),
     ),
-    "remote": ("processes", "weight_buffer"),
+    "remote": ("cluster", "processes", "weight_buffer"),
+    "cluster": ("core", "processes"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
     "chat_template": (),

@@ -22,8 +22,10 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     from rollpacker.cli.parts import check_algorithm
     from rollpacker.rewards.build import check_form
     from rollpacker.trainer.estimate import estimate
+    from rollpacker.trainer.pipeline.check import check_stages
 
     check_algorithm(config)
+    check_stages(config)
     check_form(config.rewards)
     print(f"{config.name}: {config.model.path}")
     print(f"  {config.algorithm.told}")

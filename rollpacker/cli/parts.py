@@ -299,6 +299,7 @@ def build_trainer(
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
     has a copy, in processes of its own, and where the engines are in processes of theirs. `folder`:
     the run's."""
+    from rollpacker.trainer.pipeline.check import read_order
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
@@ -310,6 +311,7 @@ def build_trainer(
         temperature=config.rollout.temperature,
         total_steps=config.train.steps,
         threads=max(policy.threads // (config.train.processes or 1), 1),
+        order_csv=read_order(config),
     )
     if config.train.critic.path is not None and not config.algorithm.needs_critic:
         logger.warning(

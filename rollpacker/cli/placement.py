@@ -172,7 +172,7 @@ def _rank_need(
 def _need(memory: UnitMemory | None) -> Need | None:
     from rollpacker.core.roles import Need
 
-    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes)
+    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.of)
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
@@ -293,14 +293,15 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
     degree = config.parallelism_planner.initial
     one = engine_memory(config, degree, on_cuda=kind == "cuda")
     each = 0 if one is None else one.stays_bytes + one.turn_bytes
-    process_bytes = sum(part.size_bytes for part in known.process_memory)
     own_bytes = sum(part.size_bytes for part in known.memory)
     on: dict[int, list[tuple[str, int]]] = {0: [("run", own_bytes)]}
     for number in range(engines):
         for device in range(number * degree, (number + 1) * degree):
             on.setdefault(device, []).append((f"engine {number}", each))
     for number in range(known.processes):
-        on.setdefault(number, []).append((f"trainer's process {number}", process_bytes))
+        stage = known.stages and f" (stage {known.stages.of_process(number).index})"
+        name = f"trainer's process {number}{stage or ''}"
+        on.setdefault(number, []).append((name, known.process_bytes(number)))
     names = {device: tuple(name for name, _ in units) for device, units in on.items()}
     used = {device: sum(size for _, size in units) for device, units in on.items()}
     if kind == "cpu":

@@ -66,7 +66,7 @@ class Session:
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
-        self._check_algorithm()
+        self._check_training()
         checkpoint = self._find_checkpoint()
         if self.resume and checkpoint is None:
             self._check_config()  # what is thrown away is a beginning of this run, no other's
@@ -75,8 +75,7 @@ class Session:
         ranks = build.start_trainer_processes(config, self.hosts)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
-        policy = build.load_policy(config, threads=before.get("threads"), **shown)
+        policy = self._load_policy(before.get("threads"))
         identity = build.identity(config, policy)
         if checkpoint is not None:
             self._check_resume(before, identity, checkpoint)
@@ -153,10 +152,22 @@ class Session:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
-    def _check_algorithm(self) -> None:
-        """And say what it comes to, where that is not what its name says."""
-        from rollpacker.cli.parts import check_algorithm
+    def _load_policy(self, threads: int | None) -> Policy:
+        from rollpacker.cli.parts import load_policy
+        from rollpacker.trainer.pipeline.check import check_longest_sample
 
+        shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
+        policy = load_policy(self.config, threads=threads, **shown)
+        longest = max(len(row.tokens) for row in policy.train_prompts.rows)
+        check_longest_sample(self.config, longest)
+        return policy
+
+    def _check_training(self) -> None:
+        """Stages and algorithm; and say what that comes to, where it is not what its name says."""
+        from rollpacker.cli.parts import check_algorithm
+        from rollpacker.trainer.pipeline.check import check_stages
+
+        check_stages(self.config)
         check_algorithm(self.config)
         if not self.config.algorithm.is_as_named:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
@@ -190,10 +201,10 @@ class Session:
     def forget_if_not_begun(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """A new run that is interrupted while it starts up leaves nothing that the same command
-        would take for a run."""
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if interrupted and self._is_folder_taken and not (self.has_begun or self.resume):
+        """A new run that is interrupted or refused while it starts up leaves nothing that the same
+        command would take for a run."""
+        ended = kind is not None and issubclass(kind, KeyboardInterrupt | ValueError)
+        if ended and self._is_folder_taken and not (self.has_begun or self.resume):
             self.folder.clear()
 
     def end(self, reason: str | None) -> None:
@@ -267,14 +278,14 @@ class Session:
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
         from rollpacker.cli.parts import reward_kinds
-        from rollpacker.core.job import Job
+        from rollpacker.core.pooled_job import make_job, restore_job
 
         config = self.config.job(
             prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
         )
         if checkpoint is None:
-            return Job(config)
-        return Job.restore(config, checkpoint.state["job"], data_ended=cursor.ended)
+            return make_job(config)
+        return restore_job(config, checkpoint.state["job"], data_ended=cursor.ended)
 
     def _report_and_audience(
         self, checkpoint: Checkpoint | None, policy: Policy

@@ -89,10 +89,10 @@ def root() -> Path:
 
 
 def templates() -> dict[str, Template]:
-    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run."""
-    paths = sorted(
-        (root() / "configs").rglob("*.yaml"), key=lambda path: (_is_scenario(path), path)
-    )
+    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run. A
+    cluster is none: it is where jobs go, not a job."""
+    configs = (path for path in (root() / "configs").rglob("*.yaml") if not _is_cluster(path))
+    paths = sorted(configs, key=lambda path: (_is_scenario(path), path))
     found = (_template(path) for path in paths if "\nstages:" not in path.read_text("utf-8"))
     return {one.name: one for one in found}
 
@@ -130,6 +130,10 @@ def _template(path: Path) -> Template:
         commands=commands,
         sources=tuple(_closure(source)),
     )
+
+
+def _is_cluster(path: Path) -> bool:
+    return path.parent.name == "clusters"
 
 
 def _is_scenario(path: Path) -> bool:

@@ -236,6 +236,7 @@ def training(config: RunConfig) -> list[Finding]:
     models that the algorithm asks are there."""
     from rollpacker.cli.parts import check_algorithm
     from rollpacker.trainer.model import load_tokenizer
+    from rollpacker.trainer.pipeline.check import check_stages
     from rollpacker.trainer.schedule import check_schedule
 
     further = {}
@@ -246,6 +247,7 @@ def training(config: RunConfig) -> list[Finding]:
     try:
         check_schedule(config.train)
         check_algorithm(config)
+        check_stages(config)
         for setting, path in further.items():
             load_tokenizer(path, setting=setting)
         _try_adapter(config)
@@ -317,17 +319,25 @@ def fit(config: RunConfig) -> list[Finding]:
 
     from rollpacker.trainer.estimate import estimate
 
-    needed = estimate(config).total_bytes
+    known = estimate(config)
+    needed = known.total_bytes
     if not needed:
         return []
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     there = torch.cuda.mem_get_info()[0] if on_gpu else findings.memory().details["free_bytes"]
     kind = "the GPU" if on_gpu else "memory"
     text = f"a step needs about {needed / GIB:.1f} GiB of {kind}, {there / GIB:.1f} are free"
-    if needed <= there:
-        return [Finding("ok", "memory fit", text)]
     cure = (
         "Lower rollout.engine.kv_cache_gib or train.micro_batch_tokens, or set"
         " model.gradient_checkpointing=true."
     )
+    largest = None if known.stages is None else known.stages.largest
+    if largest is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
+        text += (
+            f"; of the pipeline's, stage {largest.index} takes the most, about "
+            f"{largest.size_bytes / GIB:.1f} GiB in each process"
+        )
+        cure = "Lower train.pipeline.live_tokens or train.micro_batch_tokens, or add processes."
+    elif needed <= there:
+        return [Finding("ok", "memory fit", text)]
     return [Finding("warn", "memory fit", text, cure)]

@@ -14,7 +14,7 @@ from rollpacker.cli.errors import EXIT_CODES
 
 VERBS = (
     *("init", "train", "warmup", "eval", "replay", "report", "compare", "dash"),
-    *("simulate", "plan", "doctor"),
+    *("simulate", "plan", "cluster", "doctor"),
 )
 
 _EXAMPLES = """\

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded
+from rollpacker.bus import Bus, OwnPools, Port, Recorded
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience, nobody
 from rollpacker.controller.carried import CarriedTokens
@@ -260,6 +260,7 @@ class Controller:
             main,
             self._carried,
             Recorded(Drop),
+            OwnPools(bus.take),
         ]
 
     def _evaluation_rows(self) -> EvaluationRows | None:

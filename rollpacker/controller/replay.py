@@ -15,6 +15,7 @@ from rollpacker.core.commands import Command, TrainOn
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
+from rollpacker.core.pooled_job import make_job, restore_job
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
@@ -38,9 +39,9 @@ def replay(entries: Iterable[Entry]) -> Replay:
         if isinstance(entry, Session):
             config = JobConfig.from_plain(entry.job)
             if job is None:
-                job = Job(config)
+                job = make_job(config)
             elif job.phase is Phase.COMMITTING:
-                job = Job.restore(config, job.state(), data_ended=entry.data_ended)
+                job = restore_job(config, job.state(), data_ended=entry.data_ended)
             else:
                 raise LogError(f"a session begins in phase {job.phase}, not at a commit")
         elif isinstance(entry, Record):

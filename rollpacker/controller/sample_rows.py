@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from statistics import fmean
 from typing import Any
 
 from rollpacker.controller.desk import Desk
@@ -99,7 +100,9 @@ class SampleRows:
         for sample, weight in zip(asked, weights, strict=True):
             row = self._row(command.step, sample)
             row["trained"] = True
-            row["advantage"] = trained[sample].advantage
+            advantage = trained[sample].advantage
+            of_tokens = advantage if isinstance(advantage, tuple) else (advantage,)
+            row["advantage"] = fmean(of_tokens)
             row["loss_weight"] = weight
             rows.append(row)
         slowest = self.desk.slowest(NUM_SLOWEST)

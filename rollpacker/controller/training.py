@@ -101,7 +101,7 @@ class Training:
         what fills about a micro-batch of each, so that these are soon there for the joint rest."""
         chosen, self._to_stream = self._to_stream, []
         if devices:
-            budget, size = self.config.train.micro_batch_tokens * len(devices), 0
+            budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
             while size < len(chosen) and budget > 0:
                 responses = [self.desk[sample].response for sample in chosen[size]]
                 budget -= sum(len(r.prompt_tokens) + len(r.tokens) for r in responses)

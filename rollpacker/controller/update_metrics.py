@@ -11,8 +11,9 @@ _SUMS = (
 """Counts of the whole step."""
 _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
 """What grows from update to update is shown of each, as NAME/update_1 and so on."""
-_LAST = ("train/lora_merge_loss",)
-"""What is true at the end of the step."""
+_LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
+_LAST_ENDINGS = ("/layers", "/slow")
+"""What is true at the end of the step. The endings are those of pipeline stages and links."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
 """What compares engine and trainer: only in the first update have both the same weights."""
@@ -35,11 +36,11 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
 
 
 def _of(name: str, values: Sequence[float]) -> float:
-    if name in _SUMS:
+    if name in _SUMS or name.endswith("/busy_s"):
         return sum(values)
     if name.startswith(_FIRST):
         return values[0]
-    if name in _LAST:
+    if name in _LAST or name.endswith(_LAST_ENDINGS):
         return values[-1]
     if name.endswith("/max") or "peak" in name:
         return max(values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import field
 from enum import StrEnum
 
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.ids import PoolName, PromptId, SampleId
 from rollpacker.core.messages import command
 from rollpacker.core.plain import OMIT_DEFAULT
 
@@ -235,6 +235,24 @@ class Commit:
 
 
 @command
+class Enter:
+    """Wait until the devices of this pool are the run's, and wake up who is parked there; answered
+    by `Entered`. The rollout pool's engines then have the weights that were published last."""
+
+    pool: PoolName
+    purpose: str
+    """round, step, or what `PoolNeeded` says."""
+
+
+@command
+class Leave:
+    """Park who is on this pool's devices, and give them to others; after what was said before. Said
+    of a pool that is still waited for, it ends the wait, and no `Entered` follows."""
+
+    pool: PoolName
+
+
+@command
 class Finish:
     """The run is over; no command follows."""
 
@@ -261,5 +279,7 @@ Command = (
     | SyncWeights
     | RestoreTrainer
     | Commit
+    | Enter
+    | Leave
     | Finish
 )

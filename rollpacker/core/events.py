@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.ids import PoolName, PromptId, SampleId
 from rollpacker.core.messages import event
 from rollpacker.core.plain import OMIT_DEFAULT
 
@@ -208,6 +208,34 @@ class StopRequested:
     reason: str = "asked to stop"
 
 
+@event
+class Entered:
+    """Answer to `Enter`: the pool's devices are the run's until `Leave`."""
+
+    time_s: float
+    pool: PoolName
+    switch_s: float = 0.0
+    """Of the time since `Enter`: how long it took to wake up, with the pool at hand."""
+
+
+@event
+class PoolNeeded:
+    """The driver itself needs a pool, for what is no command of its own; answered by `Enter` once
+    no other pool is held. Only where pools are shared."""
+
+    time_s: float
+    pool: PoolName
+    purpose: str
+    """evaluation, or recovery of the trainer."""
+
+
+@event
+class PoolUnneeded:
+    """That is done."""
+
+    time_s: float
+
+
 Event = (
     RunStarted
     | PromptsFetched
@@ -224,4 +252,7 @@ Event = (
     | WeightsSynced
     | Committed
     | StopRequested
+    | Entered
+    | PoolNeeded
+    | PoolUnneeded
 )

@@ -6,7 +6,10 @@ can be compared with the log of another byte by byte.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+PoolName = Literal["rollout", "train"]
+"""Devices of a phase, which several jobs may share."""
 
 
 class PromptId(NamedTuple):

@@ -53,6 +53,9 @@ class JobConfig:
     """So many losses of the trainer's processes without a committed step between them end the run.
     None: the trainer lives as long as the run."""
 
+    shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Its devices are those of pools that other jobs use too (`core/pooled_job.py`)."""
+
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":
             raise ValueError(

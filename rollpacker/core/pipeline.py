@@ -21,6 +21,7 @@ executor asks the chooser whenever its stage is idle and something was done or a
     pipeline_order    whether orders can be run at all, and torch's file of them
     pipeline_split    layers of each stage, and the budget of a micro-batch
     pipeline_watch    which link or stage has turned slow
+    pipeline_links    which kind of links to use then
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -49,6 +50,15 @@ class Op(NamedTuple):
 
 Order = tuple[Op, ...]
 """All ops of one stage, in the order in which it runs them."""
+
+ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
+"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `pipeline_plan`)."""
+
+
+def check_order_name(order: str) -> None:
+    """ValueError unless it is one of them, or the name of a file."""
+    if order not in ORDERS and not order.endswith(".csv"):
+        raise ValueError(f'order is "{order}". Known: {", ".join(ORDERS)}, or the name of a .csv')
 
 
 @dataclass(slots=True)
@@ -223,6 +233,22 @@ def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
                 f"{largest}: raise train.pipeline.live_tokens to at least that, or make "
                 "micro-batches and samples shorter"
             )
+
+
+def live_token_caps(
+    live_tokens: int | Literal["auto"], *, num_stages: int, longest: int
+) -> list[int]:
+    """By stage, what `train.pipeline.live_tokens` says where the largest micro-batch has `longest`
+    tokens. auto: two of them for each stage from this one to the last. ValueError for a cap below
+    it."""
+    if live_tokens == "auto":
+        return [2 * (num_stages - stage) * longest for stage in range(num_stages)]
+    if longest > live_tokens:
+        raise ValueError(
+            f"train.pipeline.live_tokens={live_tokens} is less than a micro-batch of {longest} "
+            "tokens: raise it, or lower train.micro_batch_tokens or the longest sample"
+        )
+    return [live_tokens] * num_stages
 
 
 # -- warm-up quotas --------------------------------------------------------------------

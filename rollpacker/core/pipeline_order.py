@@ -109,16 +109,33 @@ def _check_progress(
         )
 
 
+def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
+    """The most tokens of micro-batches of these sizes that a stage keeps alive in this order."""
+    peak = live = 0
+    for op in order:
+        if op.kind == "F":
+            live += tokens[op.micro_batch]
+            peak = max(peak, live)
+        elif op.kind == "W":
+            live -= tokens[op.micro_batch]
+    return peak
+
+
 def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
     """The text of the file."""
     rows = (",".join(f"{stage}{op}" for op in order) for stage, order in enumerate(orders))
     return "".join(f"{row}\n" for row in rows)
 
 
-def orders_from_csv(text: str, *, num_stages: int, num_micro_batches: int) -> list[Order]:
-    """Orders of a file's text, checked. ValueError names the line, or what `check_orders` finds."""
+def orders_from_csv(
+    text: str, *, num_stages: int, num_micro_batches: int | None = None
+) -> list[Order]:
+    """Orders of a file's text, checked; without a number, for as many micro-batches as it names.
+    ValueError names the line, or what `check_orders` finds."""
     rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     orders = [tuple(_ops(row, stage)) for stage, row in enumerate(rows)]
+    if num_micro_batches is None:
+        num_micro_batches = 1 + max((op.micro_batch for order in orders for op in order), default=0)
     check_orders(orders, num_stages=num_stages, num_micro_batches=num_micro_batches)
     return orders
 

@@ -11,6 +11,7 @@ The names are those of `train.pipeline.order`:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollpacker.core.pipeline import (
     Op,
@@ -35,6 +36,17 @@ def ready_choosers(
 ) -> list[ReadyFirst]:
     """One for each stage."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
+
+
+def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
+    """By stage: the order of this name (one of `ORDERS`, but `ready`) for a sweep that is expected
+    to take these times. ValueError for a cap below a micro-batch; 1f1b heeds no other one."""
+    if name == "1f1b":
+        return plan_1f1b(work.num_stages, work.num_micro_batches)
+    if name == "zero-bubble":
+        return plan_zero_bubble(as_if_even(work), caps=caps)
+    assert name == "adapted", name
+    return plan_adapted(work, links, caps=caps)
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
@@ -69,3 +81,10 @@ def plan_adapted(
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)
+
+
+def as_if_even(work: Work) -> Work:
+    """The same micro-batches, with ops that all take as long: what zero-bubble's order is planned
+    for. The order that the authors' measurements show is this one."""
+    ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
+    return replace(work, f_s=ones, i_s=ones, w_s=ones)

@@ -92,10 +92,39 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
     where = f"train.pipeline.layers={list(layers)}"
     if len(layers) != num_stages:
         raise ValueError(f"{where} must have a number for each of {num_stages} stages")
+    advice = f"split the model's {num_layers} layers, or set it to auto"
     if min(layers) < 1:
-        raise ValueError(f"{where}: every stage needs a layer")
+        raise ValueError(f"{where}: every stage needs a layer; {advice}")
     if sum(layers) != num_layers:
-        raise ValueError(f"{where} adds up to {sum(layers)}, but the model has {num_layers} layers")
+        raise ValueError(
+            f"{where} adds up to {sum(layers)}, but the model has {num_layers} layers; {advice}"
+        )
+
+
+def layers_of_stages(
+    given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
+) -> tuple[int, ...]:
+    """The layers that each stage of a model has: those that are given, or without any the split of
+    like layers with the least work (in any unit) on the slowest stage, the last of which has
+    `last_work` besides. ValueError if given ones do not add up, or layers are fewer than stages."""
+    if given:
+        check_layers(given, num_layers=num_layers, num_stages=num_stages)
+        return tuple(given)
+    return tuple(split_layers([layer_work] * num_layers, num_stages, last_s=last_work))
+
+
+def expected_bubble(
+    costs: Sequence[tuple[float, float, float]],
+    num_micro_batches: int,
+    live_micro_batches: Sequence[int],
+) -> float:
+    """The share of all stages' time in which they would wait, ready-first, over links that take no
+    time: F, I and W of each stage take `costs` (in any unit), micro-batches are all alike, and so
+    many of them may be live on each stage."""
+    f_s, i_s, w_s = zip(*costs, strict=True)
+    work = Work.even(num_micro_batches, f_s=f_s, i_s=i_s, w_s=w_s)
+    links = constant([Link()] * (len(costs) - 1))
+    return run(ready_choosers(len(costs), caps=live_micro_batches), work, links).bubble_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +146,10 @@ def plan_budget(
     target_share: float = 1.0,
     bytes_per_token: float = 0.0,
     caps: Caps = None,
+    packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
 ) -> BudgetPlan:
-    """The budget with the least expected time for rows of these lengths, packed end to end.
+    """The budget with the least expected time for rows of these lengths, put together by `packs`
+    (lengths, budget): rows of each micro-batch, by number.
 
     Small micro-batches fill and drain the pipeline fast and are even in size; each op has a fixed
     cost, which large ones save. Budgets are tried from `most_tokens` (what memory allows) down, in
@@ -139,14 +170,14 @@ def plan_budget(
     seen: set[int] = set()
     budget = float(limit)
     while best is None or budget >= fewest:
-        packs = plan_packs(lengths, round(budget))
-        if len(packs) not in seen:
-            seen.add(len(packs))
-            found = _expected(packs, lengths, costs, links, target_share, bytes_per_token, caps)
+        packed = packs(lengths, round(budget))
+        if len(packed) not in seen:
+            seen.add(len(packed))
+            found = _expected(packed, lengths, costs, links, target_share, bytes_per_token, caps)
             if best is None or found[0] < best.makespan_s:
                 best = BudgetPlan(
                     micro_batch_tokens=round(budget),
-                    num_micro_batches=len(packs),
+                    num_micro_batches=len(packed),
                     makespan_s=found[0],
                     bubble_share=found[1],
                 )

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollpacker.core.pipeline import KINDS, Kind
+from rollpacker.core.pipeline_links import LinkKind
 from rollpacker.core.pipeline_work import Link, Load, OpCost, fit_op_cost
 
 Floats = NDArray[np.float64]
@@ -58,6 +59,8 @@ class SweepTimes:
     down: Sequence[Sequence[tuple[int, float]]]
     """By link: bytes, and seconds from posting to arrival, of each message to the next stage."""
     up: Sequence[Sequence[tuple[int, float]]]
+    over: LinkKind = "direct"
+    """What the messages took. What is usual over one kind is not so over the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,11 @@ class PipelineWatch:
     def __init__(self, num_stages: int, config: WatchConfig | None = None) -> None:
         self.config = WatchConfig() if config is None else config
         self._stages = [_StageWatch(self.config) for _ in range(num_stages)]
-        self._links = [_LinkWatch(self.config) for _ in range(num_stages - 1)]
+        self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
+
+    def take_links(self, before: PipelineWatch) -> None:
+        """What is known of them, from a watch of the same links."""
+        self._links = before._links
 
     @property
     def slow_stages(self) -> list[int]:
@@ -110,17 +117,12 @@ class PipelineWatch:
                 findings.append(_found("stage", number, slow, factor, whole_s[number]))
         for number, link in enumerate(self._links):
             both = (times.down[number], times.up[number])
-            changed, factor = link.observe(both, max(whole_s[number : number + 2]))
+            whole = max(whole_s[number : number + 2])
+            changed, factor = link.observe(both, whole, times.over)
             if changed:
                 seconds = math.fsum(map(_median_s, both))
                 findings.append(_found("link", number, link.mark.slow, factor, seconds))
         return findings
-
-    def link(self, number: int) -> Link | None:
-        """Latency and rate of a link as the last step had them, the mean of both directions; None
-        before the first message."""
-        last = self._links[number].last
-        return None if last is None else _as_link(last)
 
 
 def _found(
@@ -257,36 +259,40 @@ class _Direction:
         return float(np.median(over)) - self.middle_s, chance_s
 
 
-class _LinkWatch:
+class LinkWatch:
     """Of one link: by how much its messages take longer than their sizes lead to expect."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
-        self.last: tuple[Messages, Messages] | None = None
         self._config = config
-        self._healthy = _Healthy[tuple[Messages, Messages]](config)
-        self._usual: list[_Direction] = []
+        self._healthy: dict[LinkKind, _Healthy[tuple[Messages, Messages]]] = {}
+        self._usual: dict[LinkKind, list[_Direction]] = {}
 
-    def observe(self, both: tuple[Messages, Messages], whole_s: float) -> tuple[bool, float | None]:
+    def observe(
+        self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
+    ) -> tuple[bool, float | None]:
         """Whether it turned slow or well, and the factor. `whole_s`: F, I and W of a micro-batch
         on the slower of its stages."""
         if not all(both):
             return False, None
-        self.last = both
         total_s = math.fsum(map(_median_s, both))
         level = total_s / (self._config.link_share_at_once * max(whole_s, 1e-9))
         factor, beyond = None, level > 1
-        if self._usual:
-            ways = [usual.excess(found) for usual, found in zip(self._usual, both, strict=True)]
+        usual = self._usual.get(over)
+        if usual is None and self.mark.slow:  # it became so over the other kind
+            usual = next(iter(self._usual.values()), None)
+        if usual is not None:
+            ways = [one.excess(found) for one, found in zip(usual, both, strict=True)]
             excess_s = math.fsum(excess for excess, _ in ways)
             factor = total_s / (total_s - excess_s) if total_s > excess_s else math.inf
             level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
             chance_s = math.hypot(*(chance for _, chance in ways))
             beyond = beyond or excess_s > self._config.num_sds * chance_s
         changed = self.mark.observe(level, beyond_chance=beyond)
-        if self.mark.healthy and self._healthy.add(both):
-            self._usual = [
-                _Direction.of([message for step in self._healthy.steps for message in step[way]])
+        healthy = self._healthy.setdefault(over, _Healthy(self._config))
+        if self.mark.healthy and healthy.add(both):
+            self._usual[over] = [
+                _Direction.of([message for step in healthy.steps for message in step[way]])
                 for way in (0, 1)
             ]
         return changed, factor
@@ -313,9 +319,11 @@ def _line(messages: Messages) -> tuple[float, float]:
     return float(np.median(seconds - slope * sizes)), slope
 
 
-def _as_link(both: tuple[Messages, Messages]) -> Link:
-    """The mean of both directions, exact for a message of the middle size."""
-    size = float(np.median([size for size, _ in (*both[0], *both[1])]))
+def link_of(down: Messages, up: Messages) -> Link:
+    """What these messages say of their link: the mean of both directions, exact for a message of
+    the middle size."""
+    both = (down, up)
+    size = float(np.median([size for size, _ in (*down, *up)]))
     seconds = math.fsum(map(_median_s, both)) / 2
     per_byte_s = math.fsum(_line(messages)[1] for messages in both) / 2
     per_byte_s = min(per_byte_s, seconds / size) if size > 0 else 0.0

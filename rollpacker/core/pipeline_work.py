@@ -163,6 +163,17 @@ class Link:
         return self.latency_s + self.leaves_s(num_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a pipeline costs, as its last steps had it."""
+
+    stages: tuple[StageCost, ...]
+    links: tuple[Link, ...]
+    """Link n is between stages n and n + 1."""
+    bytes_per_token: float
+    """Of a message, by the tokens of its micro-batch."""
+
+
 LinkAt = Callable[[int, float], Link]
 """The link with this number (0: between stages 0 and 1) for a message sent at this second."""
 

@@ -179,7 +179,8 @@ def _needs(request: PlacementRequest, roles: Sequence[Role]) -> str:
         needs = role.need
         word = "core" if request.kind == "cpu" else "device"
         turn = f", {text_of_bytes(needs.turn)} of it while it works" if needs.turn else ""
-        parts.append(f"{role.name} takes {text_of_bytes(needs.most)} on each {word}{turn}")
+        of = f" ({needs.of}, the most of all)" if needs.of else ""
+        parts.append(f"{role.name}{of} takes {text_of_bytes(needs.most)} on each {word}{turn}")
     return "; ".join(parts)
 
 

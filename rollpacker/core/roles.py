@@ -54,6 +54,8 @@ class Need(NamedTuple):
     """Held all the time, also while others have their turn."""
     turn: int
     """Held besides while it works. Of colocated roles only one works at a time."""
+    of: str = ""
+    """Which part of it takes that, where others take less."""
 
     @property
     def most(self) -> int:

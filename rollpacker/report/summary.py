@@ -14,6 +14,7 @@ from rollpacker.report.accounting import Accounting
 from rollpacker.report.carrying import add_up as add_up_carried
 from rollpacker.report.checks import add_up
 from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.pipeline import summarize_pipeline
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import RARE_CAUSES, ROLLOUT_CAUSES
@@ -115,6 +116,7 @@ class RunSummary:
             },
             **self._engines(),
             **self._trainer(),
+            **_pipeline(steps),
             **_salvaged(steps),
             **failed,
             **dict.fromkeys(sorted(history.marks), True),
@@ -240,6 +242,12 @@ def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
         for name, metric in names.items()
     }
     return {"salvaged": counts} if counts["samples"] else {}
+
+
+def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
+    """Only of a trainer in stages."""
+    found = summarize_pipeline(steps)
+    return {} if found is None else {"pipeline": found}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ MAX_WIDTH = 100
 MANY_LOST = 0.02
 """Share of the responses without a verdict from which it is said once more, below the tables."""
 _NUM_REASONS = 5
+_NUM_EVENTS = 10
 _REASON_WIDTH = 38
 _TELLING_S = 0.5
 
@@ -47,6 +48,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(_engines_table(summary["engines"]))
     if "trainer" in summary:
         parts.append(Text(_trainer_line(summary["trainer"]), "yellow"))
+    if "pipeline" in summary:
+        parts += _pipeline_tables(summary["pipeline"])
     if "salvaged" in summary:
         count = summary["salvaged"]
         told = (
@@ -232,6 +235,55 @@ def _switches_table(switches: Sequence[Mapping[str, Any]]) -> Table:
         degree = one["tensor_parallel"]
         table.add_row(f"{degree} each", f"{one['before_step']:,}", _number(one["seconds"], 1))
     return table
+
+
+def _pipeline_tables(pipeline: Mapping[str, Any]) -> list[RenderableType]:
+    from rich.text import Text
+
+    stages = _table("pipeline stages", "layers", "busy", "busy s", "waiting s", "live tokens")
+    for one in pipeline["stages"]:
+        busy = one["busy_ratio"]
+        stages.add_row(
+            f"stage {one['stage']}{_since(one)}",
+            f"{one['layers']:,}",
+            "-" if busy is None else f"{100 * busy:.0f} %",
+            _number(one["busy_s"], 2),
+            _number(one["waiting_s"], 2),
+            f"{one['live_tokens']:,}",
+        )
+    links = _table(f"links ({pipeline['links_used']})", "ms a message")
+    for one in pipeline["links"]:
+        links.add_row(f"{_link(one['link'])}{_since(one)}", _ms(one["message_s"]))
+    lines = [_pipeline_line(event) for event in pipeline["events"][-_NUM_EVENTS:]]
+    return [stages, links, *([Text("\n".join(lines), "dim")] if lines else [])]
+
+
+def _pipeline_line(event: Mapping[str, Any]) -> str:
+    if event["event"] == "links":
+        slow = ", ".join(map(_link, event["slow_links"]))
+        why = f"since {slow} was slow" if slow else "since all links had been well for a while"
+        return f"before step {event['step']}: {event['links']} links, {why}"
+    if event["event"] == "layout":
+        layers = ", ".join(map(str, event["layers"]))
+        took = f"which took {_number(event['seconds'], 1)} s"
+        return f"before step {event['step']}: another layout, {layers} layers, {took}"
+    state = "slow" if event["event"] == "slow" else "well again"
+    if "stage" in event:
+        return f"step {event['step']}: stage {event['stage']} was {state}"
+    took = f"{_ms(event['message_s'])} ms a message, usually {_ms(event['usual_s'])}"
+    return f"step {event['step']}: {_link(event['link'])} was {state} ({took})"
+
+
+def _link(number: int) -> str:
+    return f"link {number}-{number + 1}"
+
+
+def _since(one: Mapping[str, Any]) -> str:
+    return "" if one["slow_since"] is None else f" [yellow]slow since step {one['slow_since']}[/]"
+
+
+def _ms(seconds: float | None) -> str:
+    return _number(None if seconds is None else 1e3 * seconds, 1)
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:

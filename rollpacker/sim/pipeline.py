@@ -21,14 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollpacker.core.packs import assign, plan_packs
-from rollpacker.core.pipeline import Order, check_caps
+from rollpacker.core.pipeline import ORDERS, Order, check_caps
 from rollpacker.core.pipeline_order import check_orders
-from rollpacker.core.pipeline_plan import (
-    plan_1f1b,
-    plan_adapted,
-    plan_zero_bubble,
-    ready_choosers,
-)
+from rollpacker.core.pipeline_plan import plan_order, ready_choosers
 from rollpacker.core.pipeline_time import Sends, Timeline, replay, run
 from rollpacker.core.pipeline_work import Link, Load, StageCost, Work
 from rollpacker.sim.pipeline_spec import DrawnDelays, PipelineSpec
@@ -277,15 +272,12 @@ class Pipeline:
             check_caps(caps, work.tokens)
             choosers = ready_choosers(self.stages, caps=caps)
             return run(choosers, work, self._link_at, sends=sends, start_s=now_s)
-        orders: Sequence[Order] = self._orders
-        if self._spec.order == "1f1b":
-            orders = plan_1f1b(self.stages, work.num_micro_batches)
-            sends = "free" if kind == "host" else "paired"
-        elif self._spec.order == "zero-bubble":
-            orders = plan_zero_bubble(as_if_even(work), caps=caps)
-        elif self._spec.order == "adapted":
-            orders = plan_adapted(work, self._expected, caps=caps)
+        if self._spec.order == "1f1b" and kind == "direct":
+            sends = "paired"
+        if self._spec.order in ORDERS:
+            orders = plan_order(self._spec.order, work, self._expected, caps=caps)
         else:
+            orders = list(self._orders)
             check_orders(orders, num_stages=self.stages, num_micro_batches=work.num_micro_batches)
         return replay(orders, work, self._link_at, sends=sends, start_s=now_s)
 
@@ -344,13 +336,6 @@ class Pipeline:
 def _share(steps: Sequence[PipelineStep]) -> float:
     whole_s = math.fsum(step.device_s for step in steps)
     return math.fsum(step.idle_device_s for step in steps) / whole_s if whole_s else 0.0
-
-
-def as_if_even(work: Work) -> Work:
-    """The same micro-batches, with ops that all take as long: what zero-bubble's order is planned
-    for. The order that the authors' measurements show is this one."""
-    ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
-    return replace(work, f_s=ones, i_s=ones, w_s=ones)
 
 
 def merged(work: Work) -> Work:

@@ -3,18 +3,19 @@ what activations have room."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollpacker.core.pipeline import Order
+from rollpacker.core.pipeline import ORDERS, Order
+from rollpacker.core.pipeline_layout import faster_split
 from rollpacker.core.pipeline_order import orders_from_csv
 from rollpacker.core.pipeline_split import check_layers, split_layers
-from rollpacker.core.pipeline_work import OpCost, StageCost
+from rollpacker.core.pipeline_work import Link, Load, OpCost, StageCost
 from rollpacker.sim.hardware import DTYPE_BYTES
 from rollpacker.sim.latency import TRAIN_FLOPS_PER_PARAM, LatencyModel
 from rollpacker.sim.pipeline import Pipeline, PipelineMachine
-from rollpacker.sim.pipeline_spec import ORDERS, OpTimes, PipelineSpec
+from rollpacker.sim.pipeline_spec import OpTimes, PipelineSpec
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ ACTIVATION_BYTES = 34
 keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
 MEMORY_SHARE = 0.9
 """Of a GPU's memory, what training may fill."""
+NOMINAL_MICRO_BATCHES = 4
+"""A stage's, of the sweep by which splits of the layers are compared."""
 
 
 def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
@@ -34,9 +37,9 @@ def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
     spec = scenario.train.pipeline
     if spec is None:
         return None
-    slowed, even = split(scenario, spec.slow_stages), split(scenario, {})
-    layers = slowed if spec.relayout == "do" else even
-    proposed = spec.relayout == "propose" and spec.layers == "auto" and slowed != even
+    even = split(scenario)
+    faster = _faster(scenario, spec, even, latency)
+    layers = (faster or even) if spec.relayout == "do" else even
     stage_gpus = scenario.train.replica_gpus // spec.stages
     machine = PipelineMachine(
         costs=_costs(scenario, spec, layers, latency),
@@ -45,7 +48,7 @@ def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
         num_replicas=scenario.cluster.gpus // scenario.train.replica_gpus,
         stage_gpus=stage_gpus,
         bytes_per_token=_bytes_per_token(scenario, spec),
-        relayout=slowed if proposed and spec.op_times is None else (),
+        relayout=faster if spec.relayout == "propose" else (),
     )
     return Pipeline(spec, machine, orders=_orders(spec), seed=scenario.seed)
 
@@ -74,7 +77,7 @@ def check_pipeline(scenario: Scenario) -> None:
             "set train.pipeline.micro_batches"
         )
     _orders(spec)
-    caps = [cap for cap in _caps(scenario, split(scenario, {})) if cap is not None]
+    caps = [cap for cap in _caps(scenario, split(scenario)) if cap is not None]
     longest = scenario.rollout.prompt_tokens + scenario.rollout.max_response_tokens
     if caps and min(caps) < longest:
         raise ValueError(
@@ -84,19 +87,31 @@ def check_pipeline(scenario: Scenario) -> None:
         )
 
 
-def split(scenario: Scenario, slower: Mapping[int, float]) -> tuple[int, ...]:
-    """Layers of each stage."""
+def split(scenario: Scenario) -> tuple[int, ...]:
+    """Layers of each stage, as if none was slow."""
     spec = scenario.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
         return spec.layers
-    counts = split_layers(
-        [1.0] * scenario.shape.layers,
-        spec.stages,
-        last_s=spec.head_layers,
-        slowness=[slower.get(stage, 1.0) for stage in range(spec.stages)],
+    layers = [1.0] * scenario.shape.layers
+    return tuple(split_layers(layers, spec.stages, last_s=spec.head_layers))
+
+
+def _faster(
+    scenario: Scenario, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
+) -> tuple[int, ...]:
+    """Another split, as a run would find it that measures what stages take. Empty: none."""
+    if spec.layers != "auto" or spec.op_times is not None:
+        return ()
+    count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
+    found = faster_split(
+        _costs(scenario, spec, layers, latency),
+        layers,
+        [Load.of([spec.micro_batch_tokens])] * count,
+        [Link()] * (spec.stages - 1),
+        head_layers=spec.head_layers,
     )
-    return tuple(counts)
+    return () if found is None else found.layers
 
 
 def _costs(

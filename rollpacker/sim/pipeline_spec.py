@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from rollpacker.core.pipeline import check_order_name
 from rollpacker.sim.scenario_checks import at_least_one, check_seconds
 
 if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 LinkKind = Literal["auto", "direct", "host"]
-ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
 PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
     "1f1b": ("1f1b", "direct"),
     "zero-bubble": ("zero-bubble", "direct"),
@@ -133,10 +133,7 @@ class PipelineSpec:
                 raise ValueError(f"slow_stages has stage {stage}: there are 0 to {self.stages - 1}")
             if not (math.isfinite(slower) and slower > 0):
                 raise ValueError(f"slow_stages.{stage} must be more than 0, not {slower}")
-        if self.order not in ORDERS and not self.order.endswith(".csv"):
-            raise ValueError(
-                f'order is "{self.order}". Known: {", ".join(ORDERS)}, or the name of a .csv'
-            )
+        check_order_name(self.order)
         if isinstance(self.live_tokens, int):
             at_least_one(self, "live_tokens")
 

@@ -20,11 +20,11 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollpacker.bus import Bus, Port, Recorded, Routes, Sink
+from rollpacker.bus import Bus, OwnPools, Port, Recorded, Routes, Sink
 from rollpacker.core.commands import Drop, Finish, RestoreTrainer
 from rollpacker.core.events import Event, RunStarted
-from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.pooled_job import make_job
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
@@ -54,7 +54,7 @@ class Simulation:
     ) -> None:
         """`unkind` is what goes wrong, drawn by `seed`. `observe` is given every event with the
         core's answer, as a real run logs it."""
-        self.job = Job(config)
+        self.job = make_job(config)
         self._clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
@@ -83,6 +83,7 @@ class Simulation:
                 Cursor(clock, workload),
                 responses,
                 Recorded(Drop, RestoreTrainer),  # a simulated trainer is never lost
+                OwnPools(lambda event: self._bus.take(event)),
                 self,
             ),
             sinks=() if observe is None else (observe,),

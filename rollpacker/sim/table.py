@@ -52,7 +52,7 @@ def render(
         *([_idle_table(results)] if idle else []),
         *pipeline_tables(results),
     ]
-    return "\n\n".join(map(_aligned, tables))
+    return "\n\n".join(map(aligned, tables))
 
 
 def _seconds_table(results: Results, reference: str, last_stage: str) -> list[list[str]]:
@@ -131,7 +131,7 @@ def _idle_table(results: Results) -> list[list[str]]:
     return rows
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, the others to the right, a rule below the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = "   " if sum(widths) + 3 * (len(widths) - 1) <= MAX_WIDTH else " "

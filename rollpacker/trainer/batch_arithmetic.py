@@ -51,9 +51,11 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
     short_samples = tail.factors.num_samples(samples)
     trained = prompts * samples
     longest = longest_sample(config)
-    rows = max(config.train.micro_batch_tokens // longest, 1)
+    most = most_micro_batch_tokens(config)
+    smaller = config.train.micro_batch_tokens == "auto" and config.train.pipeline.stages > 1
+    rows = 1 if smaller else max(most // longest, 1)
     # At least two tokens a row, one of which is predicted.
-    fewest = math.ceil(trained / max(config.train.micro_batch_tokens, 1))
+    fewest = math.ceil(trained / most)
     return BatchArithmetic(
         short_prompts=short_prompts,
         short_samples_per_prompt=short_samples,
@@ -122,12 +124,17 @@ def micro_batch_notes(config: RunConfig) -> list[str]:
     """Whether a sample may be longer than a micro-batch. Its last token does not go through the
     model."""
     row = longest_sample(config) - 1
-    if config.train.micro_batch_tokens >= row:
+    if most_micro_batch_tokens(config) >= row:
         return []
     return [
         f"a sample of more than train.micro_batch_tokens={config.train.micro_batch_tokens} tokens "
         f"has a micro-batch of its own: the memory is for the longest, {row} tokens"
     ]
+
+
+def most_micro_batch_tokens(config: RunConfig) -> int:
+    """Tokens that a micro-batch of several samples may have."""
+    return config.train.most_micro_batch_tokens(longest_sample(config) - 1)
 
 
 def longest_sample(config: RunConfig) -> int:

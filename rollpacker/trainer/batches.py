@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
@@ -25,6 +25,7 @@ from rollpacker.trainer.packing import (
     packed_attention,
     why_not,
 )
+from rollpacker.trainer.trainer import TrainConfig
 
 __all__ = [
     "MICRO_BATCH_OVERHEAD_TOKENS",
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 Layout = Literal["auto", "sorted", "packed"]
+Packs = Callable[[Sequence[int], int], list[list[int]]]
+"""Of lengths and a budget: rows of each micro-batch, by index."""
+Budget = Callable[[Sequence[int], Packs], int]
+"""Of the lengths of a call's rows, and of how a budget would put them together."""
 
 
 class Batcher:
@@ -44,9 +49,10 @@ class Batcher:
 
     `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
     `auto` packs where every model's attention allows it and sorts elsewhere. `max_tokens` is the
-    budget of a micro-batch, padding included. `others` take the same micro-batches (a reference, a
-    teacher, a critic). `dtype` is what the models compute in, if that is not the dtype of their
-    weights. Raises `ValueError` if `packed` is asked for and cannot be had.
+    budget of a micro-batch, padding included, or a function that chooses it for a call's rows.
+    `others` take the same micro-batches (a reference, a teacher, a critic). `dtype` is what the
+    models compute in, if that is not the dtype of their weights. Raises `ValueError` if `packed` is
+    asked for and cannot be had.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class Batcher:
         model: nn.Module,
         *,
         layout: Layout,
-        max_tokens: int,
+        max_tokens: int | Budget,
         pad_token_id: int,
         device: torch.device,
         others: Sequence[nn.Module] = (),
@@ -70,11 +76,9 @@ class Batcher:
         """Which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens that go
         through the model. Depends on them and the order of equal ones alone; a row longer than the
         budget has a micro-batch of its own."""
-        if self.layout == "packed":
-            return plan_packs(lengths, self._max_tokens)
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        runs = plan_micro_batches([lengths[i] for i in order], self._max_tokens)
-        return [order[run] for run in runs]
+        packs = plan_packs if self.layout == "packed" else _sorted_runs
+        chosen = self._max_tokens
+        return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
 
     def batch(self, rows: Sequence[Row]) -> MicroBatch:
         """One micro-batch of these rows, in their order. Models take a packed one inside
@@ -96,6 +100,24 @@ class Batcher:
             for model, kind in self._packed:
                 stack.enter_context(packed_attention(model, kind))
             yield
+
+
+def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
+    """What `Batcher` takes as `max_tokens`. `of_stages`: `Stage.budget`."""
+    if config.micro_batch_tokens != "auto":
+        return config.micro_batch_tokens
+
+    def budget(lengths: Sequence[int], packs: Packs) -> int:
+        most = config.most_micro_batch_tokens(max(lengths, default=1))
+        return most if of_stages is None else of_stages(lengths, packs, most_tokens=most)
+
+    return budget
+
+
+def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    runs = plan_micro_batches([lengths[i] for i in order], max_tokens)
+    return [order[run] for run in runs]
 
 
 def _packed_kinds(

@@ -16,9 +16,12 @@ import torch
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.pipeline_work import Link, Load, Measured, OpCost, StageCost
 from rollpacker.processes.codec import Codec, Kind
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
+from rollpacker.trainer.pipeline.overseer import Arrangement
+from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import (
@@ -38,8 +41,8 @@ from rollpacker.trainer.trainer import (
 from rollpacker.weight_buffer import BufferLayout, Place
 
 METHODS = (
-    *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "save", "load"),
-    *("map_weights", "write_weights", "offload", "reload", "hashes"),
+    *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),
+    *("save", "load", "map_weights", "write_weights", "offload", "reload", "hashes"),
 )
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -64,6 +67,7 @@ def codec() -> Codec:
             AlgorithmConfig,
         ),
         *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
+        *(StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link),
         *(BufferLayout, Place),
         Kind(Counter, dict, Counter),
         Kind(defaultdict, dict, lambda values: defaultdict(float, values)),

@@ -22,9 +22,9 @@ from rollpacker.trainer.batch_arithmetic import (
     tail_notes,
 )
 from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
+from rollpacker.trainer.stage_memory import Stages, stages_of
 from rollpacker.trainer.training_memory import (
     GIB,
-    LOGIT_BLOCK_ELEMENTS,
     MemoryPart,
     TrainingMemory,
     memory_part,
@@ -57,7 +57,8 @@ class Estimate:
     processes: int
     """How many the trainer has of its own; 0 if it works in the run's process."""
     process_memory: tuple[MemoryPart, ...]
-    """What each of these processes holds."""
+    """What each of these processes holds; of a trainer in pipeline stages `stages` says it."""
+    stages: Stages | None
     notes: tuple[str, ...]
     """What could not be known, and what looks wrong."""
 
@@ -68,7 +69,13 @@ class Estimate:
         if not self.whole:
             return None
         processes = 0 if self.device == "cuda" else self.processes
-        return _total(self.memory) + processes * _total(self.process_memory)
+        return _total(self.memory) + sum(self.process_bytes(one) for one in range(processes))
+
+    def process_bytes(self, number: int) -> int:
+        """What this one of the trainer's processes holds, as far as it is known."""
+        if self.stages is not None:
+            return self.stages.of_process(number).size_bytes
+        return _total(self.process_memory)
 
     def lines(self) -> list[str]:
         """The whole estimate as text, one fact a line."""
@@ -106,15 +113,40 @@ class Estimate:
         if self.process_memory:
             lines.append(f"and in each of the trainer's {self.processes} processes:")
             lines += _memory_lines(self.process_memory, "in each", whole=self.whole)
+        if self.stages is not None:
+            lines += _stage_lines(self.stages)
         return lines + [f"note: {note}" for note in self.notes]
 
 
+def _part_lines(parts: Sequence[MemoryPart]) -> list[str]:
+    return [f"{p.name:<16} {text_of_bytes(p.size_bytes):>10}  {p.formula}" for p in parts]
+
+
 def _memory_lines(parts: Sequence[MemoryPart], where: str, *, whole: bool) -> list[str]:
-    lines = [f"{p.name:<16} {text_of_bytes(p.size_bytes):>10}  {p.formula}" for p in parts]
+    lines = _part_lines(parts)
     if parts and whole:
         lines.append(f"{'memory':<16} {text_of_bytes(_total(parts)):>10}  together, {where}")
     elif parts:
         lines.append(f"{'memory':<16} {'not known':>10}  parts are missing, see the notes")
+    return lines
+
+
+def _stage_lines(stages: Stages) -> list[str]:
+    each = f", in each of its {stages.shards} processes" if stages.shards > 1 else ""
+    lines = []
+    for one in stages.stages:
+        layers = f"{one.layers} layer{'s' if one.layers > 1 else ''}"
+        lines.append(
+            f"{f'stage {one.index}':<16} {text_of_bytes(one.size_bytes):>10}  {layers}, at most "
+            f"{one.live_tokens:,} live tokens{each}:"
+        )
+        lines += [f"  {line}" for line in _part_lines(one.parts)]
+    count = stages.num_micro_batches
+    micro_batches = f"at most {count} micro-batch{'es' if count > 1 else ''}"
+    lines.append(
+        f"bubble        {100 * stages.bubble_share:.0f} % of the stages' time, in sweeps of "
+        f"{micro_batches} (responses as long as they may be), over links that take no time"
+    )
     return lines
 
 
@@ -155,7 +187,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         )
     element = 2 if dtype == "bfloat16" else 4
     notes += tail_notes(config) + micro_batch_notes(config)
-    run, process = _memory(config, shape, parameters, element, on_cuda, notes)
+    run, process, stages = _memory(config, shape, parameters, element, on_cuda, notes)
     run += _cache_memory(config, shape, on_cuda, element, notes)
     run += [] if shape is None else _carried_memory(config, on_cuda, notes)
     return Estimate(
@@ -167,6 +199,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         memory=tuple(run),
         processes=config.train.processes or 0,
         process_memory=tuple(process),
+        stages=stages,
         notes=tuple(notes),
     )
 
@@ -178,33 +211,44 @@ def _memory(
     element: int,
     on_cuda: bool,
     notes: list[str],
-) -> tuple[list[MemoryPart], list[MemoryPart]]:
-    """What the run's own process holds, and what each of the trainer's."""
+) -> tuple[list[MemoryPart], list[MemoryPart], Stages | None]:
+    """What the run's own process holds, and what each of the trainer's, or of its stages'."""
     processes = config.train.processes
     models = TrainingMemory(
         config=config,
         shape=shape,
         parameters=parameters,
         element=element,
-        block_elements=LOGIT_BLOCK_ELEMENTS["cuda" if on_cuda else "cpu"],
+        on_cuda=on_cuda,
     )
-    training = models.parts(notes)
     engine = _engine_memory(config, models, on_cuda, notes)
     if processes is None:
-        return engine + training, []
+        return engine + models.parts(notes), [], None
     if processes > 1 and parameters is not None:
         notes.append(
             "while it loads, each process of the trainer holds the whole model in float32, "
             f"{text_of_bytes(parameters * 4)}, of which it keeps its share"
         )
-    if config.train.pipeline.stages > 1:
-        notes.append(
-            f"the lines of the trainer's processes are those of {processes} shards of the whole "
-            f"model: in {config.train.pipeline.stages} pipeline stages each has a stage's weights "
-            "and gradients, whole while it computes, and activations of a stage's layers for the "
-            "live tokens (train.pipeline.live_tokens)"
-        )
-    return engine, training
+    if config.train.pipeline.stages == 1:
+        return engine, models.parts(notes), None
+    stages = stages_of(models, notes)
+    notes += _stage_notes(config, stages)
+    return engine, [], stages
+
+
+def _stage_notes(config: RunConfig, stages: Stages | None) -> list[str]:
+    count = config.train.pipeline.stages
+    if stages is None:
+        return [
+            "layers and memory of pipeline stages are not known without the model's config.json"
+        ]
+    if stages.num_micro_batches >= count:
+        return []
+    return [
+        f"{stages.num_micro_batches} micro-batches at most for {count} pipeline stages, which idle "
+        f"for {100 * stages.bubble_share:.0f} % of a sweep: lower train.micro_batch_tokens or "
+        "train.pipeline.stages"
+    ]
 
 
 def _engine_memory(

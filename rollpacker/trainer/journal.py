@@ -79,13 +79,18 @@ class Journal:
 
     def loaded(self, version: int) -> None:
         """The trainer is what a checkpoint says, whatever it was before."""
+        first = Segment(version, self._folder)
         self._keep(0)
-        self._segments = [Segment(version, self._folder)]
+        self._segments = [first]
 
     def saved(self, version: int) -> None:
         """There is one more checkpoint to begin from, or there will be in a moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
+
+    def reaches(self, version: int) -> bool:
+        """Whether ranks of this version can be brought to the last one."""
+        return any(segment.version == version for segment in self._segments)
 
     def since(self, version: int) -> Iterator[Call]:
         """What brings ranks of this version to the last one. What came after that is forgotten.

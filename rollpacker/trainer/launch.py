@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollpacker.processes.host import LINE_FD, Host, Process, ThisHost, inherited_line
 from rollpacker.processes.line import Line, LineEnded, ready
 from rollpacker.processes.listener import HELLO, Listener, connect
+from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Torchrun:
 
     def store(self) -> TCPStore:
         host, port = self.master
-        return _store(host, port, is_master=self.rank == 0 and not self.has_store)
+        return store_of(host, port, is_master=self.rank == 0 and not self.has_store)
 
     def listener(self) -> Listener:
         """Listen at the one address where the other ranks reach this process. Raises
@@ -166,6 +167,7 @@ class Ranks:
         `address`: of this machine, where ranks on other hosts reach it."""
         self.num_processes = num_processes
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
+        self._order = tuple(range(num_processes))
         self._address = address
         self.all: list[Rank] = []
         self._started: list[Rank] = []
@@ -173,6 +175,7 @@ class Ranks:
         self._calling = threading.Lock()
         self._starting = threading.Lock()
         self._is_closed = False
+        self._why_lost: str | None = None
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
         """It must live as long as the ranks: this process serves it unless torchrun does."""
@@ -202,7 +205,7 @@ class Ranks:
 
     def _placed(self, rank: int) -> dict[str, str]:
         """Return the environment that torchrun would give a rank."""
-        place = self._places[rank]
+        place = self._places[self._order[rank]]
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(place.local_rank),
@@ -215,10 +218,26 @@ class Ranks:
         no room."""
         return self._places[0].host.hold(layout)
 
-    def start_anew(self) -> None:
-        """End what is left of them, and start others; `connect` before the next call. Raises
-        `TrainerProcessError` if they were closed meanwhile."""
+    @property
+    def can_start_anew(self) -> bool:
+        """Not what torchrun has started."""
+        return self._listener is None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """By rank: the number of the place at which it lives."""
+        return self._order
+
+    def start_anew(self, order: Sequence[int] | None = None) -> None:
+        """End what is left of them, and start others, with another `order` of ranks over the places
+        if one is given; `connect` before the next call. Rank 0's place holds the weights' memory,
+        and stays. Raises `TrainerProcessError` if they were closed meanwhile."""
+        assert self.can_start_anew, "torchrun starts its processes itself"
+        if order is not None:
+            assert sorted(order) == [*range(self.num_processes)] and order[0] == 0, order
         self._kill()
+        self._order = self._order if order is None else tuple(order)
+        self._why_lost = None
         with self._starting:
             if self._is_closed:
                 raise TrainerProcessError("the run is over")
@@ -232,14 +251,19 @@ class Ranks:
     def how_lost(self) -> str | None:
         """Which one has ended between two calls, and how. None: none of those that RollPacker has
         started."""
-        own = self.all if self._listener is None else []
-        for rank in own:
+        if not self.can_start_anew:
+            return None
+        if self._why_lost is not None:
+            return self._why_lost
+        if not self.all:
+            return "the trainer's processes were started anew, and were lost on the way"
+        for rank in self.all:
             if rank.child is not None and (how := rank.child.how_ended()) is not None:
                 return f"{rank} ended by itself ({how}) between two calls"
         return None
 
     def _start(self, number: int, environment: Mapping[str, str]) -> None:
-        child, line = self._places[number].host.start(
+        child, line = self._places[self._order[number]].host.start(
             "rollpacker.trainer.worker",
             f"rank {number}",
             guarded=False,  # it ends with its line
@@ -252,8 +276,8 @@ class Ranks:
         environment: dict[str, str] = {}
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
-            self._store = _store_at(self._address)
-            environment = _served_at(self._address, self._store.port)
+            self._store = store_at(self._address)
+            environment = served_at(self._address, self._store.port)
         found = self._greeted()
         for rank in found:
             with contextlib.suppress(LineEnded):  # the first call says so
@@ -270,7 +294,7 @@ class Ranks:
             self._check_started()
             if time.monotonic() > until:
                 missing = sorted(set(range(self.num_processes)) - set(found))
-                raise self._lost(
+                raise self.lose(
                     f"processes {missing} of the trainer did not report within {START_S:.0f} s"
                 )
             own = {rank.line: rank for rank in self._started if rank.number not in found}
@@ -288,7 +312,7 @@ class Ranks:
         for rank in self._started:
             assert rank.child is not None
             if (how := rank.child.how_ended()) is not None:
-                raise self._lost(
+                raise self.lose(
                     f"process {rank.number} of the trainer ended before it was ready ({how}); its "
                     "messages stand above"
                 )
@@ -312,6 +336,8 @@ class Ranks:
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
+            if not self.all:
+                raise self.lose("the trainer's processes were started anew, and did not come")
             called = [self.all[number] for number in numbers] or self.all
             for rank, call in zip(called, calls, strict=True):
                 try:
@@ -322,7 +348,7 @@ class Ranks:
         errors = [error_of(said) for kind, said in replies.values() if kind == ERROR]
         for error in errors:
             if isinstance(error, TrainerProcessError):  # to one that ended after it had answered
-                raise self._lost(str(error).partition(".")[0])
+                raise self.lose(str(error).partition(".")[0])
         if errors:
             raise min(errors, key=lambda error: not _names_samples(error))
         return [codec().decode(replies[rank.number][1]) for rank in called]
@@ -363,14 +389,15 @@ class Ranks:
                     "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
                 )
             elif time.monotonic() - stopped[rank.number] > STOPPED_S:
-                raise self._lost(f"{rank} was stopped by a signal during {method!r}, and stayed so")
+                raise self.lose(f"{rank} was stopped by a signal during {method!r}, and stayed so")
 
     def _ended(self, rank: Rank, method: str) -> None:
         """End all and raise: the others would wait for this one in a joint call for ever."""
-        raise self._lost(f"{rank} {rank.how_it_ended()} during {method!r}")
+        raise self.lose(f"{rank} {rank.how_it_ended()} during {method!r}")
 
-    def _lost(self, reason: str) -> TrainerProcessError:
-        """End all. What to raise then."""
+    def lose(self, reason: str) -> TrainerProcessError:
+        """End all. What to raise then; `reason`: see `RanksLost`."""
+        self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
         return lost if self._listener is None else TrainerProcessError(str(lost))
@@ -417,32 +444,6 @@ def line_to_run() -> Line:
         line = connect(host, port, bytes.fromhex(token), hello)
     os.environ.update(json.loads(line.receive().payload))
     return line
-
-
-def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
-
-    return TCPStore(
-        host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=listen_fd
-    )
-
-
-def _store_at(address: str) -> TCPStore:
-    """Serve a store that is reached at this address alone: left to itself, torch's listens on every
-    interface, whatever host it is given."""
-    with socket.create_server((address, 0)) as listening:
-        port = listening.getsockname()[1]
-        return _store(address, port, is_master=True, listen_fd=listening.detach())
-
-
-def _served_at(address: str, port: int) -> dict[str, str]:
-    """Return the environment in which torchrun would say where its store is."""
-    return {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
 
 
 def _names_samples(error: BaseException) -> bool:

@@ -14,7 +14,9 @@ ranks of a replica, all else of all ranks. What a rank has accumulated another r
 know, but `rescale` is for all alike.
 
 A loss or a gradient that is not finite spoils the step's gradient, so that is computed from the
-beginning, with a look after each micro-batch, which names the samples if it happens again.
+beginning, with a look after each micro-batch, which names the samples if it happens again. Passes
+in stages go on between the calls, so that this shows in `update`. Calls that need weights or
+gradients at rest wait first until nothing is under way.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch import Tensor
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
 from rollpacker.host_store import HostStore
-from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.batches import Batcher, budget_of
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.learner_files import LearnerFiles
@@ -57,6 +59,7 @@ from rollpacker.trainer.trainer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rollpacker.trainer.pipeline.overseer import Arrangement
     from rollpacker.trainer.pipeline.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -140,11 +143,13 @@ class Learner:
         return self._passes.score(requests)
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number."""
+        """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number.
+        In stages, a loss that is not finite is found by `update`."""
         self._refuse_bad_advantages(samples)
         ordered = sorted(samples, key=_by_length)
         self._step.parts.append((1.0, ordered))
-        if self._any_of_replica(not self._differentiate(ordered)):
+        finite = self._differentiate(ordered)
+        if finite is not None and self._any_of_replica(not finite):
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
@@ -152,7 +157,8 @@ class Learner:
         until then new losses are divided by the same."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
-        multiplied = [t.multiply_gradients(factor) for t in self.trained.values()]
+        at_rest = self._passes.rescale(factor)
+        multiplied = [at_rest and t.multiply_gradients(factor) for t in self.trained.values()]
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
@@ -165,6 +171,9 @@ class Learner:
         """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
         if not self._any(self._step.has_samples):
             raise TrainerError("an update without a sample since the last one")
+        self._finish_passes()
+        if self._stage is not None and self._any_of_replica(not self._step.finite):
+            self._compute_again("a loss or a log-prob")
         rate = learning_rate(self.version, self._config, self._total_steps)
         norms = self._summed_norms()
         if not _all_finite(norms):
@@ -184,6 +193,7 @@ class Learner:
             critic_grad_norm=norms.get("critic"),
             peak_memory_bytes=self._peak.read(),
             lora_merge_loss=self._files.lora_merge_loss(),
+            stage_times=None if self._stage is None else self._stage.take_times(),
         )
         self._peak.reset()
         self._step = OpenStep()
@@ -192,13 +202,20 @@ class Learner:
 
     def discard(self) -> None:
         """Drop what was accumulated since the last step."""
+        self._finish_passes()  # what is on its way between stages cannot be called back
         for trained in self.trained.values():
             trained.forget_gradients()
         self._step = OpenStep()
 
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Between two steps, of a model in stages: see `Stage`."""
+        assert self._stage is not None and not self._step.has_samples
+        self._stage.arrange(arrangement)
+
     def gradients(self) -> dict[str, Tensor]:
         """The step's gradient so far, by parameter, in full precision. With several ranks: what is
         summed over them already."""
+        self._finish_passes()
         gradients = self.trained["actor"].optimizer.gradients()
         scale = self._step.gradient_scale
         return {name: gradient * scale for name, gradient in gradients.items()}
@@ -207,18 +224,22 @@ class Learner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `LearnerFiles`."""
+        self._finish_passes()
         return self._files.weights()
 
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
         """See `LearnerFiles`."""
+        self._finish_passes()
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
         """See `LearnerFiles`."""
+        self._finish_passes()
         return self._files.state_hashes()
 
     def offload(self) -> None:
         """See `Trainer`."""
+        self._finish_passes()
         kept = [tensor for trained in self.trained.values() for tensor in trained.tensors()]
         for module in self._modules:
             kept += [*module.parameters(), *module.buffers()]
@@ -230,11 +251,13 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """See `Trainer`."""
+        self._finish_passes()
         self._files.save(folder, version=self.version, total_steps=self._total_steps)
         self._offload()
 
     def load(self, folder: Path) -> None:
         """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
+        self._finish_passes()
         version = self._files.load(folder)
         self.discard()
         self._offload()
@@ -244,9 +267,9 @@ class Learner:
 
     def _differentiate(
         self, samples: Sequence[TrainSample], factor: float = 1.0, look: Look | None = None
-    ) -> bool:
+    ) -> bool | None:
         """Add the gradient of these samples, whose weights are to be multiplied by `factor`.
-        Whether all losses were finite here."""
+        Whether all losses were finite here; None: that is not known yet."""
         for trained in self.trained.values():
             trained.reload_gradients()
         return self._passes.differentiate(
@@ -257,6 +280,11 @@ class Learner:
             sums=self._step.sums,
             look=look,
         )
+
+    def _finish_passes(self) -> None:
+        """Nothing is under way after this."""
+        finite = self._passes.finish()
+        self._step.finite = self._step.finite and finite
 
     def _compute_again(self, what: str) -> None:
         """The step's gradient, from the beginning: memory and kernels fail, too. Raises
@@ -376,14 +404,14 @@ def _passes(
     batcher = Batcher(
         model,
         layout=config.micro_batches,
-        max_tokens=config.micro_batch_tokens,
+        max_tokens=budget_of(config, None if stage is None else stage.budget),
         pad_token_id=pad_token_id,
         device=device,
         others=list(models.besides_the_policy()),
         dtype=model.dtype,
     )
     if stage is not None:
-        return stage.passes(models, batcher)
+        return stage.passes(models, batcher, shards)
     return LocalPasses(models, batcher, device=device, shards=shards)
 
 

@@ -74,10 +74,15 @@ class MicroBatch:
     """[N] int64, row after row."""
     num_targets: tuple[int, ...]
     """Targets of each row."""
-    num_tokens: int
-    """Real tokens among B * W."""
+    lengths: tuple[int, ...]
+    """Tokens of each row, without padding."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
     """What the model's forward takes besides `input_ids`: nothing for right-padded rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens among B * W."""
+        return sum(self.lengths)
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, device: torch.device) -> MicroBatch:
@@ -109,6 +114,6 @@ def micro_batch(
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         targets=torch.from_numpy(targets_N).to(device),
         num_targets=tuple(len(targets) for _, targets in rows),
-        num_tokens=sum(row_length(row) for row in rows),
+        lengths=tuple(row_length(row) for row in rows),
         model_inputs=model_inputs,
     )

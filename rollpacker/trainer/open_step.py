@@ -17,6 +17,8 @@ class OpenStep:
     """What the gradient so far must still be multiplied by."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
     """The samples of each call, with what their weights were multiplied by since."""
+    finite: bool = True
+    """No loss that passes between calls came to was anything else, as far as is known."""
 
     @property
     def has_samples(self) -> bool:

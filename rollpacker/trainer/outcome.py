@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.step_sums import StepSums
 
 GIB = 1 << 30
@@ -22,6 +23,8 @@ class StepOutcome:
     """The most that this rank's process or device held since the step before."""
     lora_merge_loss: float | None = None
     """`lora.merge_squares` as a ratio of norms, after the update, where a merge rounds."""
+    stage_times: StageTimes | None = None
+    """Of a model in pipeline stages."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:

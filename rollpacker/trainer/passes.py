@@ -46,13 +46,25 @@ class Passes(Protocol):
         gradient_factor: float,
         sums: StepSums,
         look: Look | None = None,
-    ) -> bool:
+    ) -> bool | None:
         """Forward and backward over all of them: every parameter's gradient grows by that of their
-        losses times `gradient_factor`, and `sums` by what the losses say, times `factor`.
+        losses times `gradient_factor`, and `sums` by what the losses say, times `factor`. Without
+        `look` that may take until `finish`.
 
-        Returns whether every loss was finite here. One that was not has spoilt the gradient: its
-        backward pass ran all the same, since other ranks or stages wait in it.
+        Returns whether every loss was finite here; None: `finish` says that. One that was not has
+        spoilt the gradient: its backward pass ran all the same, since other ranks or stages wait in
+        it.
         """
+        ...
+
+    def rescale(self, factor: float) -> bool:
+        """What `sums` are still to grow by is multiplied by this factor. Whether nothing is under
+        way, so that gradients may be multiplied now."""
+        ...
+
+    def finish(self) -> bool:
+        """Return when nothing is under way. Whether every loss since the last time was finite
+        here, of those that `differentiate` did not know it of."""
         ...
 
     def differentiate_nothing(self) -> None:
@@ -111,6 +123,14 @@ class LocalPasses:
                 if look is not None:
                     look(found, part)
         return finite
+
+    def rescale(self, factor: float) -> bool:
+        """See `Passes`."""
+        return True
+
+    def finish(self) -> bool:
+        """See `Passes`."""
+        return True
 
     def differentiate_nothing(self) -> None:
         """See `Passes`."""

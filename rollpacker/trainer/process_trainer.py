@@ -5,15 +5,19 @@ Samples are dealt out to the ranks by the work that they are; every rank adds up
 Engines have copies of the weights, which are brought up to date through memory of rank 0's host
 that it writes and they read. Where a rank is lost, others are started, which take the last
 checkpoint and are told once more what has happened since (`journal.py`); the memory is not theirs
-and stays.
+and stays. In the same way they are replaced between two steps by others in another layout
+(`relayout`): which layers and which shards each has, and how many stages there are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,21 +26,33 @@ from torch import Tensor
 from rollpacker.core.packs import assign
 from rollpacker.trainer.calls import codec
 from rollpacker.trainer.journal import Journal
+from rollpacker.trainer.kept_state import KeptState
 from rollpacker.trainer.launch import Ranks
-from rollpacker.trainer.outcome import step_metrics
+from rollpacker.trainer.outcome import StepOutcome, step_metrics
+from rollpacker.trainer.pipeline.overseer import (
+    PREFIX,
+    Arrangement,
+    Overseer,
+    first_arrangement,
+)
+from rollpacker.trainer.pipeline.relayout import Relayout
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import (
     HandOver,
     NonFiniteError,
+    PipelineConfig,
     RanksLost,
     ScoreRequest,
     TokenScores,
+    TrainerError,
     TrainerProcessError,
     TrainSample,
 )
 from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessTrainer:
@@ -58,14 +74,19 @@ class ProcessTrainer:
         self._setup = setup
         self._ranks = ranks
         self._journal = Journal(journal_in)
+        self._kept = KeptState(journal_in)
         self._replicas = setup.train.replicas
-        self._stages = setup.train.pipeline.stages
+        self.overseer = _overseer(setup)
+        """Of a model in pipeline stages."""
+        self._arranged: Arrangement | None = None
+        """What the ranks were told, or begin with."""
+        self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
+        self._switch_s = 0.0
+        """What a switch takes: as the last one did; before the first, as ranks took to begin."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
-            ranks.connect()
-            self._all("setup", setup)
             self._layout = BufferLayout.of(engine_weights)
-            self._map_weights()
+            self._begin(lambda: None)
         except BaseException:
             self.close()
             raise
@@ -77,6 +98,7 @@ class ProcessTrainer:
         shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
+            self._arrange()
             parts = self._ranks.call(
                 "score", [([requests[i] for i in s],) for s in shares.values()], [*shares]
             )
@@ -99,6 +121,7 @@ class ProcessTrainer:
         shares = self._shares(ordered, replicas)
 
         def accumulate() -> None:
+            self._arrange()
             arguments = [([ordered[i] for i in share],) for share in shares.values()]
             try:
                 self._change("accumulate", arguments, [*shares])
@@ -118,8 +141,7 @@ class ProcessTrainer:
         """See `Trainer`."""
 
         def update() -> Mapping[str, float]:
-            outcomes = self._change_all("update")
-            return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
+            return self._metrics(self._change_all("update"), self.version + 1)
 
         return await self._in_thread(update)
 
@@ -130,7 +152,8 @@ class ProcessTrainer:
             outcomes = self._change_all("apply")
             self._journal.finish_step()
             self.version += 1
-            return step_metrics([outcome for outcome, _ in outcomes], outcomes[0][1])
+            metrics = self._metrics(outcomes, self.version)
+            return metrics | self._relaid([outcome for outcome, _ in outcomes])
 
         return await self._in_thread(apply)
 
@@ -157,11 +180,14 @@ class ProcessTrainer:
         """See `Trainer`."""
         self._all("save", folder)
         self._journal.saved(self.version)
+        if self._kept.version is not None and not self._journal.reaches(self._kept.version):
+            self._kept.drop()
 
     def load(self, folder: Path) -> None:
         """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
         self.version = self._all("load", folder)[0]
         self._journal.loaded(self.version)
+        self._kept.drop()
 
     def how_lost(self) -> str | None:
         """See `Trainer`."""
@@ -172,12 +198,12 @@ class ProcessTrainer:
 
         def restore() -> None:
             self._ranks.start_anew()
-            self._ranks.connect()
-            tell()
-            self._all("setup", self._setup)
-            self._map_weights()
+            self._begin(tell)
             tell()
             version = 0 if checkpoint is None else self._all("load", checkpoint)[0]
+            kept = self._kept.version
+            if kept is not None and not self._journal.reaches(version):  # calls in other layouts
+                version = self._all("load", self._kept.folder(kept))[0]
             for call in self._journal.since(version):
                 tell()
                 self._ranks.send(call.method, call.calls, call.numbers)
@@ -186,11 +212,121 @@ class ProcessTrainer:
 
         await self._in_thread(restore)
 
+    async def relayout(
+        self, pipeline: PipelineConfig, order: Sequence[int] | None = None
+    ) -> float | None:
+        """Between two steps: others take the ranks' place in another layout, with all that those
+        have written; `order`: of the ranks over the places, rank 0's the same. Returns how many
+        seconds it took; None: that layout failed, and was given up for the one before.
+
+        Raises `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be
+        written, and `RanksLost` if ranks were lost meanwhile, or the layout before fails, too.
+        """
+        return await self._in_thread(lambda: self._switch(pipeline, order))
+
+    def _switch(self, pipeline: PipelineConfig, order: Sequence[int] | None) -> float | None:
+        if not self._ranks.can_start_anew:
+            raise ValueError(
+                "processes that torchrun has started cannot be started anew in another layout: "
+                "start the run as `rollpacker train CONFIG`, or set train.pipeline.layers"
+            )
+        began = time.perf_counter()
+        is_new = self._kept.version != self.version
+        if is_new:
+            self._all("save", self._kept.new_folder(self.version))
+        before, order_before, overseer = self._setup, self._ranks.order, self.overseer
+        setup = replace(before, train=replace(before.train, pipeline=pipeline))
+        if overseer is None or pipeline.stages != self._stages:
+            self.overseer = _overseer(setup)
+        else:
+            same = order is None or tuple(order) == order_before
+            self.overseer = overseer.of_layout(pipeline, same_places=same)
+        try:
+            self._load_anew(setup, order)
+        except Exception as error:
+            if _is_over(error):
+                raise
+            logger.warning("the trainer goes back to the layout that it had: %s", error)
+            self.overseer = overseer
+            self._go_back(before, order_before)
+            return None
+        if is_new:  # not before it was read: until then, checkpoint and journal lead here
+            self._kept.keep(self.version)
+            self._journal.loaded(self.version)
+        self._switch_s = time.perf_counter() - began
+        return self._switch_s
+
+    def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
+        """Raises `RanksLost` if that fails, and `restore` begins with this layout."""
+        try:
+            self._load_anew(setup, order)
+        except Exception as error:
+            if isinstance(error, RanksLost) or _is_over(error):
+                raise
+            raise self._ranks.lose(f"the trainer's state cannot be taken up: {error}") from error
+        finally:
+            self._kept.give_up(self.version)
+
+    def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
+        """After a step: a switch, if it is time for one. Returns its metrics.
+
+        The step is done whatever happens: that ranks were lost is left to be found by `how_lost`.
+        """
+        overseer = self.overseer
+        if overseer is None or self._relayout is None:
+            return {}
+        layout = self._relayout.observe(
+            self.version,
+            outcomes,
+            overseer=overseer,
+            places=self._ranks.order,
+            switch_s=self._switch_s,
+        )
+        if layout is None:
+            return {}
+        pipeline = replace(self._setup.train.pipeline, layers=layout.layers)
+        try:
+            seconds = self._switch(pipeline, layout.places)
+        except (TrainerError, OSError) as error:
+            if _is_over(error):
+                raise
+            logger.warning("the trainer keeps its layout: %s", error)
+            return {}
+        if seconds is None:
+            return {}
+        logger.info("the trainer has another layout after %.1f s: %s", seconds, layout)
+        return {f"{PREFIX}/relayout_s": seconds}
+
+    def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
+        """Other ranks, with what those before have written."""
+        self._setup = setup
+        self._ranks.start_anew(order)
+        self._begin(lambda: None)
+        version = self._all("load", self._kept.folder(self.version))[0]
+        assert version == self.version, (version, self.version)
+
+    def _begin(self, tell: Callable[[], None]) -> None:
+        """Of ranks that were started. `tell`: see `restore`."""
+        began = time.perf_counter()
+        self._ranks.connect()
+        tell()
+        self._all("setup", self._setup)
+        self._map_weights()
+        if self.overseer is not None:
+            self._arranged = first_arrangement(self._setup.train.pipeline)
+        self._arrange()
+        self._switch_s = self._switch_s or time.perf_counter() - began
+
     def close(self) -> None:
         """End thread and processes. Idempotent."""
         self._ranks.close()
         self._journal.close()
+        self._kept.drop()
         self._executor.shutdown(wait=False)
+
+    @property
+    def _stages(self) -> int:
+        return self._setup.train.pipeline.stages
 
     @property
     def pids(self) -> list[int]:
@@ -210,9 +346,27 @@ class ProcessTrainer:
         return dict(zip(ranks, shares * self._stages, strict=True))
 
     def _ranks_of(self, replicas: Sequence[int] | None) -> list[int]:
-        size = len(self._ranks.all) // self._replicas
+        size = self._ranks.num_processes // self._replicas
         numbers = range(self._replicas) if replicas is None else sorted(replicas)
         return [rank for r in numbers for rank in range(r * size, (r + 1) * size)]
+
+    def _metrics(
+        self, told: Sequence[tuple[StepOutcome, float | None]], step: int
+    ) -> dict[str, float]:
+        """What ranks said of an update of this step, as its metrics."""
+        outcomes = [outcome for outcome, _ in told]
+        metrics = step_metrics(outcomes, told[0][1])
+        if self.overseer is not None:
+            times = [one.stage_times for one in outcomes if one.stage_times is not None]
+            metrics |= self.overseer.observe(step, times)
+        return metrics
+
+    def _arrange(self) -> None:
+        """Tell the ranks what the overseer has arranged. They hear of it before they compute again:
+        a loss in `apply`, after the update, would be one of the step that was."""
+        if self.overseer is not None and self._arranged != self.overseer.arrangement:
+            self._all("arrange", self.overseer.arrangement)
+            self._arranged = self.overseer.arrangement
 
     def _map_weights(self) -> None:
         try:
@@ -243,3 +397,16 @@ class ProcessTrainer:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _overseer(setup: LearnerSetup) -> Overseer | None:
+    """One that has measured nothing yet."""
+    pipeline = setup.train.pipeline
+    if pipeline.stages == 1:
+        return None
+    return Overseer(pipeline, (setup.train.processes or 1) // pipeline.stages)
+
+
+def _is_over(error: Exception) -> bool:
+    """The run was closed meanwhile."""
+    return isinstance(error, TrainerProcessError) and not isinstance(error, RanksLost)

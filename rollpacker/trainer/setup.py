@@ -30,6 +30,8 @@ class LearnerSetup:
     """Where schedules end."""
     threads: int | None = None
     """Torch's threads on a CPU."""
+    order_csv: str | None = None
+    """What the file holds that `train.pipeline.order` names, if it names one."""
 
     def device(self) -> torch.device:
         """Where this process computes."""
@@ -81,7 +83,7 @@ def build_learner(
     if shards is not None and shards.pipelines is not None:
         from rollpacker.trainer.pipeline.connect import connected_stage
 
-        stage = connected_stage(shards, setup.train.pipeline)
+        stage = connected_stage(shards, setup.train.pipeline, setup.order_csv)
     return Learner(
         model=model,
         tokenizer=tokenizer,

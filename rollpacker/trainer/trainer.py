@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.ids import SampleId
+from rollpacker.core.pipeline import check_order_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollpacker.weight_buffer import WeightSource
+
+AUTO_MICRO_BATCH_TOKENS = 4096
+"""`train.micro_batch_tokens: auto`, where no sample is longer and nothing speaks for less."""
 
 
 class TrainerError(RuntimeError):
@@ -124,16 +128,31 @@ class PipelineConfig:
     them."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
     """Layers of each stage; auto: stages of about the same work."""
+    order: str = "ready"
+    """What a stage does next. ready: what is ready, backwards for inputs first. 1f1b: one forward,
+    one backward by turns. zero-bubble: backwards for weights fill in, planned as if every op took
+    as long and links nothing. adapted: planned before each sweep for what the last steps measured.
+    Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as many micro-batches
+    as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
     """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
     micro-batches for each stage from this one to the last."""
-    links: Literal["host", "direct"] = "host"
-    """host: between stages by way of host memory and TCP, which survives lost connections. direct:
-    through torch.distributed (gloo)."""
+    links: Literal["host", "direct", "auto"] = "auto"
+    """host: between stages by way of host memory and TCP, which survives lost connections and does
+    not hold a stage up. direct: through torch.distributed. auto: direct, and host as long as a link
+    is slow."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces of each host over which host links go, such as [eth0, eth1]: the first,
+    and another one while it falls silent. Empty: over the address at which processes meet."""
+    relayout: Literal["propose", "do", "never"] = "propose"
+    """Another split of the layers once a stage is slow, or another order of the processes once the
+    network between two of a stage is. propose: in the log. do: between two steps the processes
+    start anew so."""
 
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, not {self.stages}")
+        check_order_name(self.order)
         if self.live_tokens != "auto" and self.live_tokens < 1:
             raise ValueError(f"live_tokens must be at least 1, or auto, not {self.live_tokens}")
         if self.layers != "auto" and len(self.layers) != self.stages:
@@ -188,8 +207,10 @@ class TrainConfig:
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
     """None: gradients are not clipped."""
-    micro_batch_tokens: int = 4096
-    """Tokens per micro-batch, padding included. One longer sample gets its own."""
+    micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
+    """Tokens per micro-batch, padding included. One longer sample gets its own. auto: 4096, or what
+    the longest sample has, since there must be room for it; in pipeline stages as much less as
+    makes a sweep quicker, by the samples' lengths."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
     """packed: rows end to end without padding. sorted: rows of like length, padded to the longest.
     auto: packed, where the model's attention allows it."""
@@ -207,7 +228,7 @@ class TrainConfig:
         counts = ("steps", "epochs", "micro_batch_tokens", "processes", "updates_per_round")
         for name in counts:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.replicas < 1 or (self.processes or 1) % self.replicas:
             raise ValueError(
@@ -239,6 +260,13 @@ class TrainConfig:
         if self.threads != "auto" and self.threads < 1:
             raise ValueError("threads must be at least 1, or auto")
 
+    def most_micro_batch_tokens(self, longest: int = 0) -> int:
+        """Tokens of a micro-batch of several samples, at most, where the longest has so many."""
+        if self.micro_batch_tokens != "auto":
+            return self.micro_batch_tokens
+        most, cap = max(AUTO_MICRO_BATCH_TOKENS, longest), self.pipeline.live_tokens
+        return most if cap == "auto" or self.pipeline.stages == 1 else min(most, cap)
+
     def _check_pipeline(self) -> None:
         stages = self.pipeline.stages
         if stages == 1:
@@ -247,6 +275,13 @@ class TrainConfig:
             raise ValueError(
                 f"pipeline.stages ({stages}) must divide train.processes "
                 f"({self.processes or 'not set'}): each stage has as many of the processes"
+            )
+        cap = self.pipeline.live_tokens
+        if cap != "auto" and self.micro_batch_tokens != "auto" and cap < self.micro_batch_tokens:
+            raise ValueError(
+                f"pipeline.live_tokens={cap} is less than a micro-batch may have "
+                f"(micro_batch_tokens={self.micro_batch_tokens}): raise it, or lower "
+                "micro_batch_tokens"
             )
         for name, has, wanted in (
             ("replicas", self.replicas, 1),
@@ -335,7 +370,8 @@ class Trainer(Protocol):
         """Add these samples' share of the step's gradient. `replicas`: those that compute; None:
         all.
 
-        Raises `NonFiniteError` that names the samples if the loss is NaN or infinite.
+        Raises `NonFiniteError` that names the samples if the loss is NaN or infinite. Of a model in
+        pipeline stages, the update does.
         """
         ...
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollpacker.trainer.batch_arithmetic import batch_arithmetic, longest_sample
+from rollpacker.trainer.batch_arithmetic import (
+    batch_arithmetic,
+    longest_sample,
+    most_micro_batch_tokens,
+)
 from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
 
 if TYPE_CHECKING:
@@ -48,17 +52,23 @@ class TrainingMemory:
     parameters: int | None
     element: int
     """Bytes of a number in the dtype that is computed in."""
-    block_elements: int
-    """Logits that are computed at a time."""
+    on_cuda: bool
+
+    @property
+    def block_elements(self) -> int:
+        """Logits that are computed at a time."""
+        return LOGIT_BLOCK_ELEMENTS["cuda" if self.on_cuda else "cpu"]
 
     @property
     def ranks(self) -> int:
-        """Processes that the model is sharded over."""
-        return (self.config.train.processes or 1) // self.config.train.replicas
+        """Processes that the model, or a stage of it, is sharded over."""
+        train = self.config.train
+        return (train.processes or 1) // train.replicas // train.pipeline.stages
 
     @property
     def kept(self) -> int:
-        """Bytes of a parameter at rest: shards are float32, which makes them their own masters."""
+        """Bytes of a trained parameter at rest: shards are float32, which makes them their own
+        masters."""
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     @property
@@ -81,7 +91,8 @@ class TrainingMemory:
         if not coded:
             quantized = self.config.model.quantization is not None
             what = "not quantized, so at most: parameters" if quantized else "parameters"
-            return self._at_rest(name, parameters, what)
+            is_trained = self.config.model.lora is None
+            return self.at_rest(name, parameters, what, is_trained=is_trained)
         size = (parameters - coded) * self.kept + coded * BYTES_OF_4BIT
         formula = f"layers' matrices x {BYTES_OF_4BIT:.3f} bytes, the rest x {self.kept} bytes"
         return memory_part(name, int(size), formula)
@@ -102,28 +113,33 @@ class TrainingMemory:
             whole = text_of_bytes(parameters * self.element)
             notes.append(f"while it loads, host memory holds the whole model, {whole}")
         if self.config.model.lora is None:
-            return parts + self._trained(parameters, "parameters", self.kept)
+            return parts + self.trained(parameters, "parameters", self.kept)
         adapters = self.num_adapter_parameters(notes)
         if adapters is None:
             return parts
         formula = f"rank x (in + out) of the targeted matrices x 4 bytes{self.shared}"
         parts.append(memory_part("adapters", adapters * 4 // self.ranks, formula))
-        return parts + self._trained(adapters, "adapters", 4)
+        return parts + self.trained(adapters, "adapters", 4)
 
-    def _at_rest(self, name: str, count: int, what: str = "parameters") -> MemoryPart:
-        formula = f"{what} x {self.kept} bytes{self.shared}"
-        return memory_part(name, count * self.kept // self.ranks, formula)
+    def at_rest(
+        self, name: str, count: int, what: str = "parameters", *, is_trained: bool = True
+    ) -> MemoryPart:
+        """So many parameters between two calls."""
+        kept = self.kept if is_trained else self.element
+        return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self.shared}")
 
-    def _trained(self, count: int, what: str, kept: int, *, prefix: str = "") -> list[MemoryPart]:
+    def trained(self, count: int, what: str, kept: int, *, prefix: str = "") -> list[MemoryPart]:
+        """What so many parameters need besides for being trained."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self.shared)
         parts = [memory_part(f"{prefix}gradients", gradients, f"{what} x 4 bytes{shared}")]
-        parts.append(self._optimizer(count, what, prefix))
+        parts.append(self.optimizer(count, what, prefix))
         if kept < 4:
             parts.append(memory_part(f"{prefix}master", count * 4, f"{what} x 4 bytes"))
         return parts
 
-    def _optimizer(self, count: int, what: str, prefix: str) -> MemoryPart:
+    def optimizer(self, count: int, what: str, prefix: str = "") -> MemoryPart:
+        """Its state of so many parameters."""
         matrices = 0
         if self.config.train.optimizer == "muon" and self.shape is not None:
             in_layers = self.shape.layers * self.shape.layer_matrices
@@ -162,11 +178,11 @@ class TrainingMemory:
         algorithm, model = self.config.algorithm, self.config.model
         parts: list[MemoryPart] = []
         if algorithm.needs_reference and model.lora is None:
-            parts.append(self._at_rest("reference", parameters))
+            parts.append(self.at_rest("reference", parameters, is_trained=False))
         if algorithm.needs_teacher and model.teacher is not None:
             teacher = num_parameters(model_folder(model.teacher), model.teacher, notes)
             if teacher is not None:
-                parts.append(self._at_rest("teacher", teacher, "its parameters"))
+                parts.append(self.at_rest("teacher", teacher, "its parameters", is_trained=False))
         if algorithm.needs_critic:
             parts += self._critic(parameters, notes)
         return parts
@@ -182,13 +198,13 @@ class TrainingMemory:
             return []
         if shape is not None and not shape.tied:
             count -= shape.embedding
-        parts = [self._at_rest("critic", count, "parameters without output layer")]
-        return parts + self._trained(count, "its parameters", self.kept, prefix="critic ")
+        parts = [self.at_rest("critic", count, "parameters without output layer")]
+        return parts + self.trained(count, "its parameters", self.kept, prefix="critic ")
 
     def _working_memory(self, shape: DecoderShape) -> list[MemoryPart]:
         """What a micro-batch takes while its backward pass begins."""
         tokens = min(
-            max(self.config.train.micro_batch_tokens, longest_sample(self.config) - 1),
+            max(most_micro_batch_tokens(self.config), longest_sample(self.config) - 1),
             batch_arithmetic(self.config).max_trained_tokens,
         )
         size, formula = self._activations(shape)
@@ -208,7 +224,7 @@ class TrainingMemory:
                     f"whole embeddings, output layer and two layers x {self.element} bytes",
                 )
             )
-        logits, layer = self._logits(shape, tokens), tokens * self._one_layer(shape)
+        logits, layer = self.logits(shape, tokens), tokens * self.one_layer(shape)
         formula = (
             f"a block of logits (at most {self.block_elements:,}), hidden states and the output "
             "layer's gradient"
@@ -219,15 +235,15 @@ class TrainingMemory:
 
     def _activations(self, shape: DecoderShape) -> tuple[int, str]:
         """Bytes per token that stay until backward comes to them."""
-        last = 3 * self.element + self._norm_bytes
+        last = 3 * self.element + self.norm_bytes
         if self.config.model.gradient_checkpointing:
             size = (shape.layers * self.element + last) * shape.hidden
             return size, f"({self.element} layers + {last}) x hidden bytes"
         layer = " + ".join(f"{count} {name}" for name, count in self._saved().items())
-        size = shape.layers * self._saved_bytes(shape) + last * shape.hidden
+        size = shape.layers * self.saved_bytes(shape) + last * shape.hidden
         return size, f"(layers x ({layer}) + {last} hidden) bytes"
 
-    def _saved_bytes(self, shape: DecoderShape) -> int:
+    def saved_bytes(self, shape: DecoderShape) -> int:
         """Bytes per token that one layer keeps for the backward pass."""
         saved = self._saved()
         ends = saved["query"] * shape.query + saved["kv"] * shape.key_value
@@ -236,7 +252,7 @@ class TrainingMemory:
     def _saved(self) -> dict[str, int]:
         """Of these, so many bytes for each of the model's widths."""
         saved = {name: count * self.element for name, count in SAVED_PER_LAYER.items()}
-        saved["hidden"] += self._norm_bytes
+        saved["hidden"] += self.norm_bytes
         if self.config.model.lora is not None:
             saved["hidden"] -= 2 * self.element  # for the weights of norms, which are frozen
             if self.element < 4:  # adapters save their inputs in float32, each its own
@@ -246,19 +262,19 @@ class TrainingMemory:
         return saved
 
     @property
-    def _norm_bytes(self) -> int:
+    def norm_bytes(self) -> int:
         """Per token and element of the hidden state, what a layer's norms save in float32
         besides."""
         return 4 if self.element < 4 else 0
 
-    def _one_layer(self, shape: DecoderShape) -> int:
+    def one_layer(self, shape: DecoderShape) -> int:
         """Bytes per token while backward is in a layer: its gradients, and with checkpointing what
         it computes again."""
         gradients = (3 * shape.feed_forward + 2 * shape.hidden) * self.element
-        again = self._saved_bytes(shape) if self.config.model.gradient_checkpointing else 0
+        again = self.saved_bytes(shape) if self.config.model.gradient_checkpointing else 0
         return gradients + again
 
-    def _logits(self, shape: DecoderShape, tokens: int) -> int:
+    def logits(self, shape: DecoderShape, tokens: int) -> int:
         """Two float32 copies of a block, a third for the entropy's gradient or where the whole is
         one block; hidden states and the gradients of both ends."""
         elements = tokens * shape.vocabulary

@@ -7,15 +7,16 @@ itself, a CUDA context and what an allocator keeps are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollpacker.trainer.batch_arithmetic import batch_arithmetic, longest_sample
 from rollpacker.trainer.estimate import CPU_CACHE_GIB
 from rollpacker.trainer.model_shape import model_folder, num_parameters, read_shape
+from rollpacker.trainer.stage_memory import Stages, stages_of
 from rollpacker.trainer.training_memory import (
     GIB,
-    LOGIT_BLOCK_ELEMENTS,
     MemoryPart,
     TrainingMemory,
     memory_part,
@@ -24,7 +25,10 @@ from rollpacker.trainer.training_memory import (
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
-OF_A_TURN = ("gradients", "critic gradients", "activations", "decoded", "gathered", "backward")
+OF_A_TURN = (
+    *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
+    *("kept for W", "messages", "summing"),
+)
 """Parts that a process of the trainer holds from the first gradient of a step to its update."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
 """Further ones with `train.offload`."""
@@ -36,6 +40,8 @@ class UnitMemory:
 
     stays: tuple[MemoryPart, ...]
     turn: tuple[MemoryPart, ...]
+    of: str = ""
+    """Which of several unlike ones this is, the largest."""
 
     @property
     def stays_bytes(self) -> int:
@@ -77,14 +83,28 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> UnitMemo
 
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> UnitMemory | None:
     """Of one process of the trainer, where the config says how many there are; None: the model is
-    not known."""
+    not known. In pipeline stages the processes are unlike: on CUDA it is the largest, and on a CPU,
+    where they share memory, the mean. Raises `ValueError` as `stages_of` does."""
     models = _models(config, on_cuda=on_cuda)
     if models.parameters is None or models.shape is None:
         return None
-    parts = models.parts([])
+    stages = stages_of(models, []) if config.train.pipeline.stages > 1 else None
+    of, parts = "", models.parts([]) if stages is None else _mean(stages)
+    if stages is not None and on_cuda:
+        of, parts = f"stage {stages.largest.index}", list(stages.largest.parts)
     freed = OF_A_TURN + (OFFLOADED if config.train.offload and on_cuda else ())
     turn = tuple(part for part in parts if part.name in freed)
-    return UnitMemory(stays=tuple(part for part in parts if part not in turn), turn=turn)
+    stays = tuple(part for part in parts if part not in turn)
+    return UnitMemory(stays=stays, turn=turn, of=of)
+
+
+def _mean(stages: Stages) -> list[MemoryPart]:
+    """Each part over all stages, those that have none included."""
+    sums: Counter[str] = Counter()
+    for stage in stages.stages:
+        sums.update({part.name: part.size_bytes for part in stage.parts})
+    count = len(stages.stages)
+    return [memory_part(name, size // count, "mean of the stages") for name, size in sums.items()]
 
 
 def run_memory(config: RunConfig) -> int:
@@ -105,5 +125,5 @@ def _models(config: RunConfig, *, on_cuda: bool) -> TrainingMemory:
         shape=read_shape(folder, notes) if folder else None,
         parameters=num_parameters(folder, config.model.path, notes),
         element=2 if dtype == "bfloat16" else 4,
-        block_elements=LOGIT_BLOCK_ELEMENTS["cuda" if on_cuda else "cpu"],
+        on_cuda=on_cuda,
     )

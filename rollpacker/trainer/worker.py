@@ -1,8 +1,8 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
     setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, discard, rescale, update, apply, save, load, write_weights, offload, reload,
-    hashes
+    score, accumulate, discard, rescale, update, apply, arrange, save, load, write_weights, offload,
+    reload, hashes
 
 It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
 behind.
@@ -26,6 +26,7 @@ from rollpacker.processes.line import Line, LineEnded
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import ERROR, RESULT, line_to_run
+from rollpacker.trainer.pipeline.overseer import Arrangement
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weight_buffer import BufferLayout, WeightBuffer
@@ -77,6 +78,9 @@ class Worker:
     def apply(self) -> Any:
         """Return the outcome, and the FLOP/s that this rank's device could do."""
         return self._learner.apply(), peak_flops(self._learner.device)
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        self._learner.arrange(arrangement)
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)

@@ -28,9 +28,11 @@ from rollpacker.core.commands import (
     CancelScore,
     Commit,
     Drop,
+    Enter,
     FetchPrompts,
     Finish,
     Launch,
+    Leave,
     Move,
     Place,
     Release,
@@ -131,7 +133,7 @@ class Rollouts:
             Commit: self._commit,
             Finish: self._finish,
             **dict.fromkeys((Place, Move, Replace, Resize, Release), self._never),
-            **dict.fromkeys((StartGradients, RestoreTrainer), self._never),
+            **dict.fromkeys((StartGradients, RestoreTrainer, Enter, Leave), self._never),
         }
 
     def next_step(self) -> Groups:

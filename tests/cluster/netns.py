@@ -160,9 +160,9 @@ class Network:
     def mend(self, host: int) -> None:
         _ip("-n", self.switch, "link", "set", f"p{host}", "up")
 
-    def slow(self, host: int, mbit: int) -> None:
+    def slow(self, host: int, mbit: float) -> None:
         """What goes to this host is held to so many Mbit/s."""
-        held = ("tbf", "rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms")
+        held = ("tbf", "rate", f"{1000 * mbit:.0f}kbit", "burst", "64kbit", "latency", "400ms")
         subprocess.run(
             ["tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{host}", "root", *held],
             check=True,

@@ -9,16 +9,19 @@ import yaml
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig
+from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
 from rollpacker.sim.scenario import Scenario, load_scenario
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((ROOT / "configs" / "scenarios").rglob("*.yaml"))
-FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*SCENARIOS})
+CLUSTERS = sorted((ROOT / "configs" / "clusters").rglob("*.yaml"))
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*SCENARIOS} - {*CLUSTERS})
 
 
 def test_there_are_configs() -> None:
     assert len(FILES) >= 2
     assert len(SCENARIOS) >= 4
+    assert len(CLUSTERS) >= 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -36,6 +39,14 @@ def test_scenario_loads_and_survives_saving(path: Path, tmp_path: Path) -> None:
     save_config(scenario, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml", [], Scenario) == scenario
     assert load_scenario(tmp_path / "resolved.yaml") == scenario
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
+def test_cluster_loads_and_survives_saving(path: Path, tmp_path: Path) -> None:
+    cluster = load_cluster(path)
+    assert cluster.name == path.stem
+    save_config(cluster, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml", [], ClusterSpec) == cluster
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "scenarios.md"])

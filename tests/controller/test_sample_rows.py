@@ -108,6 +108,21 @@ def test_the_page_has_every_file(run: rollpacker.Run) -> None:
     assert names <= {name for name in names if f"`{name}" in DOCS}
 
 
+def test_the_advantage_of_a_response_whose_tokens_have_their_own_is_their_mean(
+    tmp_path: Path,
+) -> None:
+    threads = torch.get_num_threads()
+    write_model(tmp_path / "model")
+    run = rollpacker.train(write_config(tmp_path, steps=1), ["algorithm.name=ppo"])
+    torch.set_num_threads(threads)
+    trained = [row for row in table(run.folder / "samples").to_pylist() if row["trained"]]
+    assert len({row["advantage"] for row in trained}) > 1
+    tokens = sum(row["num_tokens"] for row in trained)
+    mean = sum(row["advantage"] * row["num_tokens"] for row in trained) / tokens
+    (metrics,) = [row for _, row in read_metrics(run.folder / "metrics.jsonl") if row["step"] == 1]
+    assert mean == pytest.approx(metrics["critic/advantages/mean"], abs=1e-6)
+
+
 def test_without_samples_nothing_is_kept(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     write_model(tmp_path / "model")

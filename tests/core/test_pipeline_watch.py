@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipeline_planner import WatchedPipeline, episode
-from rollpacker.core.pipeline_watch import PipelineWatch, SweepTimes
+from rollpacker.core.pipeline_links import LinkKind
+from rollpacker.core.pipeline_watch import PipelineWatch, SweepTimes, link_of
 from rollpacker.core.pipeline_work import KINDS, Link, Load
 
 
@@ -34,9 +35,9 @@ def test_slow_is_named_within_three_steps_and_well_again_when_it_is_over() -> No
     assert [(f.what, f.number, f.slow) for f in found] == [("link", 0, True)]
     assert found[0].factor is not None and found[0].factor > 2
     assert str(found[0]).startswith("link 0-1 is slow: ")
-    measured = watch.link(0)
+    times = pipeline.step()
+    measured = link_of(times.down[0], times.up[0])
     size = pipeline.budget * 8192
-    assert measured is not None
     assert measured.seconds(size) == pytest.approx(slow.seconds(size), rel=0.3)
     pipeline.slow_link, pipeline.slow_stage = None, (1, 2.0)
     found = [finding for _ in range(3) for finding in watch.observe(pipeline.step())]
@@ -47,12 +48,14 @@ def test_slow_is_named_within_three_steps_and_well_again_when_it_is_over() -> No
     assert watch.slow_stages == [1] and watch.slow_links == []
 
 
-def times(op_s: float, message_s: float, *, count: int = 8) -> SweepTimes:
+def times(
+    op_s: float, message_s: float, *, count: int = 8, over: LinkKind = "direct"
+) -> SweepTimes:
     """Two stages, no noise."""
     load = Load.of([1000])
     ops = {kind: [(load, op_s)] * count for kind in KINDS}
     messages = [(1000, message_s)] * count
-    return SweepTimes(ops=[ops, ops], down=[messages], up=[messages])
+    return SweepTimes(ops=[ops, ops], down=[messages], up=[messages], over=over)
 
 
 def test_a_link_that_is_slow_from_the_beginning_is_named_too() -> None:
@@ -94,3 +97,25 @@ def test_a_step_without_micro_batches_says_nothing() -> None:
     for _ in range(4):
         watch.observe(times(0.01, 0.001))
     assert watch.observe(times(0.01, 0.001, count=0)) == []
+
+
+def test_what_is_usual_is_so_over_one_kind_of_link() -> None:
+    """Host links take 4 ms here, and would count as slow if they were direct ones."""
+    watch = PipelineWatch(2)
+    for over, usual_s in (("direct", 0.001), ("host", 0.004)):
+        assert [watch.observe(times(0.01, usual_s, over=over)) for _ in range(5)] == [[]] * 5
+    found = [watch.observe(times(0.01, 0.008, over="host")) for _ in range(2)]
+    assert [[one.factor for one in step] for step in found] == [[], [pytest.approx(2.0)]]
+    assert [watch.observe(times(0.01, 0.001, over="direct")) for _ in range(2)][1][0].slow is False
+
+
+def test_a_slow_link_over_a_kind_that_is_new_is_compared_with_the_other() -> None:
+    watch = PipelineWatch(2)
+    slow_s = 0.01
+    for seconds in (0.001, 0.001, 0.001, 0.001, slow_s, slow_s):
+        watch.observe(times(0.01, seconds))
+    assert watch.slow_links == [0]
+    for _ in range(5):
+        assert watch.observe(times(0.01, slow_s, over="host")) == []
+    found = [watch.observe(times(0.01, 0.0015, over="host")) for _ in range(2)]
+    assert found[0] == [] and found[1][0].slow is False

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollpacker.bus import Bus, Recorded, Routes
+from rollpacker.bus import Bus, OwnPools, Recorded, Routes
 from rollpacker.core.commands import (
     CancelScore,
     Commit,
@@ -37,8 +37,8 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.pooled_job import make_job, restore_job
 from rollpacker.core.records import Entry, Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
@@ -70,7 +70,7 @@ class World:
     log: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.job = Job(self.config)
+        self.job = make_job(self.config)
         self.time_s = 0.0
         self.cursor = (0, 0)
         self.heap: list[tuple[float, int, Event]] = []
@@ -113,7 +113,7 @@ class World:
         state, cursor, version = self.snapshots[step]
         settings = {name: getattr(self, name) for name in _SETTINGS}
         world = World(**settings | {"config": config or self.config})
-        world.job = Job.restore(world.config, state)
+        world.job = restore_job(world.config, state)
         world.cursor, world.version = cursor, version
         world.left = dict(self.left_at[step])
         world.time_s = self.committed_s[step]
@@ -124,7 +124,9 @@ class World:
         self.engines = Engines(self, self.faults)
         self.misfortune = Unkind(self.unkind, self, self.engines, seed=self.seed)
         self.trainer = Trainer(self, self.trainer_faults)
-        bus = Bus(self.job, self, [self.misfortune, Recorded(Defer, Drop)], sinks=[self.keep])
+        pools = OwnPools(lambda event: self.push(0.0, event))
+        ports = [self.misfortune, Recorded(Defer, Drop), pools]
+        bus = Bus(self.job, self, ports, sinks=[self.keep])
         while self.heap and not self.failed:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"

@@ -18,6 +18,7 @@ from rollpacker.cli.verbs import build_parser, parse
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig
+from rollpacker.sim.cluster_spec import load_cluster
 from rollpacker.sim.scenario import load_scenario
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, named_files
 
@@ -45,7 +46,7 @@ def parsed(words: tuple[str, ...]) -> argparse.Namespace:
 
 def config_of(args: argparse.Namespace) -> str | None:
     """The config file or the scenario that a command reads."""
-    for name in ("config", "scenario", "target"):
+    for name in ("config", "scenario", "target", "cluster"):
         value = getattr(args, name, None)
         if isinstance(value, str) and value.endswith(".yaml"):
             return value
@@ -76,7 +77,9 @@ def test_a_command_parses_and_its_config_takes_its_overrides(
     elif "/" not in path:  # written by `rollpacker init` into the reader's folder
         assert path in TEMPLATE_FILES, path
         place = ROOT / "configs" / path
-    if "cluster:" in place.read_text():
+    if args.verb == "cluster":
+        load_cluster(place, list(args.overrides))
+    elif "cluster:" in place.read_text():
         load_scenario(place, list(args.overrides))
     else:
         schema = WarmupConfig if args.verb == "warmup" else RunConfig
@@ -126,6 +129,7 @@ SHORTENED = {
     "init": ("--files-only", "--overwrite"),
     "simulate": (),
     "plan": ("--budget", "quick", "--jobs", "1"),
+    "cluster": ("jobs.count=8", "jobs.hours=20"),
 }
 """Verbs whose commands are run -> what cuts them short."""
 
@@ -156,7 +160,9 @@ def runnable(words: tuple[str, ...]) -> bool:
         return False  # minutes
     if words[0] == "train" and "vllm" in path:
         return False  # an environment of its own (make test-vllm)
-    return words[0] in SHORTENED and (not path or "scenarios/" in path or "quickstart" in path)
+    return words[0] in SHORTENED and (
+        not path or any(part in path for part in ("scenarios/", "clusters/", "quickstart"))
+    )
 
 
 RUNNABLE = list(dict.fromkeys(words for _, words in COMMANDS if runnable(words)))

@@ -189,10 +189,10 @@ def learner_of(
     return learner
 
 
-def exact_model(seed: int = 0, *, num_layers: int = 2) -> torch.nn.Module:
+def exact_model(seed: int = 0, *, num_layers: int = 2, tied: bool = True) -> torch.nn.Module:
     """float64 throughout: transformers' own norms go through float32, so that even a gradient's
     scale would show in the eighth digit."""
-    model = tiny_model(seed, num_layers=num_layers)
+    model = tiny_model(seed, num_layers=num_layers, tied=tied)
     for name, module in list(model.named_modules()):
         if name.endswith("norm"):
             exact = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)

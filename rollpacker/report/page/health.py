@@ -122,6 +122,12 @@ def _speed(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Find
                 "warning", f"{100 * waited / wall:.0f} % of the time went to waiting for rewards."
             )
         )
+    pipeline = summary.get("pipeline", {"links": (), "stages": ()})
+    places = [(f"Pipeline link {x['link']}-{x['link'] + 1}", x) for x in pipeline["links"]]
+    places += [(f"Pipeline stage {x['stage']}", x) for x in pipeline["stages"]]
+    for name, one in places:
+        if one["slow_since"] is not None:
+            found.append(Finding("warning", f"{name} is slow since step {one['slow_since']}."))
     if summary["sessions"] > 1:
         found.append(Finding("note", f"The run was taken up {summary['sessions'] - 1} times."))
     return found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
-import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from rollpacker.core.pipeline import Chooser, Kind, ReadyFirst
+from rollpacker.core.pipeline import Kind
+from rollpacker.core.pipeline_links import LinkKind
+from rollpacker.trainer.pipeline.clock import StageClock
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.executor import TIMEOUT_S, Executor
 from rollpacker.trainer.pipeline.links.direct_link import (
@@ -24,43 +23,38 @@ from rollpacker.trainer.pipeline.links.direct_link import (
 from rollpacker.trainer.pipeline.links.host_receiver import LOOPBACK, HostReceiver
 from rollpacker.trainer.pipeline.links.host_route import decode_routes, encode_routes
 from rollpacker.trainer.pipeline.links.host_sender import HostSender
-from rollpacker.trainer.pipeline.links.link import Border, Receiver, Sender
+from rollpacker.trainer.pipeline.links.interfaces import own_addresses
+from rollpacker.trainer.pipeline.links.link import ArrivalTimes, Border, LinkLost
+from rollpacker.trainer.pipeline.links.switched import SwitchedReceiver, SwitchedSender
+from rollpacker.trainer.pipeline.orders import Orders
+from rollpacker.trainer.pipeline.overseer import first_arrangement
 from rollpacker.trainer.pipeline.peers import GroupPeers
 from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.sharding import Shards
 from rollpacker.trainer.trainer import PipelineConfig
 
 
-def connected_stage(shards: Shards, config: PipelineConfig) -> Stage:
-    """This rank's. A joint call of all of them. The links end with the process."""
+def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> Stage:
+    """This rank's. A joint call of all of them. The links end with the process. `csv`: see
+    `Orders`."""
     mesh = shards.pipelines
     assert mesh is not None
     connected = Connected(
-        mesh.mesh.T.tolist(), kind=config.links, device=shards.device, host=_own_address()
+        mesh.mesh.T.tolist(),
+        kind=first_arrangement(config).links,
+        device=shards.device,
+        hosts=() if config.links == "direct" else own_addresses(config.interfaces),
     )
+    peers = GroupPeers(mesh.get_group("stage"))
     return Stage(
         connected.place,
         layers=() if config.layers == "auto" else config.layers,
-        peers=GroupPeers(mesh.get_group("stage")),
+        peers=peers,
         executor=connected.executor,
-        new_chooser=partial(new_chooser, connected.place, config),
+        new_chooser=Orders(connected.place, config, peers=peers, csv=csv).new_chooser,
+        links=connected,
+        shards=None if config.relayout == "never" else shards.own_replica,
     )
-
-
-def new_chooser(place: Place, config: PipelineConfig, tokens: Sequence[int]) -> Chooser:
-    """For a sweep over micro-batches of so many tokens: what is ready, under the cap of live
-    tokens. Raises `ValueError` if a micro-batch is larger than the cap."""
-    longest, cap = max(tokens, default=0), config.live_tokens
-    if cap == "auto":
-        caps = [2 * (place.count - stage) * longest for stage in range(place.count)]
-    elif longest > cap:
-        raise ValueError(
-            f"train.pipeline.live_tokens={cap} is less than a micro-batch of {longest} tokens: "
-            "raise it, or lower train.micro_batch_tokens or the longest sample"
-        )
-    else:
-        caps = [cap] * place.count
-    return ReadyFirst(place.index, caps=caps)
 
 
 class Connected:
@@ -71,37 +65,68 @@ class Connected:
         self,
         ranks: list[list[int]],
         *,
-        kind: Literal["host", "direct"],
+        kind: LinkKind,
         device: torch.device,
-        host: str = LOOPBACK,
+        hosts: Sequence[str] = (LOOPBACK,),
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         rank = dist.get_rank()
+        self._pipelines = ranks
         self.ranks = next(pipeline for pipeline in ranks if rank in pipeline)
         self.place = Place(index=self.ranks.index(rank), count=len(self.ranks))
-        self.executor = Executor(self.place, timeout_s=timeout_s)
+        clock = StageClock(device)
+        self.executor = Executor(self.place, timeout_s=timeout_s, clock=clock)
         self._device = device
-        self._ends: list[Sender | Receiver] = []
-        connect = self._connect_direct if kind == "direct" else partial(self._connect_host, host)
-        self.to_next: Sender | None
-        self.to_previous: Sender | None
-        self.to_next, self.to_previous = connect(ranks)
+        self._hosts = hosts
+        """Addresses of this host, a route over each."""
+        self._lost: dict[LinkKind, LinkLost] = {}
+        """Of kinds that were not in use then."""
+        self._made: set[LinkKind] = set()
+        self._senders = {kind: SwitchedSender() for kind in self._targets()}
+        self._receivers = {
+            kind: SwitchedReceiver(partial(self.executor.arrive, kind)) for kind in self._sources()
+        }
+        self._ends: list[SwitchedSender | SwitchedReceiver] = [
+            *self._senders.values(),
+            *self._receivers.values(),
+        ]
+        self.use(kind)
+        self.to_next, self.to_previous = self._senders.get("F"), self._senders.get("I")
         self.executor.connect(self.to_next, self.to_previous)
+
+    def use(self, kind: LinkKind) -> None:
+        """Links of this kind from the next message on. A joint call of all ranks, with nothing on
+        its way; messages come after all have returned."""
+        self._kind = kind
+        if kind not in self._made:
+            (self._connect_host if kind == "host" else self._connect_direct)()
+            self._made.add(kind)
+        for end in self._ends:
+            end.use(kind)
+        if kind in self._lost:
+            self.executor.fail(self._lost[kind])
+
+    @property
+    def direct_lost(self) -> bool:
+        """A direct link, while it was not in use."""
+        return "direct" in self._lost
+
+    def arrivals(self) -> dict[Kind, list[ArrivalTimes]]:
+        """Take the records of messages since the last call, numbered since the start."""
+        return {kind: receiver.times() for kind, receiver in self._receivers.items()}
 
     def close(self) -> None:
         """End all links; after the last sweep."""
         for end in self._ends:
             end.close()
 
-    def _connect_host(
-        self, host: str, ranks: list[list[int]]
-    ) -> tuple[HostSender | None, HostSender | None]:
+    def _connect_host(self) -> None:
         receivers = {
             kind: HostReceiver(
                 self._border(stage, self.place.index),
-                on_arrival=self._arrive(kind),
-                on_lost=self.executor.fail,
-                hosts=[host],
+                on_arrival=self._receivers[kind].arrival_over("host"),
+                on_lost=partial(self._lose, "host"),
+                hosts=self._hosts,
                 device=self._device,
             )
             for kind, stage in self._sources().items()
@@ -109,49 +134,50 @@ class Connected:
         own = {kind: encode_routes(receiver.routes) for kind, receiver in receivers.items()}
         everybodys: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybodys, own)
-        senders = {
-            kind: HostSender(
+        # With one address the kernel knows best from where it is reached.
+        sources = self._hosts if len(self._hosts) > 1 else ()
+        for kind, stage in self._targets().items():
+            sender = HostSender(
                 self._border(self.place.index, stage),
-                decode_routes(everybodys[self.ranks[stage]][kind]),
-                on_lost=self.executor.fail,
+                decode_routes(everybodys[self.ranks[stage]][kind], sources),
+                on_lost=partial(self._lose, "host"),
             )
-            for kind, stage in self._targets().items()
-        }
-        self._ends += [*senders.values(), *receivers.values()]
-        return senders.get("F"), senders.get("I")
+            self._senders[kind].add("host", sender)
+        for kind, receiver in receivers.items():
+            self._receivers[kind].add("host", receiver)
 
-    def _connect_direct(
-        self, ranks: list[list[int]]
-    ) -> tuple[DirectSender | None, DirectSender | None]:
+    def _connect_direct(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         groups = {
             (before, after): direct_group((before, after), backend)
-            for pipeline in ranks
+            for pipeline in self._pipelines
             for one, other in itertools.pairwise(pipeline)
             for before, after in ((one, other), (other, one))
         }
         own = self.ranks[self.place.index]
-        senders = {
-            kind: DirectSender(
+        for kind, stage in self._targets().items():
+            sender = DirectSender(
                 self._border(self.place.index, stage),
                 groups[own, self.ranks[stage]],
-                on_lost=self.executor.fail,
+                on_lost=partial(self._lose, "direct"),
                 device=self._device,
             )
-            for kind, stage in self._targets().items()
-        }
-        receivers = [
-            DirectReceiver(
+            self._senders[kind].add("direct", sender)
+        for kind, stage in self._sources().items():
+            receiver = DirectReceiver(
                 self._border(stage, self.place.index),
                 groups[self.ranks[stage], own],
-                on_arrival=self._arrive(kind),
-                on_lost=self.executor.fail,
+                on_arrival=self._receivers[kind].arrival_over("direct"),
+                on_lost=partial(self._lose, "direct"),
                 device=self._device,
             )
-            for kind, stage in self._sources().items()
-        ]
-        self._ends += [*senders.values(), *receivers]
-        return senders.get("F"), senders.get("I")
+            self._receivers[kind].add("direct", receiver)
+
+    def _lose(self, kind: LinkKind, error: LinkLost) -> None:
+        """One that is not in use may be: sweeps fail when it is taken into use again."""
+        self._lost[kind] = error  # first: `use` looks after it has changed the kind
+        if kind == self._kind:
+            self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
         """Which stages hidden states and gradients come from."""
@@ -168,16 +194,3 @@ class Connected:
     def _border(self, sending: int, receiving: int) -> Border:
         other = receiving if sending == self.place.index else sending
         return Border(stages=(sending, receiving), peer=self.ranks[other])
-
-    def _arrive(self, kind: Kind) -> Any:
-        def arrive(number: int, tensor: Tensor) -> None:
-            self.executor.arrive(kind, number, tensor)
-
-        return arrive
-
-
-def _own_address() -> str:
-    """This machine's on the way to the ranks' store, where they have all met. Sends nothing."""
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))
-        return str(probe.getsockname()[0])

@@ -4,6 +4,9 @@ the weights when somebody has time for them.
     I   backward through the stage's graph: inputs, norms, biases, embeddings, output layer
     W   weight.grad += output_gradient.T @ input, for each linear layer
 
+The output layer's product is in I: what it needs would be kept as tokens x vocabulary, or computed
+again for a gain of one product a sweep (docs/pipeline.md).
+
 A product is handed to autograd at the weight itself, as its backward pass would have done, so that
 hooks run: bfloat16 gradients are summed in float32, and FSDP2 sees its parameters' gradients.
 """

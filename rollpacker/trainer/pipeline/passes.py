@@ -3,6 +3,10 @@
 Every stage is given the same rows and samples, so that all plan the same micro-batches. The first
 one uses their tokens, the last one all else: the losses are made there, as of a whole model.
 Several models (policy, reference, critic) go through together, micro-batch by micro-batch.
+
+A sweep with gradients stays open from one call to the next, and `finish` ends it. Its ops run in a
+thread of its own. Whatever ranks must do together (gathering parameters, agreeing, summing) is done
+by the thread that makes the calls, before and after it, so that all do it in the same order.
 """
 
 from __future__ import annotations
@@ -10,13 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollpacker.core.pipeline import Chooser
+from rollpacker.core.pipeline_work import Load
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.losses import Losses, no_losses
 from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
@@ -25,17 +29,15 @@ from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, toke
 from rollpacker.trainer.pipeline.crossing import Crossing, Passage
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.deferred import DeferredWeights, Products, compute
-from rollpacker.trainer.pipeline.executor import Executor
+from rollpacker.trainer.pipeline.executor import Executor, OpenSweep
+from rollpacker.trainer.pipeline.orders import SweepChooser
 from rollpacker.trainer.pipeline.staged import StagedPolicy
-from rollpacker.trainer.sharding import gathered, sum_in_full_precision
+from rollpacker.trainer.sharding import Shards, gathered, same_number, sum_in_full_precision
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
-
-NewChooser = Callable[[Sequence[int]], Chooser]
-"""This stage's, for a sweep over micro-batches of so many tokens."""
 
 
 class StagedPasses:
@@ -50,7 +52,8 @@ class StagedPasses:
         place: Place,
         crossing: Crossing,
         executor: Executor,
-        new_chooser: NewChooser,
+        new_chooser: Callable[[], SweepChooser],
+        shards: Shards | None,
     ) -> None:
         assert isinstance(models.policy, StagedPolicy)
         self._models = models
@@ -59,6 +62,8 @@ class StagedPasses:
         self._crossing = crossing
         self._executor = executor
         self._new_chooser = new_chooser
+        self._shards = shards
+        self._open: _Open | None = None
         self._flops = models.policy.flops
         self._warn_once = WarnOnce(logger)
         self._trained = [one for one in (models.policy, models.critic) if one is not None]
@@ -71,8 +76,11 @@ class StagedPasses:
         rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
         plan = self._plan(rows)
         scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
-        with self._batcher.attention(), self._gathered():
-            self._executor.sweep([batch.num_tokens for _, batch in plan], scoring)
+        if self._open is not None:
+            self._open.sweep.forward(scoring, len(plan))
+        else:
+            with self._batcher.attention(), self._gathered():
+                self._executor.sweep([load_of(batch) for _, batch in plan], scoring)
         if not self._place.is_last:
             return []
         scores: dict[int, TokenScores] = {}
@@ -89,32 +97,52 @@ class StagedPasses:
         gradient_factor: float,
         sums: StepSums,
         look: Look | None = None,
-    ) -> bool:
+    ) -> bool | None:
         """See `Passes`. Only the last stage knows whether losses were finite, and of `sums` the
         others add their time alone. With `look` every micro-batch is a sweep of its own."""
         rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
         work = [
-            _Work(batch=batch, samples=[samples[place] for place in places])
+            _Work(
+                batch=batch,
+                samples=[samples[place] for place in places],
+                losses_of=losses,
+                factor=factor,
+                gradient_factor=gradient_factor,
+            )
             for places, batch in self._plan(rows)
         ]
-        finite = True
-        for sweep in [work] if look is None else [[one] for one in work]:
-            started = time.perf_counter()
-            self._sweep(sweep, losses, gradient_factor)
-            sums.seconds += time.perf_counter() - started
-            for one in sweep if self._place.is_last else ():
-                assert one.found is not None
-                finite = finite and one.found.finite
-                note_micro_batch(sums, one.batch, one.samples, one.found, factor, self._flops)
-            if look is not None:
-                found = sweep[0].found
-                samples_here = sweep[0].samples if found is not None else []
-                look(_nothing_found() if found is None else found, samples_here)
-        return finite
+        if look is not None:
+            return self._watched(work, sums, look)
+        if self._open is None:
+            self._open = self._opened(sums)
+        self._open.ops.work += work
+        try:
+            self._open.sweep.add([load_of(one.batch) for one in work])
+        except BaseException:  # they will not run
+            del self._open.ops.work[len(self._open.ops.work) - len(work) :]
+            raise
+        return None
+
+    def rescale(self, factor: float) -> bool:
+        """See `Passes`."""
+        for one in () if self._open is None else self._open.ops.work:
+            one.factor *= factor
+        return self._open is None
+
+    def finish(self) -> bool:
+        """See `Passes`."""
+        if self._open is None:
+            return True
+        ended, self._open = self._open, None
+        with ended.around:
+            ended.sweep.drain()
+        ended.sums.seconds += ended.sweep.seconds
+        self._warn_of_few(len(ended.ops.work))
+        return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
         """See `Passes`. Each stage does it alone, with hidden states and gradients of zero."""
-        ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])], None, 0.0)
+        ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
             with self._batcher.attention(), self._models.for_backward():
@@ -130,18 +158,52 @@ class StagedPasses:
         plan = self._batcher.plan([row_length(row) for row in rows])
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
-    def _sweep(self, work: Sequence[_Work], losses: LossFunction, gradient_factor: float) -> None:
-        tokens = [one.batch.num_tokens for one in work]
-        count, stages = len(work), self._place.count
+    def _opened(self, sums: StepSums) -> _Open:
+        """What stays until `finish`: whole parameters, and how the models are called."""
+        ops = _Training(self, [])
+        with ExitStack() as around:
+            around.enter_context(self._batcher.attention())
+            around.enter_context(self._models.for_backward())
+            around.enter_context(self._gathered())
+            sweep = self._executor.open(ops, self._new_chooser())
+            return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
+
+    def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
+        """As many sweeps as of the rank that has most."""
+        finite = True
+        for number in range(same_number(len(work), self._shards)):
+            one = list(work[number : number + 1])
+            loads = [load_of(single.batch) for single in one]
+            chooser = self._new_chooser()
+            chooser.add(loads)
+            started = time.perf_counter()
+            with self._batcher.attention(), self._models.for_backward(), self._gathered():
+                self._executor.sweep(loads, _Training(self, one), chooser)
+            sums.seconds += time.perf_counter() - started
+            finite = self._note(one, sums) and finite
+            found = one[0].found if one else None
+            samples = one[0].samples if found is not None else []
+            look(_nothing_found() if found is None else found, samples)
+        return finite
+
+    def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
+        """Add what the losses said. Whether all were finite."""
+        finite = True
+        for one in work if self._place.is_last else ():
+            assert one.found is not None
+            finite = finite and one.found.finite
+            note_micro_batch(sums, one.batch, one.samples, one.found, one.factor, self._flops)
+        return finite
+
+    def _warn_of_few(self, count: int) -> None:
+        stages = self._place.count
         if 0 < count < stages and self._place.is_first:
             self._warn_once(
-                "%d micro-batches for %d pipeline stages: each idles for at least %.0f %% of such "
+                "%d micro-batch%s for %d pipeline stages: each idles for at least %.0f %% of such "
                 "a sweep; lower train.micro_batch_tokens or train.pipeline.stages",
-                *(count, stages, 100 * (stages - 1) / (stages - 1 + count)),
+                *(count, "" if count == 1 else "es", stages),
+                100 * (stages - 1) / (stages - 1 + count),
             )
-        ops = _Training(self, work, losses, gradient_factor)
-        with self._batcher.attention(), self._models.for_backward(), self._gathered():
-            self._executor.sweep(tokens, ops, self._new_chooser(tokens))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,10 +212,25 @@ class _Work:
 
     batch: MicroBatch
     samples: list[TrainSample]
+    losses_of: LossFunction | None = None
+    """None: of a filler."""
+    factor: float = 1.0
+    gradient_factor: float = 0.0
     passage: Passage | None = None
     losses: Sequence[Tensor] = ()
     found: Losses | None = None
     products: Products | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A sweep that takes more."""
+
+    sweep: OpenSweep
+    ops: _Training
+    sums: StepSums
+    around: ExitStack
+    """Closed when it has ended."""
 
 
 class _Scoring:
@@ -186,38 +263,30 @@ class _Scoring:
 
 
 class _Training:
-    """`StageOps` of a sweep with gradients. Without `losses`: of a filler."""
+    """`StageOps` of a sweep with gradients. `work` may grow while it runs."""
 
-    def __init__(
-        self,
-        passes: StagedPasses,
-        work: Sequence[_Work],
-        losses: LossFunction | None,
-        gradient_factor: float,
-    ) -> None:
+    def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
+        self.work = work
         self._models, self._crossing = passes._models, passes._crossing
         self._place, self._deferred = passes._place, passes._deferred
         self._trained = passes._trained
-        self._work = work
-        self._losses = losses
-        self._gradient_factor = gradient_factor
 
     def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
-        work = self._work[micro_batch]
+        work = self.work[micro_batch]
         work.passage = self._crossing.begin(arrived)
         outputs = self._models.outputs(work.batch)
         if not self._place.is_last:
             return work.passage.message()
-        if self._losses is None:
+        if work.losses_of is None:
             work.losses = no_losses(outputs).losses
         else:
-            found = self._losses(outputs, work.samples)
-            work.losses = [loss * self._gradient_factor for loss in found.losses]
+            found = work.losses_of(outputs, work.samples)
+            work.losses = [loss * work.gradient_factor for loss in found.losses]
             work.found = found.detached()
         return None
 
     def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
-        work = self._work[micro_batch]
+        work = self.work[micro_batch]
         passage = work.passage
         assert passage is not None
         with self._deferred.collected() as products:
@@ -231,11 +300,16 @@ class _Training:
         return None if self._place.is_first else passage.gradient_message()
 
     def weights(self, micro_batch: int) -> None:
-        products = self._work[micro_batch].products
+        products = self.work[micro_batch].products
         assert products is not None
         compute(products)
         for module in self._trained:
             sum_in_full_precision(module)
+
+
+def load_of(batch: MicroBatch) -> Load:
+    """What there is to compute in it."""
+    return Load.of(batch.lengths, sum(batch.num_targets))
 
 
 def _nothing_found() -> Losses:

@@ -4,14 +4,20 @@ and what all stages decide as one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollpacker.core.pipeline_split import split_layers
+from rollpacker.core.pipeline import Kind
+from rollpacker.core.pipeline_links import LinkKind
+from rollpacker.core.pipeline_split import layers_of_stages
+from rollpacker.core.pipeline_work import Measured
 from rollpacker.host_store import local
-from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.batches import Batcher, Packs
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -19,16 +25,44 @@ from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.pipeline.crossing import Crossing
 from rollpacker.trainer.pipeline.cut import Place, Tied, num_layers_of
 from rollpacker.trainer.pipeline.executor import Executor
-from rollpacker.trainer.pipeline.passes import NewChooser, StagedPasses
+from rollpacker.trainer.pipeline.expected import expected, expected_budget
+from rollpacker.trainer.pipeline.links.link import ArrivalTimes
+from rollpacker.trainer.pipeline.orders import NewChooser, SweepChooser
+from rollpacker.trainer.pipeline.overseer import Arrangement
+from rollpacker.trainer.pipeline.passes import StagedPasses
 from rollpacker.trainer.pipeline.peers import Peers
+from rollpacker.trainer.pipeline.round_trips import round_trips
 from rollpacker.trainer.pipeline.staged import StagedCritic, StagedPolicy
+from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.sharding import Shards
 from rollpacker.trainer.trained import Trained
+
+SENT_OF_WEIGHTS = 3
+"""A step gathers them for two sweeps, and adds up their gradients."""
+
+
+class Links(Protocol):
+    """A stage's, to its neighbours."""
+
+    def use(self, kind: LinkKind) -> None:
+        """From the next message on. A joint call of all ranks, with nothing on its way."""
+        ...
+
+    @property
+    def direct_lost(self) -> bool:
+        """A direct link was lost while it was not in use."""
+        ...
+
+    def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
+        """Take the records of messages since the last call, numbered since the start."""
+        ...
 
 
 class Stage:
     """`layers`: how many of the policy's layers each stage has. Without them, and of a model with
-    another number of layers, stages have about the same work."""
+    another number of layers, stages have about the same work. `shards`: the processes of this
+    stage, if the network between them is to be timed."""
 
     def __init__(
         self,
@@ -38,20 +72,37 @@ class Stage:
         peers: Peers,
         executor: Executor,
         new_chooser: NewChooser,
+        links: Links | None = None,
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         self.place = place
         self._layers = tuple(layers)
         self._peers = peers
         self._executor = executor
         self._new_chooser = new_chooser
+        self._links = links
+        self._shards = shards
+        self._num_bytes = 0
+        """Of the policy's weights here."""
+        self._head_layers = 0.0
         self._crossing = Crossing()
+        self.measured: Measured | None = None
+        """What the pipeline costs, as this stage was told last; the same on all."""
+        self._expected: Measured | None = None
+        """The same before anything is measured, from the policy on."""
 
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
         """Cuts the policy's model in place. Raises `ValueError` as `cut` does."""
         self._layers = self._layers or self._balanced(whole.model)
-        return StagedPolicy(whole, self.place, self._layers, self._crossing)
+        number = num_layers_of(whole.model)
+        staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
+        flops = staged.flops
+        self._head_layers = flops.output * number / max(flops.body, 1.0)
+        self._num_bytes = sum(p.numel() * p.element_size() for p in staged.parameters())
+        self._expected = expected(flops, self._layers)
+        return staged
 
     def critic(self, whole: Critic) -> StagedCritic:
         """The same for a critic, after the policy."""
@@ -62,7 +113,7 @@ class Stage:
         layers = self._layers_of(whole.policy.model)
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
-    def passes(self, models: ModelSet, batcher: Batcher) -> StagedPasses:
+    def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
         """Of models that went through the calls above."""
         return StagedPasses(
             models,
@@ -70,8 +121,20 @@ class Stage:
             place=self.place,
             crossing=self._crossing,
             executor=self._executor,
-            new_chooser=self._new_chooser,
+            new_chooser=self._chooser,
+            shards=shards,
         )
+
+    def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
+        """Of a micro-batch, for a sweep over rows of these lengths, after the policy. It is the
+        same in every run: no measurement has a part in it."""
+        assert self._expected is not None
+        return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
+
+    def _chooser(self) -> SweepChooser:
+        known = self.measured or self._expected
+        assert known is not None
+        return self._new_chooser(known)
 
     def _layers_of(self, model: nn.Module) -> tuple[int, ...]:
         if num_layers_of(model) == sum(self._layers):
@@ -82,7 +145,38 @@ class Stage:
         number, flops = num_layers_of(model), FlopModel.of(model)
         # As if every token were predicted: in reinforcement learning most are.
         of_layer = max(flops.body, 1.0) / number
-        return tuple(split_layers([of_layer] * number, self.place.count, last_s=flops.output))
+        return layers_of_stages(
+            (),
+            num_layers=number,
+            num_stages=self.place.count,
+            layer_work=of_layer,
+            last_work=flops.output,
+        )
+
+    # -- between two steps -----------------------------------------------------------------
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """What holds from now on. A joint call of all ranks."""
+        self.measured = arrangement.measured
+        if self._links is not None:
+            self._links.use(arrangement.links)
+
+    def take_times(self) -> StageTimes:
+        """What was measured since the last call."""
+        arrivals = {} if self._links is None else self._links.arrivals()
+        place = self.place.index
+        times = replace(
+            self._executor.clock.take(place, self._layers[place], arrivals),
+            head_layers=self._head_layers,
+            direct_lost=self._links is not None and self._links.direct_lost,
+        )
+        if self._shards is None or self._shards.size() == 1:
+            return times
+        return replace(
+            times,
+            round_trips=round_trips(self._shards),
+            shard_bytes=SENT_OF_WEIGHTS * self._num_bytes / self._shards.size(),
+        )
 
     # -- what all stages decide or have together -------------------------------------------
 

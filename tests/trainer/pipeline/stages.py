@@ -14,18 +14,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollpacker.core.pipeline import Chooser, Kind, Op, ReadyFirst, StageState
+from rollpacker.core.pipeline import Kind, Op, ReadyFirst, StageState
+from rollpacker.core.pipeline_work import Load
 from rollpacker.trainer.pipeline.cut import Place
 from rollpacker.trainer.pipeline.executor import Executor
+from rollpacker.trainer.pipeline.orders import NewChooser as Planner
+from rollpacker.trainer.pipeline.orders import SweepChooser
 from rollpacker.trainer.pipeline.stage import Stage
 
 TIMEOUT_S = 60.0
-NewChooser = Callable[[int, Sequence[int]], Chooser]
-"""Of a stage and the tokens of its micro-batches."""
+NewChooser = Callable[[int], SweepChooser]
+"""Of a stage."""
 
 
-def ready_first(stage: int, tokens: Sequence[int]) -> Chooser:
-    return ReadyFirst(stage)
+class ReadyOrder(ReadyFirst):
+    def add(self, loads: Sequence[Load]) -> None:
+        pass
 
 
 class RandomOrder:
@@ -33,6 +37,9 @@ class RandomOrder:
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
+
+    def add(self, loads: Sequence[Load]) -> None:
+        pass
 
     def choose(self, state: StageState) -> Op | None:
         ready = [kind for kind in ("F", "I", "W") if state.ready(kind)]
@@ -102,12 +109,14 @@ def in_stages(
     function: Callable[[Stage], Any],
     *,
     given: Sequence[int] | None = None,
-    new_chooser: NewChooser = ready_first,
+    new_chooser: NewChooser = ReadyOrder,
+    orders: Callable[[Place, ThreadPeers], Planner] | None = None,
     delay: Callable[[], float] = lambda: 0.0,
     new_link: Callable[[Callable[[int, Tensor], None]], Link] | None = None,
 ) -> list[Any]:
     """What `function` returned on each stage. Raises the first error of any. `given`: what the
-    stages are told of their layers, if that is something else. `new_link`: one that calls this with
+    stages are told of their layers, if that is something else. `orders`: instead of `new_chooser`,
+    for choosers that stages agree on. `new_link`: one that calls this with
     what arrives; by default a `ThreadLink` with this delay."""
     count = len(layers)
     shared = _Shared(count)
@@ -125,12 +134,15 @@ def in_stages(
 
     def run(index: int) -> None:
         torch.set_num_threads(1)
+        peers = ThreadPeers(index, shared)
         stage = Stage(
             places[index],
             layers=layers if given is None else given,
-            peers=ThreadPeers(index, shared),
+            peers=peers,
             executor=executors[index],
-            new_chooser=lambda tokens: new_chooser(index, tokens),
+            new_chooser=(lambda _measured: new_chooser(index))
+            if orders is None
+            else orders(places[index], peers),
         )
         try:
             answers[index] = function(stage)

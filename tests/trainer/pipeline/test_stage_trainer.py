@@ -27,6 +27,7 @@ from rollpacker.trainer.trainer import (
     PipelineConfig,
     TrainConfig,
     TrainerProcessError,
+    TrainSample,
 )
 from tests.trainer import test_process_trainer as processes
 from tests.trainer.test_process_trainer import ended, folder, setup_of, step, weights  # noqa: F401
@@ -106,7 +107,7 @@ def test_what_is_not_finite_is_refused_and_all_stages_go_on(folder, staged, tmp_
     bad = dataclasses.replace(samples[3], rollout_log_probs=(math.nan,) * 50)
     bad = dataclasses.replace(bad, rollout_log_probs=(math.nan,) * len(bad.response_tokens))
     with pytest.raises(NonFiniteError, match=str(bad.sample)):
-        asyncio.run(staged.accumulate([*samples[:3], bad, *samples[4:]]))
+        asyncio.run(trained_on(staged, [*samples[:3], bad, *samples[4:]]))
     assert staged._all("hashes")[0] == before
     step(staged, 1)
 
@@ -179,13 +180,23 @@ def test_settings_that_do_not_go_with_stages_are_refused(settings, why):
         PipelineConfig(stages=2, layers=(1,))
 
 
-def test_a_stage_that_is_killed_ends_the_trainer(staged):
-    """The last test with these processes."""
+async def trained_on(trainer: ProcessTrainer, samples: list[TrainSample]) -> None:
+    await trainer.accumulate(samples)
+    await trainer.apply()
+
+
+def test_a_stage_that_is_killed_ends_the_trainer(folder, staged, tmp_path):  # noqa: F811
+    """The last test with these processes. Others in their place are told of a streamed step once
+    more, and come to the same bits."""
+    _, first = begun(setup_of(folder), tmp_path)
+    staged.load(first)
+    step(staged, 1, streamed=4)
+    before, probe = weights(staged)
     pids = staged.pids
 
     async def run() -> None:
         samples = await processes.samples_of(staged, 0)
-        work = asyncio.ensure_future(staged.accumulate(samples * 200))
+        work = asyncio.ensure_future(trained_on(staged, samples * 200))
         await asyncio.sleep(0.5)
         assert not work.done()
         os.kill(pids[3], signal.SIGKILL)
@@ -194,3 +205,8 @@ def test_a_stage_that_is_killed_ends_the_trainer(staged):
     with pytest.raises(TrainerProcessError, match="--resume"):
         asyncio.run(run())
     assert ended(pids)
+    asyncio.run(staged.restore(first, lambda: None))
+    after, probe_after = weights(staged)
+    assert probe_after == probe and all(
+        torch.equal(after[name], one) for name, one in before.items()
+    )

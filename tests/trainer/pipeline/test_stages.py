@@ -7,8 +7,9 @@ import gc
 import math
 import random
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
 from rollpacker.core.pipeline import ReadyFirst
+from rollpacker.core.pipeline_work import Load
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.pipeline.crossing import pack, unpack
@@ -47,21 +49,25 @@ def of_stage(
     how: Partition,
     scores: Scores,
     shards: Shards | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> tuple[Gradients, StepOutcome]:
     """The gradient of this stage's parameters (on the first of its shards); without a stage, of the
-    whole model's."""
+    whole model's. Scores are asked for in as many parts as there are calls, before each."""
     with BUILDING:
         learner = partition.learner_of(case, how, shards, stage=stage)
     groups = partition.step_groups()
     rank, size = (0, 1) if shards is None else (shards.rank, shards.size)
-    if case.algorithm.needs_scores:
-        requests = partition.requests_of(groups)[rank::size]
-        found = learner.score(requests)
-        assert bool(found) == (stage is None or stage.place.is_last)
-        for request, of_sample in zip(requests, found, strict=False):
-            assert_same(of_sample, scores[request.sample])
+    requests = partition.requests_of(groups)[rank::size] if case.algorithm.needs_scores else []
     draw = None if how.seed is None else random.Random(how.seed)
-    for call in partition.calls_of(groups, case, how, scores):
+    calls = list(partition.calls_of(groups, case, how, scores))
+    for number, call in enumerate(calls):
+        pause()
+        if asked := requests[number :: len(calls)]:
+            found = learner.score(asked)
+            assert len(found) == (len(asked) if stage is None or stage.place.is_last else 0)
+            for request, of_sample in zip(asked, found, strict=False):
+                assert_same(of_sample, scores[request.sample])
+        pause()
         if isinstance(call, float):
             learner.rescale(call)
         else:
@@ -122,24 +128,27 @@ def test_stages_give_the_gradient_of_the_whole_model(name, layers):
             assert (of_one.critic_grad_norm or 0.0) == pytest.approx(critic_norm, rel=1e-10)
 
 
+def at_random(layers: Sequence[int], how: Partition, seed: int) -> Gradients:
+    """Ops in any order, and messages, calls and scoring at any time."""
+    case, scores = case_of(PPO, 3), scores_of(PPO, 3)
+    draw = random.Random(seed)
+    answers = in_stages(
+        layers,
+        lambda stage: of_stage(
+            stage, case, how, scores, pause=lambda: time.sleep(draw.choice((0.0, 0.0, 0.01)))
+        ),
+        new_chooser=lambda stage: RandomOrder(seed * 10 + stage),
+        delay=lambda: draw.choice((0.0, 0.0, 0.003)),
+    )
+    return union([gradients for gradients, _ in answers])
+
+
 @pytest.mark.parametrize("layers", [(2, 1), (1, 1, 1)], ids=str)
 def test_no_order_and_no_delay_changes_a_bit(layers):
-    case, scores = case_of(PPO, 3), scores_of(PPO, 3)
     how = Partition(layout="packed", budget=40)
-
-    def found(seed: int) -> Gradients:
-        draw = random.Random(seed)
-        answers = in_stages(
-            layers,
-            lambda stage: of_stage(stage, case, how, scores),
-            new_chooser=lambda stage, _tokens: RandomOrder(seed * 10 + stage),
-            delay=lambda: draw.choice((0.0, 0.0, 0.003)),
-        )
-        return union([gradients for gradients, _ in answers])
-
-    first = found(0)
+    first = at_random(layers, how, 0)
     for seed in range(1, 16):
-        again = found(seed)
+        again = at_random(layers, how, seed)
         for model, gradients in first.items():
             for name, gradient in gradients.items():
                 assert torch.equal(again[model][name], gradient), (seed, model, name)
@@ -280,6 +289,7 @@ def test_fewer_micro_batches_than_stages_are_warned_of_once(caplog):
             learner = partition.learner_of(case, how, stage=stage)
         for _ in range(2):
             learner.accumulate(partition.built(partition.step_groups(), case, {})[0])
+            learner.apply()
 
     in_stages((1, 1), run)
     warned = [text for text in caplog.messages if "pipeline stages" in text]
@@ -299,6 +309,7 @@ def test_a_loss_that_is_not_finite_is_named_on_all_stages():
             learner = partition.learner_of(case, Partition(layout="packed", budget=40), stage=stage)
         with pytest.raises(NonFiniteError) as error:
             learner.accumulate([*bad[:4], broken, *bad[5:]])
+            learner.apply()
         learner.accumulate(bad)
         assert math.isfinite(learner.apply().grad_norm)
         return str(error.value)
@@ -335,11 +346,14 @@ class Counting:
         return torch.tensor(float(micro_batch))
 
 
+LOAD = Load(tokens=5)
+
+
 def test_a_stage_that_nothing_reaches_says_so():
     executor = Executor(Place(index=1, count=2), timeout_s=0.05)
     executor.connect(None, Silent())
     with pytest.raises(TrainerError, match="nothing has reached pipeline stage 1 for"):
-        executor.sweep([5, 5], Counting(), ReadyFirst(1))
+        executor.sweep([LOAD] * 2, Counting(), ReadyFirst(1))
 
 
 def test_a_lost_link_ends_a_sweep_that_waits():
@@ -347,7 +361,7 @@ def test_a_lost_link_ends_a_sweep_that_waits():
     executor.connect(None, Silent())
     executor.fail(TrainerError("the link is lost"))
     with pytest.raises(TrainerError, match="the link is lost"):
-        executor.sweep([5, 5], Counting(), ReadyFirst(1))
+        executor.sweep([LOAD] * 2, Counting(), ReadyFirst(1))
 
 
 def test_what_the_next_sweep_sends_early_waits_for_it():
@@ -356,9 +370,9 @@ def test_what_the_next_sweep_sends_early_waits_for_it():
     for number, value in enumerate((1.0, 2.0, 3.0, 4.0)):
         executor.arrive("F", number, torch.tensor(value))
     ops = Counting()
-    executor.sweep([5], ops)
-    executor.sweep([5, 5], ops, ReadyFirst(1))
-    executor.sweep([5], ops)
+    executor.sweep([LOAD], ops)
+    executor.sweep([LOAD] * 2, ops, ReadyFirst(1))
+    executor.sweep([LOAD], ops)
     scored, *trained, again = ops.done
     assert scored == ("F", 0, 1.0) and again == ("F", 0, 4.0)
     assert [(k, m) for k, m, _ in trained] == [

@@ -187,8 +187,8 @@ class DirectReceiver:
             arrived_s=time.monotonic(),
         )
         if not self._loss.over.is_set():
-            self._on_arrival(header.number, tensor)
             self._times.append(times)
+            self._on_arrival(header.number, tensor)
         return True
 
     def _next(self, into: Tensor) -> Tensor:

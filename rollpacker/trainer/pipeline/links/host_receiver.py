@@ -238,8 +238,8 @@ class HostReceiver:
             if self._loss.over.is_set():
                 return
             if times.number == self._next:
-                self._on_arrival(times.number, tensor)
                 self._times.append(times)
+                self._on_arrival(times.number, tensor)
                 self._next += 1
                 self._turn.notify_all()
             next_number = self._next

@@ -1,0 +1,186 @@
+"""Does RL in two pipeline stages learn what it learns in one process?
+
+Real runs of configs/quickstart.yaml from the same warmed-up weights, once with `train.processes=1`
+and once with `train.processes=2 train.pipeline.stages=2`, and nothing else changed. Both have a
+trainer apart from the run's process, the same engine and the same hand-over of weights.
+
+    grpo    the whole quickstart, three seeds: how far apart the weights are after ten steps,
+            held-out pass@1 before and after, and the first step that was trained on a sample that
+            the other run has not. (A last bit of a weight flips a sampled token now and then; from
+            there on the two are different runs of one algorithm.)
+    others  PPO (gae, a critic), distillation (its teacher is what GRPO in stages has made of the
+            model) and GRPO with LoRA: pass@1 before and after so many steps in stages, and the
+            weights after ten steps against those of one process.
+
+    python benchmarks/pipeline_learning.py [--only grpo ppo] [--steps 120]
+
+Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pyarrow.parquet
+from algorithms import SETTINGS, TARGET
+from learning import rollpacker
+from machine import RESULTS, write_result
+from trainer_resume import tensors
+
+LAYOUTS = {
+    "one process": ("train.processes=1",),
+    "two stages": ("train.processes=2", "train.pipeline.stages=2"),
+}
+OTHERS: dict[str, list[str]] = {
+    "ppo": ["algorithm.name=ppo", "algorithm.loss_aggregation=null", *SETTINGS["ppo"]],
+    "distillation": ["algorithm.name=distillation", "algorithm.loss_aggregation=null"],
+    "lora": [
+        "model.lora={rank: 16, alpha: 32, target_modules: [all-linear]}",
+        "train.learning_rate=4.0e-3",
+    ],
+}
+SEEDS = (0, 1, 2)
+COMPARED_STEP = 10
+WEIGHT_TOLERANCE = 1e-5
+PASS_TOLERANCE = 0.05
+
+
+def train(folder: Path, name: str, layout: str, seed: int, *settings: str) -> Path:
+    """A run's folder, with a checkpoint of every tenth step."""
+    rollpacker(
+        *("train", "configs/quickstart.yaml", f"name={name}", f"runs_dir={folder}", f"seed={seed}"),
+        *("eval.samples_per_prompt=4", "checkpoint={every_steps: 10, keep_last: 1000}"),
+        *LAYOUTS[layout],
+        *settings,
+    )
+    return folder / name
+
+
+def pass_rates(run: Path) -> dict[str, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
+    before, after = curve[min(curve)], curve[max(curve)]
+    return {"before": before, "after": after, "gain": after - before}
+
+
+def compared(one: Path, other: Path) -> dict[str, Any]:
+    """Weights of two runs after the same number of steps, whose largest difference is told by the
+    tensor that has it."""
+    first, second = (
+        tensors(run / "checkpoints" / f"step_{COMPARED_STEP:06d}") for run in (one, other)
+    )
+    names = [name for name in first if name.startswith("model/")]
+    apart = {name: (first[name] - second[name]).abs().max().item() for name in names}
+    worst = max(apart, key=apart.__getitem__)
+    return {
+        "largest_difference": apart[worst],
+        "of": worst.rpartition("/")[2],
+        "largest_weight": max(first[name].abs().max().item() for name in names),
+        "samples_part_in_step": parting_step(one, other),
+    }
+
+
+def parting_step(one: Path, other: Path) -> int | None:
+    """The first step that the two did not train on the same samples. None: there is none."""
+    first, second = by_step(one), by_step(other)
+    common = first.keys() & second.keys()
+    return min((step for step in common if first[step] != second[step]), default=None)
+
+
+def by_step(run: Path) -> dict[int, set[tuple[Any, ...]]]:
+    columns = ["sample_id", "completion", "finish_reason", "reward", "trained", "step"]
+    found: dict[int, set[tuple[Any, ...]]] = {}
+    for row in pyarrow.parquet.read_table(run / "samples", columns=columns).to_pylist():
+        if row["trained"]:
+            found.setdefault(row["step"], set()).add(tuple(row[name] for name in columns[:4]))
+    return found
+
+
+def grpo(folder: Path) -> dict[str, Any]:
+    seeds = []
+    for seed in SEEDS:
+        runs = {
+            layout: train(folder, f"grpo-{seed}-{layout.replace(' ', '-')}", layout, seed)
+            for layout in LAYOUTS
+        }
+        rates = {layout: pass_rates(run) for layout, run in runs.items()}
+        found = {"seed": seed, **rates, "weights": compared(*runs.values())}
+        seeds.append(found)
+        print(json.dumps(found), flush=True)
+    after = {name: statistics.fmean(one[name]["after"] for one in seeds) for name in LAYOUTS}
+    apart = after["two stages"] - after["one process"]
+    return {
+        "seeds": seeds,
+        "after": after,
+        "after_apart": apart,
+        "good": abs(apart) <= PASS_TOLERANCE and all(map(_near, seeds)),
+    }
+
+
+def other(folder: Path, name: str, steps: int, teacher: Path | None) -> dict[str, Any]:
+    settings = [*OTHERS[name]]
+    if name == "distillation":
+        settings.append(f"model.teacher={teacher}")
+    # Some more than are compared, since the last steps of a run empty its pool.
+    lengths = {"one process": COMPARED_STEP + 5, "two stages": steps}
+    one, staged = (
+        train(
+            *(folder, f"{name}-{layout.replace(' ', '-')}", layout, 0),
+            *(f"train.steps={length}", f"eval.every_steps={length}", *settings),
+        )
+        for layout, length in lengths.items()
+    )
+    found = {"settings": settings, **pass_rates(staged), "weights": compared(one, staged)}
+    found["good"] = found["gain"] >= TARGET and _near(found)
+    print(name, json.dumps(found), flush=True)
+    return found
+
+
+def _near(found: dict[str, Any]) -> bool:
+    """Within the tolerance, or made of other samples by then."""
+    weights = found["weights"]
+    parted = weights["samples_part_in_step"]
+    return weights["largest_difference"] <= WEIGHT_TOLERANCE or (
+        parted is not None and parted <= COMPARED_STEP
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ("grpo", *OTHERS)
+    parser.add_argument("--only", nargs="+", choices=names, help="keeps the others' results")
+    parser.add_argument("--steps", type=int, default=120, help="of the others in stages")
+    parser.add_argument("--folder", type=Path, help="keep the runs here")
+    args = parser.parse_args()
+    earlier = RESULTS / "pipeline_learning.json"
+    found: dict[str, Any] = {}
+    if args.only and earlier.is_file():
+        found = json.loads(earlier.read_text())["arms"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        taught = folder / f"grpo-{SEEDS[0]}-two-stages" / "model"
+        chosen = args.only or names
+        if "distillation" in chosen and "grpo" not in chosen and not taught.exists():
+            parser.error("distillation's teacher comes of grpo: name both")
+        for name in chosen:
+            if name == "grpo":
+                found[name] = grpo(folder)
+            else:
+                found[name] = other(folder, name, args.steps, taught)
+            if name == "distillation":
+                found[name]["settings"][-1] = "model.teacher=GRPO's in stages, seed 0"
+            good = all(arm["good"] for arm in found.values())
+            write_result("pipeline_learning", {"arms": found, "all_good": good})
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

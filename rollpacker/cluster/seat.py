@@ -1,0 +1,97 @@
+"""A job's side: where it waits for its turn on a pool.
+
+    seat.enter("rollout", "round")    returns when the pool's devices are the job's
+    seat.leave("rollout")             at once
+    seat.committed(...)               an iteration is over, and what it took
+
+A grant is a lease: the seat renews it from a thread of its own for as long as its process runs, and
+a process that is stopped or dead loses it. `lost` says so; then nothing may be done on the devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollpacker.core.ids import PoolName
+
+SEAT_VARIABLE = "ROLLPACKER_SEAT"
+"""Of a job's environment: where its seat is, as the service that started it says."""
+
+
+class LeaseLost(RuntimeError):
+    """The pool was given to another job: this one was silent for too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What a step took, in seconds, without waits for pools and switches."""
+
+    step: int
+    kind: str
+    """Of its round: plain, short, long, ..."""
+    rollout_s: float
+    between_s: float
+    """Verdicts, after generation."""
+    train_s: float
+    """Until the weights were published."""
+    after_s: float
+    """Commit, checkpoint, evaluation."""
+
+
+class Seat(Protocol):
+    """All methods may be called from any thread; `enter` and `leave` by one at a time."""
+
+    def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
+        """Wait until the pool is the job's. False: `given_up` was set before that, and it is not.
+        Raises `LeaseLost`, and `OSError` if the cluster cannot be reached for long."""
+        ...
+
+    def leave(self, pool: PoolName) -> None:
+        """Give it to others: nothing of the job is on its devices any more."""
+        ...
+
+    def committed(self, iteration: Iteration) -> None:
+        """Tell what an iteration took."""
+        ...
+
+    def watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
+        """Call `lost` once the lease of a pool that is held is over, and `stop` if the cluster
+        wants the job to end at its next commit; with the reason, in a thread of the seat's."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is held. Idempotent."""
+        ...
+
+
+class Alone:
+    """A seat of a job that shares with nobody."""
+
+    def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
+        return not given_up.is_set()
+
+    def leave(self, pool: PoolName) -> None:
+        pass
+
+    def committed(self, iteration: Iteration) -> None:
+        pass
+
+    def watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_seat(environ: Mapping[str, str]) -> Seat | None:
+    """The seat that the environment names; None: the job runs by itself. Raises `ValueError` for
+    what names none, and `OSError` where it cannot be reached."""
+    where = environ.get(SEAT_VARIABLE)
+    if where is None:
+        return None
+    if where == "alone":
+        return Alone()
+    raise ValueError(f"{SEAT_VARIABLE}={where}: no such seat; it is set by `rollpacker cluster`")

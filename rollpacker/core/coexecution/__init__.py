@@ -1,0 +1,1 @@
+"""Several jobs on the same pools of devices: one generates while another trains."""

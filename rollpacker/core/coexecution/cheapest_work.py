@@ -1,0 +1,183 @@
+"""The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
+kept for iterations as they are distributed (`forecast.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollpacker.core.coexecution.forecast import Forecast
+from rollpacker.core.coexecution.group import cycle_s, load_s
+from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.layout import Layout
+from rollpacker.core.coexecution.placement import Choice, Rest, Standing, State, rest_of
+from rollpacker.core.coexecution.turns import ORDERS, Order
+
+MAX_GROUPS = 12
+"""That are looked at closely for one decision: those whose price seems to rise least."""
+MAX_FORESEEN = 4
+"""Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
+WORTH = 2.0
+"""A job moves if that saves so many times what its restart costs."""
+MIN_BETTER = 0.002
+"""Another order of turns is taken if it is cheaper by this share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheapestWork:
+    """The shipped policy: the smallest rise of the price of work among layouts that keep every SLO
+    with the stated confidence, over iterations as they are distributed. A group may be saturated,
+    and its order of turns is the one that serves it best."""
+
+    confidence: float = 0.99
+    orders: tuple[Order, ...] = ORDERS
+    saturate: bool = True
+    """Whether a group may be over-saturated."""
+    moves: bool = True
+    """Whether a job moves at a commit, if that pays for its restart."""
+    tail_release: bool = True
+
+    def place(self, state: State, job: ClusterJob) -> Choice | None:
+        found = self._cheapest(state, job)
+        return None if found is None else found[1]
+
+    def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
+        if not self.moves:
+            return None
+        saved = state.groups[number].saved_without(job.name)
+        least = min(
+            (
+                standing.summary.rise(job)
+                for other, standing in state.groups.items()
+                if other != number and self._may_join(state, standing, job)
+            ),
+            default=math.inf,
+        )
+        if least >= saved:
+            return None
+        # Its restart is a wait, which the rest of its life has to make good.
+        left_s = rest.iterations * sum(job.mean)
+        then = rest._replace(slowdown=rest.slowdown - job.cold_start_s / left_s)
+        found = self._cheapest(state, job, besides=number, rest=then)
+        if found is None or found[1].group is None:
+            return None
+        paid_s = WORTH * job.cold_start_s
+        return found[1] if (saved - found[0]) * left_s > saved * paid_s else None
+
+    def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
+        """Quickly."""
+        return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
+
+    def _cheapest(
+        self,
+        state: State,
+        job: ClusterJob,
+        *,
+        besides: int | None = None,
+        rest: Rest | None = None,
+    ) -> tuple[float, Choice] | None:
+        """The smallest rise of the price of work, and where. `besides`: a group that is left out.
+        `rest`: of the job, if it moves."""
+        own = {} if rest is None else {job.name: rest}
+        quick = sorted(
+            (standing.summary.rise(job), number)
+            for number, standing in state.groups.items()
+            if number != besides and self._may_join(state, standing, job)
+        )
+        found = [
+            (choice.layout.price_of_work(_iterations_at_least(choice.layout)), n, choice)
+            for _, number in quick[:MAX_GROUPS]
+            for n, choice in enumerate(state.in_group(number, job))
+        ]
+        rises = sorted(
+            (
+                least - state.groups[_number(choice)].summary.price_of_work,
+                _number(choice),
+                n,
+                choice,
+            )
+            for least, n, choice in found
+        )
+        best: tuple[float, Choice] | None = None
+        for choice in state.alone(job):
+            price = choice.layout.price_per_h * choice.layout.works_s()[0] / sum(job.mean)
+            if best is None or price < best[0]:
+                best = (price, choice)
+        tried = 0
+        for least, number, _, choice in rises:
+            if tried == MAX_FORESEEN or (best is not None and least >= best[0]):
+                break  # the others are dearer still
+            if not self.saturate and _is_over_saturated(choice.layout):
+                continue
+            tried += 1
+            standing = state.groups[number]
+            priced = self._best_order(standing, choice, job, {**standing.rest, **own})
+            if priced is None:
+                continue
+            rise = priced[0] - standing.summary.price_of_work
+            if best is None or rise < best[0]:
+                best = (rise, replace(choice, order=priced[1]))
+        return best
+
+    def _best_order(
+        self, standing: Standing, choice: Choice, job: ClusterJob, rest: Mapping[str, Rest]
+    ) -> tuple[float, Order] | None:
+        """The price of work and the order of turns that keeps every SLO and is cheapest, if the job
+        comes; None: no order keeps them."""
+        layout = choice.layout
+        best: tuple[float, Order] | None = None
+        limits = [rest_of(one, rest).slowdown for one in layout.jobs]
+        period = layout.closed_period_s()
+        hopeless = any(
+            period > limit * work for limit, work in zip(limits, layout.works_s(), strict=True)
+        )
+        for order in self.orders:
+            if hopeless and order == "round_robin":
+                continue  # varied iterations take longer than mean ones
+            outlook = standing.outlook(choice, job, order)
+            if outlook.is_hopeless(limits):
+                continue
+            forecasts = outlook.forecasts()
+            if kept(layout, forecasts, rest, self.confidence):
+                price = layout.price_of_work([one.iteration_s for one in forecasts])
+                if best is None or price < best[0] * (1 - MIN_BETTER):
+                    best = (price, order)
+        return best
+
+
+def _number(choice: Choice) -> int:
+    assert choice.group is not None
+    return choice.group
+
+
+def _iterations_at_least(layout: Layout) -> list[float]:
+    """By job: no order of turns makes its iterations shorter than this on average, if all
+    are slowed down alike."""
+    holds, works = layout.holds(), layout.works_s()
+    busy: dict[object, float] = {}
+    for pin, one, work in zip(layout.pins, holds, works, strict=True):
+        for node in pin:
+            busy[node] = busy.get(node, 0.0) + one.rollout_s / work
+    trained = math.fsum(one.train_s / work for one, work in zip(holds, works, strict=True))
+    stretch = max(1.0, trained, *busy.values())
+    return [work * stretch for work in works]
+
+
+def _is_over_saturated(layout: Layout) -> bool:
+    holds = layout.holds()
+    return load_s(holds, layout.pins) > cycle_s(holds)
+
+
+def kept(
+    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
+) -> bool:
+    """Whether every job's SLO is kept, for `rest` as in `Standing`. Who joins turns that are under
+    way makes everybody wait once more, by an iteration at most."""
+    joins = len(layout.jobs) > 1
+    for job, one in zip(layout.jobs, forecasts, strict=True):
+        allowed = rest_of(job, rest)
+        once = one.slowdown / allowed.iterations if joins else 0.0
+        if one.bound(confidence, allowed.iterations) + once > allowed.slowdown + 1e-9:
+            return False
+    return True

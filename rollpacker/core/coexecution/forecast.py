@@ -1,0 +1,144 @@
+"""What slowdowns a layout would bring, for iterations as they are distributed.
+
+The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
+k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
+is a ratio of two sums; it is kept below its SLO with the stated confidence if
+
+    mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
+
+The deviation comes from sums over stretches of `STRETCH` iterations, since neighbours wait for the
+same long iteration of somebody else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from rollpacker.core.coexecution.group import Holds
+from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.layout import Layout
+from rollpacker.core.coexecution.timeline import GroupTimeline
+from rollpacker.core.coexecution.turns import Order
+
+STRETCH = 4
+NUM_STRETCHES = 7
+WARM_UP = 2
+"""Iterations that are left out: all jobs begin at once, which they do once."""
+HOPELESS = 1.1
+"""Once a mean slowdown is so many times its limit after a third of the run, the rest is not run."""
+_STEP = (0.7548776662466927, 0.5698402909980532)
+"""Of the additive sequence that fills a square most evenly (Roberts' R2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one job in a layout."""
+
+    iteration_s: float
+    """Mean, elapsed."""
+    slowdown: float
+    """Mean seconds of an iteration over mean seconds without waits and switches."""
+    deviation: float
+    """Of the slowdown over a single iteration, as far as it adds up over many."""
+
+    def bound(self, confidence: float, iterations: int) -> float:
+        """The slowdown over so many iterations, which is not passed with this confidence."""
+        if self.deviation == 0.0:
+            return self.slowdown
+        z = NormalDist().inv_cdf(confidence)
+        return self.slowdown + z * self.deviation / math.sqrt(max(iterations, 1))
+
+
+class Outlook:
+    """What comes of a layout in an order of turns. Its turns are run no further than is asked for,
+    and each once, however often."""
+
+    def __init__(self, layout: Layout, order: Order) -> None:
+        self.layout = layout
+        self._drawn: list[list[tuple[float, Holds]]] = []
+        """By job and iteration: its seconds without waits and switches, and what it holds."""
+        self._early: list[float] | None = None
+        self._forecasts: list[Forecast] | None = None
+        self._timeline: GroupTimeline | None = None
+        """While it runs."""
+        self._order: Order = order
+        if order == "round_robin" and all(map(_is_fixed, layout.jobs)):
+            # Fixed iterations in round robin need no run: their period is known.
+            period = layout.period_s()
+            self._forecasts = [Forecast(period, period / work, 0.0) for work in layout.works_s()]
+            self._early = [one.slowdown for one in self._forecasts]
+
+    def is_hopeless(self, limits: Sequence[float]) -> bool:
+        """Whether some job's slowdown is far beyond its limit after a third of the run already."""
+        if self._early is None:
+            self._early = [one.slowdown for one in self._run(NUM_STRETCHES // 3)]
+        pairs = zip(self._early, limits, strict=True)
+        is_hopeless = any(slowdown > HOPELESS * limit for slowdown, limit in pairs)
+        if is_hopeless:
+            self._stop()
+        return is_hopeless
+
+    def forecasts(self) -> list[Forecast]:
+        """By job."""
+        if self._forecasts is None:
+            self._forecasts = self._run(NUM_STRETCHES)
+            self._stop()
+        return self._forecasts
+
+    def _run(self, stretches: int) -> list[Forecast]:
+        if self._timeline is None:
+            pins = [sorted(pin, key=str) for pin in self.layout.pins]
+            slos = [job.slo for job in self.layout.jobs]
+            self._drawn = [[] for _ in pins]
+            self._timeline = GroupTimeline(pins, self._holds, order=self._order, slos=slos)
+        self._timeline.run_until(WARM_UP + STRETCH * stretches + 1)
+        return [
+            _forecast(begins, [self._draw(job, n)[0] for n in range(len(begins))])
+            for job, begins in enumerate(self._timeline.begins_s)
+        ]
+
+    def _stop(self) -> None:
+        """Keeps what was found, and no more: many are kept for long."""
+        self._timeline = None
+        self._drawn = []
+
+    def _holds(self, job: int, iteration: int) -> Holds:
+        return self._draw(job, iteration)[1]
+
+    def _draw(self, job: int, iteration: int) -> tuple[float, Holds]:
+        own = self._drawn[job]
+        while len(own) <= iteration:
+            times = self.layout.jobs[job].draw(*_point(job, len(own)))
+            sharing = self.layout.sharings[job]
+            own.append((sharing.work_s(times), sharing.holds(times)))
+        return own[iteration]
+
+
+def foresee(layout: Layout, order: Order) -> list[Forecast]:
+    """By job."""
+    return Outlook(layout, order).forecasts()
+
+
+def _is_fixed(job: ClusterJob) -> bool:
+    return len(job.rounds) == 1 and job.rounds[0].mean == job.rounds[0].worst
+
+
+def _point(job: int, number: int) -> tuple[float, float]:
+    """The job's own part of the sequence."""
+    at = number + 1 + 1000 * job
+    return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
+
+
+def _forecast(begins_s: Sequence[float], works_s: Sequence[float]) -> Forecast:
+    count = (len(begins_s) - 1 - WARM_UP) // STRETCH
+    cuts = [WARM_UP + STRETCH * n for n in range(count + 1)]
+    elapsed = [begins_s[b] - begins_s[a] for a, b in itertools.pairwise(cuts)]
+    works = [math.fsum(works_s[a:b]) for a, b in itertools.pairwise(cuts)]
+    ratio = math.fsum(elapsed) / math.fsum(works)
+    spread = math.fsum((e - ratio * w) ** 2 for e, w in zip(elapsed, works, strict=True))
+    deviation = math.sqrt(spread / max(count - 1, 1)) / fmean(works) * math.sqrt(STRETCH)
+    return Forecast(fmean(elapsed) / STRETCH, ratio, deviation)

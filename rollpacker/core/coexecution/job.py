@@ -1,0 +1,170 @@
+"""What a job is for the cluster: how long its phases take, what it needs, what it is promised.
+
+rollout (holds the rollout pool) -> between (verdicts; holds nothing)
+  -> train (holds the training pool, until the weights are published) -> after (commit) -> again
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Phase = Literal["rollout", "train"]
+
+
+class Times(NamedTuple):
+    """Seconds of one iteration, as a job alone would take them on devices that are always its."""
+
+    rollout_s: float
+    between_s: float
+    train_s: float
+    after_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes:
+    """One kind of round, as a distribution: equally likely iterations, from short to long.
+
+    Training is linear in the tokens of the rollout, so that the n-th shortest rollout is taken to
+    come with the n-th shortest training. Raises `ValueError` for what cannot be seconds."""
+
+    kind: str = "plain"
+    share: float = 1.0
+    """Of the job's iterations."""
+    rollout_s: tuple[float, ...]
+    train_s: tuple[float, ...]
+    """As many as in `rollout_s`, or one."""
+    between_s: float = 0.0
+    """From the end of generation to the begin of training: verdicts."""
+    after_s: float = 0.0
+    """From the end of training to the next rollout: commit, checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not self.rollout_s or not self.train_s:
+            raise ValueError("rollout_s and train_s must have at least one number each")
+        for name in ("rollout_s", "train_s"):
+            for seconds in getattr(self, name):
+                if not (math.isfinite(seconds) and seconds > 0):
+                    raise ValueError(f"{name} must be more than 0 seconds, not {seconds}")
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
+        for name in ("between_s", "after_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
+
+    def at(self, quantile: float) -> Times:
+        """The iteration at this quantile, from 0 to below 1."""
+        rollout, train = self.rollout_s, self.train_s
+        return Times(
+            rollout[int(quantile * len(rollout))],
+            self.between_s,
+            train[int(quantile * len(train))],
+            self.after_s,
+        )
+
+    @cached_property
+    def mean(self) -> Times:
+        return Times(
+            math.fsum(self.rollout_s) / len(self.rollout_s),
+            self.between_s,
+            math.fsum(self.train_s) / len(self.train_s),
+            self.after_s,
+        )
+
+    @property
+    def worst(self) -> Times:
+        return Times(self.rollout_s[-1], self.between_s, self.train_s[-1], self.after_s)
+
+
+SHARE_TOLERANCE = 1e-6
+
+
+# size: one field for each thing that placement weighs
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """One job, as it was submitted. Raises `ValueError` for what cannot be."""
+
+    name: str
+    rounds: tuple[RoundTimes, ...]
+    """Kinds of round; their shares add up to 1."""
+    steps: int
+    """Iterations until it ends."""
+    slo: float
+    """Its elapsed time may be this many times what it would be without waits for pools."""
+    priority: int = 0
+    """Among jobs that wait for nodes, higher ones come first."""
+    rollout_devices: int = 8
+    train_devices: int = 8
+    """At least; in a group whose training pool is larger, its training is spread over all."""
+    rollout_memory_gib: float = 0.0
+    """Host memory that its parked rollout keeps on each of its nodes."""
+    train_memory_gib: float = 0.0
+    """The same of its parked trainer, on each training node of its group."""
+    model_gb: float = 0.0
+    """What crosses the link with each hand-over of weights, 1e9 bytes."""
+    rollout_switch_s: float = 0.0
+    """To park on a rollout node and to wake there, together."""
+    train_switch_s: float = 0.0
+    cold_start_s: float = 0.0
+    """Before its first iteration, and after each move."""
+    tail_share: float = 0.0
+    """The last part of a rollout that runs on few devices, while another job has the rest."""
+    tail_devices_share: float = 0.125
+    """So much of the devices keeps the tail."""
+
+    def __post_init__(self) -> None:
+        if not self.rounds:
+            raise ValueError("rounds must have at least one kind of round")
+        total = math.fsum(kind.share for kind in self.rounds)
+        if abs(total - 1) > SHARE_TOLERANCE:
+            raise ValueError(f"the shares of rounds add up to {total:g}, not to 1")
+        if not (math.isfinite(self.slo) and self.slo >= 1):
+            raise ValueError(
+                f"slo is {self.slo:g}: alone a job has a slowdown of 1, and sharing makes no job "
+                "faster; give 1 or more"
+            )
+        for name in ("steps", "rollout_devices", "train_devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            *("rollout_memory_gib", "train_memory_gib", "model_gb", "rollout_switch_s"),
+            *("train_switch_s", "cold_start_s"),
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+        for name in ("tail_share", "tail_devices_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 0 or more and below 1, not {getattr(self, name)}")
+
+    @cached_property
+    def mean(self) -> Times:
+        """Of all kinds of round, by their shares."""
+        sums = (
+            math.fsum(one.share * seconds[part] for one, seconds in pairs)
+            for pairs in [[(one, one.mean) for one in self.rounds]]
+            for part in range(4)
+        )
+        return Times(*sums)
+
+    @cached_property
+    def worst(self) -> Times:
+        """As if every response of every iteration ran to its limit."""
+        return Times(*map(max, zip(*(one.worst for one in self.rounds), strict=True)))
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        return list(itertools.accumulate(one.share for one in self.rounds))
+
+    def draw(self, which: float, quantile: float) -> Times:
+        """An iteration for two numbers from 0 to below 1: which kind of round, how long of it."""
+        if len(self.rounds) == 1:
+            return self.rounds[0].at(quantile)
+        number = min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)
+        return self.rounds[number].at(quantile)

@@ -1,0 +1,199 @@
+"""Whose turn it is on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
+
+    ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
+
+A job holds the nodes of one phase at most, so nobody who holds anything waits for anything: there
+is no circular wait. Orders:
+
+    round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
+                  waited for. Its period has a closed form (`group.period_s`).
+    first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
+                  a job of many nodes does not starve.
+    least_slack   as first_come, but who is closest to breaking its SLO comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollpacker.core.coexecution.job import Phase
+
+Order = Literal["round_robin", "first_come", "least_slack"]
+ORDERS: tuple[Order, ...] = ("round_robin", "first_come", "least_slack")
+
+TRAINING = "training"
+"""The group's training nodes, which are held together."""
+
+Node = Hashable
+
+
+@dataclass(slots=True)
+class _Member:
+    rank: tuple[int, int]
+    """Place in the cyclic order."""
+    nodes: Mapping[Phase, tuple[Node, ...]]
+    slo: float
+    turns: dict[Phase, int]
+    """How many of each phase it was granted, counted from those of the others when it joined."""
+    waits_for: Phase | None = None
+    holds: Phase | None = None
+    asked: int = 0
+    """Number of its last ask, among all asks of the group."""
+    asked_s: float = 0.0
+    since_s: float = 0.0
+    """Its first ask."""
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A node, or the training nodes."""
+
+    members: list[_Member] = field(default_factory=list)
+    """Who uses it."""
+    holder: str | None = None
+
+    def due(self, phase: Phase) -> _Member:
+        """Whose turn it is in round robin: who had the fewest."""
+        return min(self.members, key=lambda one: (one.turns[phase], one.rank))
+
+
+class Turns:
+    """The turns of one group. All decisions are functions of what was asked, left and when."""
+
+    def __init__(self, order: Order = "round_robin") -> None:
+        self._order: Order = order
+        self._members: dict[str, _Member] = {}
+        self._seats: dict[Node, _Seat] = {TRAINING: _Seat()}
+        self._waiting: dict[str, _Member] = {}
+        self._num_asked = 0
+        self._num_joined = 0
+
+    @property
+    def order(self) -> Order:
+        return self._order
+
+    @order.setter
+    def order(self, order: Order) -> None:
+        """In round robin turns are counted from now on, without who has had more before."""
+        if order == "round_robin" != self._order:
+            for one in self._members.values():
+                is_between = one.turns["rollout"] > one.turns["train"]
+                one.turns = {"rollout": 1, "train": 0 if is_between else 1}
+        self._order = order
+
+    @property
+    def jobs(self) -> Sequence[str]:
+        return list(self._members)
+
+    def holder(self, node: Node) -> str | None:
+        """Who has the node; None: nobody."""
+        seat = self._seats.get(node)
+        return None if seat is None else seat.holder
+
+    def join(self, job: str, rollout_nodes: Sequence[Node], slo: float) -> None:
+        """The job takes part in turns from now on, which begins with a rollout. Jobs of more nodes
+        come earlier in the cyclic order. Its first turn is the next that nobody has begun, so that
+        rollouts and trainings stay in one order."""
+        assert job not in self._members and rollout_nodes
+        self._num_joined += 1
+        rank = (-len(rollout_nodes), self._num_joined)
+        nodes: dict[Phase, tuple[Node, ...]] = {
+            "rollout": tuple(rollout_nodes),
+            "train": (TRAINING,),
+        }
+        begun = max((one.turns["rollout"] for one in self._members.values()), default=0)
+        member = _Member(rank=rank, nodes=nodes, slo=slo, turns={"rollout": begun, "train": begun})
+        self._members[job] = member
+        for node in (*rollout_nodes, TRAINING):
+            self._seats.setdefault(node, _Seat()).members.append(member)
+
+    def remove(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
+        """The job takes part no more, whatever it waits for or holds. Returns what is granted to
+        others by that."""
+        member = self._members.pop(job)
+        self._waiting.pop(job, None)
+        for node in (*member.nodes["rollout"], TRAINING):
+            seat = self._seats[node]
+            seat.members = [one for one in seat.members if one is not member]
+            if seat.holder == job:
+                seat.holder = None
+            if not seat.members and node != TRAINING:
+                del self._seats[node]
+        return self._grant(now_s)
+
+    def ask(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
+        """The job wants the nodes of a phase. Returns what is granted, to it or to others."""
+        member = self._members[job]
+        assert member.waits_for is None and member.holds is None, job
+        if member.asked == 0:
+            member.since_s = now_s
+        self._num_asked += 1
+        self._waiting[job] = member
+        member.waits_for, member.asked, member.asked_s = phase, self._num_asked, now_s
+        return self._grant(now_s)
+
+    def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
+        """The job is done with the nodes, or gives them up at its tail. Returns what is granted."""
+        member = self._members[job]
+        assert member.holds == phase, (job, phase, member.holds)
+        member.holds = None
+        for node in member.nodes[phase]:
+            self._seats[node].holder = None
+        return self._grant(now_s)
+
+    # -- who is next -------------------------------------------------------------------
+
+    def _grant(self, now_s: float) -> list[tuple[str, Phase]]:
+        if not self._waiting:
+            return []
+        waiting = [*self._waiting.items()]
+        if self._order == "round_robin":
+            return self._grant_round_robin(waiting, now_s)
+        if self._order == "first_come":
+            waiting.sort(key=lambda pair: pair[1].asked)
+        elif len(waiting) > 1:
+            waiting.sort(key=lambda pair: (_slack(pair[1], now_s), pair[1].asked))
+        granted, blocked = [], set[Node]()
+        for job, member in waiting:
+            assert member.waits_for is not None
+            nodes = member.nodes[member.waits_for]
+            if any(node in blocked or self._seats[node].holder for node in nodes):
+                blocked.update(nodes)
+            else:
+                granted.append(self._give(job, member, now_s))
+        return granted
+
+    def _grant_round_robin(
+        self, waiting: Sequence[tuple[str, _Member]], now_s: float
+    ) -> list[tuple[str, Phase]]:
+        granted = []
+        for job, member in waiting:
+            assert member.waits_for is not None
+            seats = [self._seats[node] for node in member.nodes[member.waits_for]]
+            phase = member.waits_for
+            if all(seat.holder is None and seat.due(phase) is member for seat in seats):
+                granted.append(self._give(job, member, now_s))
+        return granted
+
+    def _give(self, job: str, member: _Member, now_s: float) -> tuple[str, Phase]:
+        phase = member.waits_for
+        assert phase is not None
+        for node in member.nodes[phase]:
+            seat = self._seats[node]
+            assert seat.holder is None, (node, seat.holder)
+            seat.holder = job
+        del self._waiting[job]
+        member.waits_for, member.holds = None, phase
+        member.turns[phase] += 1
+        member.waited_s += max(now_s - member.asked_s, 0.0)
+        return job, phase
+
+
+def _slack(member: _Member, now_s: float) -> float:
+    """Seconds that the job may still wait, over what it has worked: below 0 its SLO is broken."""
+    elapsed_s = now_s - member.since_s
+    waited_s = member.waited_s + now_s - member.asked_s
+    return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

@@ -1,0 +1,266 @@
+"""Jobs on shared pools in virtual time: what a policy costs, against bounds and by hand."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rollpacker.cli.main import main
+from rollpacker.config.load import ConfigError
+from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.sim.cluster import Simulation, hours_alone
+from rollpacker.sim.cluster_jobs import Arrival, arrivals, read_trace
+from rollpacker.sim.cluster_optimum import Columns, OptimumSimulation, cheapest_partition
+from rollpacker.sim.cluster_policies import POLICIES
+from rollpacker.sim.cluster_result import PolicyResult
+from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+
+ROOT = Path(__file__).parents[2]
+MIXED = ROOT / "configs/clusters/mixed.yaml"
+FEW = ("jobs.count=25", "jobs.hours=60", "jobs.mean_hours=6")
+
+
+def spec_of(*overrides: str) -> ClusterSpec:
+    return load_cluster(MIXED, overrides)
+
+
+def simulated(spec: ClusterSpec, name: str, jobs: Sequence[Arrival] = ()) -> PolicyResult:
+    jobs = jobs or arrivals(spec)
+    if name == "optimum":
+        return OptimumSimulation(spec, jobs).run(hours_alone(jobs))
+    return Simulation(spec, jobs, name).run()
+
+
+def job(name: str, rollout_s: float, train_s: float, steps: int, slo: float = 2.0) -> ClusterJob:
+    rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
+    return ClusterJob(name=name, rounds=rounds, steps=steps, slo=slo)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, PolicyResult]:
+    spec = spec_of(*FEW)
+    return {name: simulated(spec, name) for name in POLICIES}
+
+
+def test_every_policy_runs_all_jobs(
+    results: dict[str, PolicyResult],
+) -> None:
+    for name, result in results.items():
+        assert len(result.jobs) == 25
+        assert all(one.slowdown >= 1 - 1e-9 for one in result.jobs), name
+        assert all(0 < busy <= 1 + 1e-9 for busy in result.busy.values()), name
+    # Who heeds no SLO may be cheaper than the cheapest that keeps them all.
+    for name in ("dedicated", "rollmux"):
+        assert results[name].price_per_h > results["optimum"].price_per_h, name
+    assert results["rollpacker"].price_per_h < results["dedicated"].price_per_h
+    assert results["random"].slo_kept < results["rollmux"].slo_kept
+
+
+def test_who_shares_nothing_waits_for_nothing(results: dict[str, PolicyResult]) -> None:
+    for name in ("dedicated", "colocated"):
+        assert results[name].slowdown_mean == pytest.approx(1)
+        assert results[name].slo_kept == 1
+    assert [*results["colocated"].peak_devices] == ["fast"]
+    assert results["colocated"].busy["fast"] > 0.9
+
+
+def test_the_same_seed_is_the_same_result(results: dict[str, PolicyResult]) -> None:
+    for name in ("rollmux", "random"):
+        assert simulated(spec_of(*FEW), name) == results[name]
+        assert simulated(spec_of(*FEW, "seed=1"), name) != results[name]
+
+
+def test_the_same_jobs_come_whatever_their_slo() -> None:
+    loose, tight = (arrivals(spec_of(*FEW, f"jobs.slo=[{slo},{slo}]")) for slo in (1.2, 2.0))
+    assert [one.at_s for one in loose] == [one.at_s for one in tight]
+    assert [one.job.rounds for one in loose] == [one.job.rounds for one in tight]
+    assert {one.job.slo for one in loose} == {1.2}
+
+
+def test_dedicated_costs_what_can_be_reckoned_by_hand() -> None:
+    """100 iterations of 100 + 100 s on one node of each kind."""
+    spec = spec_of()
+    result = simulated(spec, "dedicated", [Arrival(0.0, job("a", 100, 100, 100))])
+    assert result.price_per_h == pytest.approx(8 * (1.85 + 5.28))
+    assert result.busy == pytest.approx({"cheap": 0.5, "fast": 0.5})
+    assert result.peak_devices == {"cheap": 8, "fast": 8}
+
+
+@pytest.mark.parametrize("name", ["rollmux", "rollpacker", "optimum"])
+def test_two_jobs_that_fill_each_others_waits_cost_half(name: str) -> None:
+    """Equal phases, no switches: one generates while the other trains."""
+    jobs = [Arrival(0.0, job(one, 100, 100, 200)) for one in "ab"]
+    alone, shared = (simulated(spec_of(), one, jobs) for one in ("dedicated", name))
+    assert alone.price_per_h / shared.price_per_h == pytest.approx(2, rel=0.01)
+    assert shared.busy == pytest.approx({"cheap": 1, "fast": 1}, rel=0.01)
+
+
+def test_a_job_waits_for_nodes_and_that_counts_as_slowdown() -> None:
+    spec = spec_of("pools.0.nodes=1", "pools.1.nodes=1")
+    jobs = [Arrival(0.0, job(one, 150, 50, 10, slo=1.0)) for one in "ab"]
+    first, second = simulated(spec, "dedicated", jobs).jobs
+    assert (first.slowdown, second.slowdown) == (1, 2)
+    assert first.kept and not second.kept
+
+
+def test_training_on_more_nodes_than_asked_for_is_faster() -> None:
+    wide = ClusterJob(
+        name="wide",
+        rounds=(RoundTimes(rollout_s=(100,), train_s=(100,)),),
+        steps=50,
+        slo=2,
+        rollout_devices=16,
+        train_devices=16,
+    )
+    jobs = [Arrival(0.0, wide), Arrival(1.0, job("narrow", 100, 100, 50))]
+    result = simulated(spec_of(), "rollmux", jobs)
+    assert result.peak_devices["fast"] == 16, "the narrow job trains on the wide one's nodes"
+
+
+# -- the optimum -------------------------------------------------------------------
+
+
+def partitions(items: Sequence[str]) -> Iterator[list[frozenset[str]]]:
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = [one for one in rest if one not in others]
+            for more in partitions(left):
+                yield [frozenset((first, *others)), *more]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_optimum_is_the_best_of_all_partitions(seed: int) -> None:
+    spec = spec_of("jobs.count=7", f"seed={seed}", "max_group=4")
+    jobs = [one.job for one in arrivals(spec)]
+    columns = Columns(spec).of(jobs)
+    price = {one.jobs: one.price for one in columns}
+    best = min(
+        math.fsum(price.get(group, math.inf) for group in groups)
+        for groups in partitions([one.name for one in jobs])
+    )
+    chosen = cheapest_partition([one.name for one in jobs], columns)
+    assert math.fsum(one.price for one in chosen) == pytest.approx(best)
+    assert sorted(name for one in chosen for name in one.jobs) == sorted(one.name for one in jobs)
+
+
+# -- input -------------------------------------------------------------------------
+
+LINE = {"arrival_h": 0.5, "rollout_s": 100, "train_s": [40, 60], "slo": 1.5, "hours": 2}
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    trace = tmp_path / "jobs.jsonl"
+    kinds = [
+        {"kind": "short", "share": 0.8, "rollout_s": 50, "train_s": 40},
+        {"kind": "long", "share": 0.2, "rollout_s": [200, 300], "train_s": 50, "after_s": 3},
+    ]
+    second = {"name": "two", "arrival_h": 1, "rounds": kinds, "slo": 1.2, "steps": 9, "model": "7b"}
+    trace.write_text(f"{json.dumps(LINE)}\n\n{json.dumps(second)}\n")
+    first, other = read_trace(trace)
+    assert (first.at_s, first.job.name, first.job.steps) == (1800, "job-1", 48)
+    assert first.job.mean == (100, 0, 50, 0)
+    assert other.job.mean == pytest.approx((90, 0, 42, 0.6))
+    assert other.job.worst == (300, 0, 50, 3)
+    assert other.job.model_gb == 15.2
+    spec = spec_of(f"jobs.trace={trace}")
+    assert simulated(spec, "rollmux").slo_kept == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rollout_s": float("nan")}, "line 2: rollout_s must be a finite number, not nan"),
+        ({"rollout_s": -1}, "line 2: rollout_s must be more than 0 seconds, not -1"),
+        ({"rollout_s": "fast"}, 'line 2: rollout_s must be a number, not "fast"'),
+        ({"arrival_h": float("nan")}, "line 2: arrival_h must be a finite number"),
+        ({"arrival_h": -2}, "line 2: arrival_h must be 0 or more hours"),
+        ({"arrival_h": 0.1}, "line 2: arrival_h is 0.1, before the job of the line above it"),
+        ({"slo": 0.99}, "line 2: slo is 0.99: alone a job has a slowdown of 1"),
+        ({"train": 3}, 'line 2: there is no key "train". Did you mean "train_s"?'),
+        ({"model": "9b"}, 'line 2: model is "9b". Known: 3b, 7b'),
+        ({"name": "job-1"}, "line 2: a second job with the name job-1"),
+        ({"steps": 1.5}, "line 2: steps must be a whole number"),
+        ({"hours": 0}, "line 2: hours must be more than 0"),
+        ({"rounds": []}, "line 2: rollout_s, train_s and rounds exclude each other"),
+    ],
+)
+def test_what_a_trace_may_not_say(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    trace = tmp_path / "jobs.jsonl"
+    trace.write_text(f"{json.dumps(LINE)}\n{json.dumps(LINE | change)}\n")
+    with pytest.raises(ValueError) as raised:
+        read_trace(trace)
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("jobs.slo=[0.9,1.5]", "two rising numbers of 1 or more, not 0.9 and 1.5"),
+        ("pools.0.gpu=h21", 'Did you mean "h20"?'),
+        ("pools.1.phase=rollout", "has none with phase: train"),
+        ("pools.1.name=cheap", 'two pools with the name "cheap"'),
+        ("slo_confidence=1.0", "must be from 0.5 to below 1"),
+        ("max_group=0", "must be at least 1, not 0"),
+        ("link_gb_s=0", "must be more than 0, not 0.0"),
+        ("jobs.variation=-1", "must be from 0 to 1, not -1.0"),
+        ("order=random", '"auto", "round_robin", "first_come", "least_slack"'),
+    ],
+)
+def test_what_a_cluster_may_not_be(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        spec_of(override)
+    assert told in str(raised.value)
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["cluster", "simulate", str(MIXED), *FEW, "--compare", "rollmux,optimum"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "over optimum" in shown and "rollmux" in shown
+    assert main([*command, "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)["policies"]
+    assert [*policies] == ["rollmux", "optimum"]
+    assert {*policies["rollmux"]} == {
+        *("price_per_h", "over_optimum", "slo_kept", "slowdown_mean", "peak_devices", "busy")
+    }
+    assert policies["optimum"]["over_optimum"] == 1
+    assert policies["rollmux"]["peak_devices"].keys() == {"cheap", "fast"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--compare", "rolmux"], 'no policy "rolmux". Known: rollpacker, dedicated'),
+        (["pools.0.host_memory_gib=300"], "GiB in the host memory of each rollout node"),
+        (["jobs.trace=nowhere.jsonl"], "jobs.trace nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_one_message_and_nothing_is_simulated(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", "simulate", str(MIXED), *words]) != 0
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("cluster_held_out", "rows"), ("cluster_beyond", "profiles")]
+)
+def test_the_page_has_what_was_measured(
+    name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())[key]
+    table = importlib.import_module(name).table(found)
+    assert table in (ROOT / "docs/many-jobs.md").read_text()
