@@ -63,6 +63,13 @@ class JobConfig:
                 "stream_trainer.enabled: a sample's weight is known when its round is over, and "
                 "streaming trains on it before"
             )
+        if self.shares_pools and self.stream.enabled and not self.trainer_apart:
+            raise ValueError(
+                "stream_trainer.enabled does not go with shared pools where engines and trainer "
+                "have the same devices: those of a round are another job's when training begins. "
+                "Set stream_trainer.enabled=false, or give the trainer processes of its own "
+                "(train.processes)"
+            )
 
     def layout(self, tensor_parallel: int) -> DeviceLayout:
         """How the devices are shared out at this degree; the first if none is made for it."""

@@ -2,7 +2,7 @@
 takes turns with other jobs on both (`coexecution/`).
 
     RunStarted, Committed    Enter(rollout)  -> Entered -> the round begins
-    a refill's Launch        the same
+    a refill is due          the same
     all samples have ended   Leave(rollout), and verdicts are awaited without a pool
     TrainOn                  Enter(train)    -> Entered -> StartGradients, TrainOn
     WeightsSynced            Leave(train), then Commit
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rollpacker.core.commands import (
     Command,
@@ -34,30 +34,30 @@ from rollpacker.core.commands import (
     SyncWeights,
     TrainOn,
 )
-from rollpacker.core.events import (
-    Committed,
-    Entered,
-    Event,
-    PoolNeeded,
-    PoolUnneeded,
-    RunStarted,
-)
+from rollpacker.core.events import Committed, Entered, Event, PoolNeeded, PoolUnneeded, StopRequested
 from rollpacker.core.ids import PoolName
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
+from rollpacker.core.progress import MAX_EMPTY_STEPS
+from rollpacker.core.queues import NextRound
 
 NEEDS: Mapping[type[Command], PoolName] = {
     **dict.fromkeys((Launch, Place, Move, Replace, Resize), "rollout"),
     **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
 }
-"""Commands that are held back until the pool is the job's."""
-CALLS: Mapping[type[Command], str] = {Launch: "round", TrainOn: "step"}
-"""Those for which it is entered, and what for. The others come along."""
+"""Commands that are said on this pool only."""
 
 
 class PooledJob(Job):
-    """See `Job`, whose events and commands it has, and four more."""
+    """See `Job`, whose events and commands it has, and five more."""
+
+    HANDLERS: ClassVar[dict[type, str]] = {
+        **Job.HANDLERS,
+        Entered: "_on_entered",
+        PoolNeeded: "_on_needed",
+        PoolUnneeded: "_on_unneeded",
+    }
 
     def __init__(self, config: JobConfig) -> None:
         super().__init__(config)
@@ -66,70 +66,100 @@ class PooledJob(Job):
         self.entering: PoolName | None = None
         """That was asked for."""
         self.waited_s = 0.0
-        """For pools, and until parked processes had woken up."""
+        """For pools, and until parked processes had woken up; since the job began or was
+        restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
-        self._begin: RunStarted | Committed | None = None
-        """What the next round begins with, once the rollout pool is there."""
+        """Until their pool is there: `TrainOn`, and what comes along."""
+        self._begins = False
+        """A step is to begin as soon as the rollout pool is there."""
+        self._refill: NextRound | None = None
+        """The same of a round that refills a step."""
+        self._checkpointed = False
+        """So was the last commit."""
         self._needed: PoolNeeded | None = None
         """By the driver itself."""
 
     def handle(self, event: Event) -> list[Command]:
         """See `Job.handle`."""
         now_s = event.time_s
-        match event:
-            case Entered():
-                commands = self._on_entered(event)
-            case PoolNeeded():
-                assert self._needed is None, f"{event} while {self._needed} goes on"
-                self._needed, commands = event, []
-            case PoolUnneeded():
-                assert self._needed is not None, f"{event}, which nobody needed"
-                self._needed, commands = None, []
-            case RunStarted() | Committed() if not self._ends_here():
-                self._begin, commands = event, []
-            case _:
-                commands = self._inner(event)
-        if self._begin is not None and self._ends_here():
-            # A wish to stop that comes while the round waits for its pool ends the run without it.
-            begin, self._begin = self._begin, None
-            commands += self._inner(replace(begin, time_s=now_s))
-        return self._turn(commands, now_s)
+        waits_s = 0.0 if self.entering is None else now_s - self._asked_s
+        own = replace(event, time_s=now_s - self.waited_s - waits_s)
+        released: list[Command] = []
+        if isinstance(event, Entered):
+            released = self._enter(event)
+        return self._turn([*released, *super().handle(own)], now_s)
 
-    def state(self) -> dict[str, Any]:
-        """See `Job.state`."""
-        return {**super().state(), "waited_s": self.waited_s}
+    def waiting_for(self) -> str:
+        """See `Job.waiting_for`."""
+        if self.entering is None:
+            return super().waiting_for()
+        return f"the {self.entering} pool, which other jobs use too"
 
-    @classmethod
-    def restore(
-        cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
-    ) -> PooledJob:
-        """See `Job.restore`. Whether it shared pools before does not matter."""
-        job = super().restore(config, state, data_ended=data_ended)
-        assert isinstance(job, cls)
-        job.waited_s = state.get("waited_s", 0.0)
-        return job
+    # -- what is held back -------------------------------------------------------------
 
-    def _inner(self, event: Event) -> list[Command]:
-        """The job's answer, by its own clock, which stands while it waits."""
-        waits_s = 0.0 if self.entering is None else event.time_s - self._asked_s
-        return super().handle(replace(event, time_s=event.time_s - self.waited_s - waits_s))
+    def _next_step(self) -> list[Command]:
+        ends = self.nothing_left() or self.progress.num_empty_steps == MAX_EMPTY_STEPS
+        if self.pool == "rollout" or ends:
+            return super()._next_step()
+        self._begins = True
+        return []
 
-    def _ends_here(self) -> bool:
-        """No round follows the commit at hand, as far as is known without asking the cursor."""
-        return self.nothing_left() or self._stop_reason is not None
+    def _start(self, next_round: NextRound) -> list[Command]:
+        if self.pool == "rollout":
+            return super()._start(next_round)
+        self._refill, self.phase = next_round, Phase.ROLLING
+        return []
 
-    def _on_entered(self, event: Entered) -> list[Command]:
+    def _enter(self, event: Entered) -> list[Command]:
+        """The pool is there, and with it what was held back for it."""
         if event.pool != self.entering:
             raise AssertionError(f"{event} while the job waits for {self.entering}")
         self.pool, self.entering = event.pool, None
         self.waited_s += event.time_s - self._asked_s
-        commands = [one for one in self._held if NEEDS[type(one)] == self.pool]
+        released = [self._renewed(one) for one in self._held if NEEDS[type(one)] == self.pool]
         self._held = [one for one in self._held if NEEDS[type(one)] != self.pool]
-        if self.pool == "rollout" and self._begin is not None:
-            begin, self._begin = self._begin, None
-            commands += self._inner(replace(begin, time_s=event.time_s))
-        return commands
+        return released
+
+    def _renewed(self, command: Command) -> Command:
+        """An engine that was lost before a step is replaced after it, at the new weights."""
+        return replace(command, version=self.version) if type(command) is Replace else command
+
+    def _on_entered(self, event: Entered) -> list[Command]:
+        if event.pool != "rollout":
+            return []
+        refill, self._refill = self._refill, None
+        if refill is not None:
+            return self._start(refill)
+        begins, self._begins = self._begins, False
+        return self._next_step() if begins else []
+
+    def _on_needed(self, event: PoolNeeded) -> list[Command]:
+        assert self._needed is None, f"{event} while {self._needed} goes on"
+        self._needed = event
+        return []
+
+    def _on_unneeded(self, event: PoolUnneeded) -> list[Command]:
+        assert self._needed is not None, f"{event}, which nobody needed"
+        self._needed = None
+        return []
+
+    def _on_committed(self, event: Committed) -> list[Command]:
+        self._checkpointed = event.checkpointed
+        return super()._on_committed(event)
+
+    def _on_stop(self, event: StopRequested) -> list[Command]:
+        """While a step waits for its pool, the run ends without it."""
+        commands = super()._on_stop(event)
+        if not self._begins:
+            return commands
+        assert self._stop_reason is not None
+        self._begins = False
+        if self.phase is Phase.COMMITTING and not self._checkpointed:
+            return self._commit(num_steps=0)
+        return self._finish(self._stop_reason)
+
+    # -- which pool --------------------------------------------------------------------
 
     def _turn(self, commands: list[Command], now_s: float) -> list[Command]:
         """Hold back what needs another pool, leave the one that is not needed any more, and ask for
@@ -139,10 +169,8 @@ class PooledJob(Job):
             said.append(Leave(pool=self.pool))
             self.pool = None
         for command in commands:
-            if NEEDS.get(type(command), self.pool) == self.pool:
-                said.append(command)
-            else:
-                self._held.append(command)
+            needs = NEEDS.get(type(command))
+            (said if needs is None or needs == self.pool else self._held).append(command)
         wanted = self._wanted()
         if self.entering is not None and wanted is None:
             said.insert(0, Leave(pool=self.entering))
@@ -172,10 +200,9 @@ class PooledJob(Job):
             return None
         if self._needed is not None:
             return self._needed.pool, self._needed.purpose
-        for command in self._held:
-            if type(command) in CALLS:
-                return NEEDS[type(command)], CALLS[type(command)]
-        return None if self._begin is None else ("rollout", "round")
+        if any(type(command) is TrainOn for command in self._held):
+            return "train", "step"
+        return ("rollout", "round") if self._begins or self._refill is not None else None
 
 
 def make_job(config: JobConfig) -> Job:
@@ -186,6 +213,6 @@ def make_job(config: JobConfig) -> Job:
 def restore_job(
     config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
 ) -> Job:
-    """See `Job.restore`."""
+    """See `Job.restore`. Whether the job shared pools before does not matter."""
     kind = PooledJob if config.shares_pools else Job
     return kind.restore(config, state, data_ended=data_ended)
