@@ -172,12 +172,12 @@ class PooledJob(Job):
             needs = NEEDS.get(type(command))
             (said if needs is None or needs == self.pool else self._held).append(command)
         wanted = self._wanted()
-        if self.entering is not None and wanted is None:
+        if self.entering is not None and self.entering not in dict(wanted):
             said.insert(0, Leave(pool=self.entering))
             self.waited_s += now_s - self._asked_s
             self.entering = None
-        if self.pool is None and self.entering is None and wanted is not None:
-            self.entering, purpose = wanted
+        if self.pool is None and self.entering is None and wanted:
+            self.entering, purpose = wanted[0]
             self._asked_s = now_s
             said.append(Enter(pool=self.entering, purpose=purpose))
         return said
@@ -194,15 +194,18 @@ class PooledJob(Job):
             self.phase is Phase.ROLLING and not self.waits_for_rewards
         )
 
-    def _wanted(self) -> tuple[PoolName, str] | None:
-        """The pool without which nothing goes on, and what for."""
+    def _wanted(self) -> list[tuple[PoolName, str]]:
+        """The pools without which something does not go on, and what for; the first comes first."""
+        wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
-            return None
+            return wanted
         if self._needed is not None:
-            return self._needed.pool, self._needed.purpose
+            wanted.append((self._needed.pool, self._needed.purpose))
         if any(type(command) is TrainOn for command in self._held):
-            return "train", "step"
-        return ("rollout", "round") if self._begins or self._refill is not None else None
+            wanted.append(("train", "step"))
+        if self._begins or self._refill is not None:
+            wanted.append(("rollout", "round"))
+        return wanted
 
 
 def make_job(config: JobConfig) -> Job:

@@ -70,6 +70,10 @@ class Run:
     event: Event
     """What will be said of it."""
 
+    def tokens(self, now_s: float) -> int:
+        """That it has, whenever in the run it began."""
+        return int(round(now_s - self.began_s, 6))
+
 
 @dataclass
 class Life:
@@ -158,6 +162,7 @@ class Engines:
 
     def start(self, sample: SampleId, number: int, tokens: int) -> None:
         life = self.current(number)
+        assert self.world.has("rollout"), f"{sample} on another job's pool"
         assert life.ready and not life.lost, f"{sample} on an engine that is not there"
         assert not self.gathering, "some begin before others"
         assert life.version == self.world.version, f"{sample} on an engine of old weights"
@@ -194,7 +199,7 @@ class Engines:
             event = SampleAborted(
                 time_s=0.0,
                 sample=sample,
-                num_tokens=int(self.world.time_s - run.began_s),
+                num_tokens=run.tokens(self.world.time_s),
                 num_kept=self.requests[sample].carried or None,
                 **life.name,
             )
@@ -354,7 +359,7 @@ class Engines:
         if self.lives[event.engine, event.incarnation].lost:
             self.where[event.sample] = None
             return None
-        tokens = int(self.world.time_s - run.began_s)
+        tokens = run.tokens(self.world.time_s)
         self.start(event.sample, event.engine, tokens)
         return replace(event, num_tokens=tokens)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
+    Enter,
     Launch,
     Move,
     Place,
@@ -23,6 +24,7 @@ from rollpacker.core.events import (
     SampleFailed,
     SampleGenerated,
     SampleMoved,
+    Trained,
 )
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import Record
@@ -53,6 +55,9 @@ class Checker:
         self.num_failed = 0
         self.rounds = Counter[int]()
         """Launches of each."""
+        self.version = 0
+        self.holds_back = False
+        """The job shares its pools: what an engine is told may come later."""
 
     @property
     def takers(self) -> list[int]:
@@ -61,8 +66,11 @@ class Checker:
         return [n for n, there in self.there.items() if there and n not in self.released]
 
     def read(self, log: list[Record]) -> None:
+        self.holds_back = any(isinstance(c, Enter) for record in log for c in record.commands)
         for record in log:
             event = record.event
+            if isinstance(event, Trained):
+                self.version = event.version
             if isinstance(event, ENDINGS) and not self.ends(event):
                 assert not record.commands, "a zombie was heeded"
                 continue
@@ -130,8 +138,9 @@ class Checker:
         if event.incarnation != self.incarnations[event.engine]:
             assert not again and not placed, "an old layout's"
             return
-        if again:
-            assert again[0].version > event.version and not placed
+        if again or event.version < self.version:
+            assert not placed
+            assert again[0].version > event.version if again else self.holds_back
             return
         self.there[event.engine] = True
         self.gathering.discard(event.engine)

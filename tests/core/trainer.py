@@ -56,6 +56,8 @@ class Trainer:
         self.due: Event | None = None
         """What it will say next, unless it is lost before."""
         self.num_losses = self.num_recent = 0
+        self.pending: RestoreTrainer | None = None
+        """It is to be brought back as soon as its pool is there."""
 
     def answer(self, seconds: float, event: Event) -> None:
         """It was asked for this."""
@@ -66,6 +68,8 @@ class Trainer:
     def _begin(self) -> None:
         if self.owed is not None and self.is_up:
             seconds, event = self.owed
+            # A commit is one of parked processes.
+            assert isinstance(event, Committed) or self.world.has("train"), event
             self.due = replace(event)
             self.world.push(seconds, self.due)
 
@@ -84,6 +88,8 @@ class Trainer:
                     return False
                 self.is_up, self.due = True, None
                 self._begin()
+                if self.world.driver is not None:
+                    self.world.driver.recovered()
         return True
 
     def restore(self, command: RestoreTrainer) -> None:
@@ -91,6 +97,26 @@ class Trainer:
         assert command.incarnation == self.incarnation + 1
         assert command.version == self.version, "it had other weights"
         self.incarnation = command.incarnation
+        self.pending = command
+        driver = self.world.driver
+        if driver is None or (driver.held == "train" and not driver.finishing):
+            self.may_restore()
+        else:
+            driver.need("train", "recovery", self._with_pool)
+
+    def _with_pool(self) -> None:
+        """Its pool is there; it may be back already, by the step's turn."""
+        if self.pending is None and self.is_up:
+            assert self.world.driver is not None
+            self.world.driver.done()
+        self.may_restore()
+
+    def may_restore(self) -> None:
+        """On its pool."""
+        assert self.world.has("train")
+        command, self.pending = self.pending, None
+        if command is None:
+            return
         if self._may_lose() and self.rng.random() < self.faults.again_rate:
             self._lose(self.rng.random() * self.faults.ready_s)
             return

@@ -36,13 +36,14 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.ids import PoolName, PromptId, SampleId
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.pooled_job import make_job, restore_job
+from rollpacker.core.pooled_job import PooledJob, make_job, restore_job
 from rollpacker.core.records import Entry, Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
 from tests.core.engines import Engines, Faults
+from tests.core.pools import EVALUATION_S, Broker, Driver, check_now
 from tests.core.trainer import Trainer, TrainerFaults
 
 
@@ -67,6 +68,10 @@ class World:
     stop_at_step: int | None = None
     stop_at_round: int | None = None
     """A stop is asked for while this round is under way."""
+    stop_at_event: int | None = None
+    """A stop is asked for after so many events."""
+    broker: Broker | None = None
+    """Of pools that the job shares. None: it has them for itself."""
     log: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -90,6 +95,10 @@ class World:
         """`left`, as a checkpoint would hold it."""
         self.committed_s: dict[int, float] = {}
         """When each step was committed: a resumed run's clock goes on from there."""
+        self.committed: Committed | None = None
+        """Waits until the step is evaluated."""
+        self.first: Event | None = None
+        """The same of a run that begins, or goes on, with an evaluation."""
 
     # -- the clock, and what happens next ----------------------------------------------
 
@@ -105,42 +114,60 @@ class World:
         heapq.heappush(self.heap, (self.time_s + delay, turn, event))
 
     def run(self, max_events: int = 100_000) -> World:
-        self.push(0.0, RunStarted(time_s=0.0))
+        self.begin(RunStarted(time_s=0.0))
         return self.go_on(max_events)
 
     def resume_from(self, step: int, config: JobConfig | None = None) -> World:
         """A new process that knows nothing but the checkpoint of `step`, and its configuration."""
         state, cursor, version = self.snapshots[step]
-        settings = {name: getattr(self, name) for name in _SETTINGS}
-        world = World(**settings | {"config": config or self.config})
+        world = copy_of(self, config=config or self.config)
         world.job = restore_job(world.config, state)
         world.cursor, world.version = cursor, version
         world.left = dict(self.left_at[step])
         world.time_s = self.committed_s[step]
-        world.push(0.0, Committed(time_s=0.0, step=step, checkpointed=True))
+        world.begin(Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
 
-    def go_on(self, max_events: int = 100_000) -> World:
+    def begin(self, event: Event) -> None:
+        """Join the parts; the run begins with this event, or with an evaluation before it."""
         self.engines = Engines(self, self.faults)
         self.misfortune = Unkind(self.unkind, self, self.engines, seed=self.seed)
         self.trainer = Trainer(self, self.trainer_faults)
-        pools = OwnPools(lambda event: self.push(0.0, event))
+        self.driver = None if self.broker is None else Driver(self, self.broker)
+        pools = self.driver or OwnPools(lambda event: self.push(0.0, event))
         ports = [self.misfortune, Recorded(Defer, Drop), pools]
-        bus = Bus(self.job, self, ports, sinks=[self.keep])
+        self.bus = Bus(self.job, self, ports, sinks=[self.keep])
+        if self.driver is not None and self.job.evaluation_is_due:
+            self.first = event
+            self.evaluate()
+        else:
+            self.push(0.0, event)
+
+    def go_on(self, max_events: int = 100_000) -> World:
         while self.heap and not self.failed:
             max_events -= 1
             assert max_events, f"no end: waiting for {self.job.waiting_for()}"
-            self.engines.misfortune()
-            self.trainer.misfortune()
-            self.time_s, _, due = heapq.heappop(self.heap)
-            event = self.happens(due)
-            if event is not None:
-                event = self.misfortune.answer(event)
-                self.engines.leave(event)
-                bus.take(event)
-                self.longest_queue = max(self.longest_queue, self.job.num_queued)
+            self.advance()
         assert self.finished, f"stuck: waiting for {self.job.waiting_for()}"
         return self
+
+    def advance(self) -> None:
+        """The next event."""
+        self.engines.misfortune()
+        self.trainer.misfortune()
+        self.time_s, _, due = heapq.heappop(self.heap)
+        event = self.happens(due)
+        if event is not None:
+            event = self.misfortune.answer(event)
+            self.engines.leave(event)
+            self.bus.take(event)
+            if self.driver is not None:
+                self.driver.heard(event)
+            self.longest_queue = max(self.longest_queue, self.job.num_queued)
+
+    def has(self, pool: PoolName) -> bool:
+        """Whether what runs there may run."""
+        return self.driver is None or self.driver.held == pool
 
     def happens(self, event: Event) -> Event | None:
         """What is heard, if what was expected still comes: checks may be cancelled."""
@@ -149,6 +176,8 @@ class World:
                 return None
             self.checking.remove(event.sample)
         if not self.trainer.meets(event):
+            return None
+        if self.driver is not None and not self.driver.meets(event):
             return None
         if isinstance(event, Committed):
             self.engines.committed()
@@ -162,6 +191,10 @@ class World:
     def keep(self, entry: Entry) -> None:
         assert isinstance(entry, Record)
         self.log.append(entry)
+        if isinstance(self.job, PooledJob):
+            check_now(self.job)
+        if len(self.log) == self.stop_at_event:
+            self.push(0.0, StopRequested(time_s=0.0))
 
     def rng(self, *key: object) -> random.Random:
         return random.Random(repr((self.seed, *map(str, key))))
@@ -251,14 +284,37 @@ class World:
         if command.step == self.stop_at_step:
             self.push(0.0, StopRequested(time_s=0.0))
         durable = command.last or command.stopping
-        self.trainer.answer(0.0, Committed(time_s=0.0, step=command.step, checkpointed=durable))
+        committed = Committed(time_s=0.0, step=command.step, checkpointed=durable)
+        if command.evaluate and self.driver is not None:
+            self.committed = committed
+            self.evaluate()
+        else:
+            self.trainer.answer(0.0, committed)
+
+    def evaluate(self) -> None:
+        assert self.driver is not None
+        driver = self.driver
+        driver.need("rollout", "evaluation", lambda: driver.done(EVALUATION_S))
+
+    def evaluated(self) -> None:
+        if self.first is not None:
+            self.push(0.0, self.first)
+        else:
+            assert self.committed is not None
+            self.trainer.answer(0.0, self.committed)
+        self.first = self.committed = None
 
     def finish(self, command: Finish) -> None:
         self.finished, self.failed = command.reason, command.failed
 
 
-_SETTINGS = ("config", "num_rows", "epochs", "seed", "length", "unkind", "faults", "sources",
-             "trainer_faults", "preemption_rate")  # fmt: skip
+_SETTINGS = ("config", "broker", "num_rows", "epochs", "seed", "length", "unkind", "faults",
+             "sources", "trainer_faults", "preemption_rate")  # fmt: skip
+
+
+def copy_of(world: World, **changed: object) -> World:
+    """The same world, before anything has happened."""
+    return World(**{name: getattr(world, name) for name in _SETTINGS} | changed)  # type: ignore[arg-type]
 
 
 def events_of(world: World, kind: type) -> list:

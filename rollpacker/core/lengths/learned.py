@@ -59,13 +59,17 @@ class Learned:
         """The time of the event at hand."""
         self._now = round(time_s, 6)
 
+    def _seconds(self) -> float:
+        """Of the phase, to the microsecond: the same whenever in the run it comes."""
+        return round(self._now - self._since, 6)
+
     def begin_round(self) -> None:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
         """The engine is done with the round; more may be told of it."""
         if not self._rollout_s:
-            self._rollout_s = self._now - self._since
+            self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
         """Take in what the round showed."""
@@ -93,7 +97,7 @@ class Learned:
     def synced(self) -> None:
         """The step's training and the hand-over of its weights are done."""
         if self.planner is not None:
-            self.planner.observe_fixed(self._now - self._since)
+            self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
         """With "auto", before a short round of fresh prompts: now and then, and as soon as enough
