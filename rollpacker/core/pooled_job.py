@@ -34,7 +34,14 @@ from rollpacker.core.commands import (
     SyncWeights,
     TrainOn,
 )
-from rollpacker.core.events import Committed, Entered, Event, PoolNeeded, PoolUnneeded, StopRequested
+from rollpacker.core.events import (
+    Committed,
+    Entered,
+    Event,
+    PoolNeeded,
+    PoolUnneeded,
+    StopRequested,
+)
 from rollpacker.core.ids import PoolName
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig

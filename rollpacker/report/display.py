@@ -51,6 +51,7 @@ _PHASE_WORDS = {
     "sync": "new weights to the engine",
     "checkpoint": "committing",
     "recovery": "bringing the trainer back",
+    "pool_wait": "waiting for a pool that other jobs use too",
     "controller": "getting ready",
 }
 
@@ -94,7 +95,7 @@ class State:
         self.last = step
         if not is_new:
             return
-        self._steps_s.append(step.step_s)
+        self._steps_s.append(step.step_s + step.waited_s)
         if step.seconds["evaluation"]:
             self._evaluations_s.append(step.seconds["evaluation"])
         self._last_step_at = time.monotonic()
@@ -179,6 +180,8 @@ class LineDisplay:
         parts.append(f"deferred {step.prompts.long_queue}")
         shares = _shares(step)
         parts.append(" ".join(f"{_short(c)} {s:.0%}" for c, s in shares.items() if s >= 0.005))
+        if step.waited_s:
+            parts.append(f"waited {step.waited_s:.1f} s for pools")
         left = self._state.left_s()
         if left:
             parts.append(f"{clock(left)} left")
@@ -303,7 +306,8 @@ def _seconds_line(step: StepSummary, width: int) -> Text:
     from rich.text import Text
 
     shares = _shares(step)
-    text = Text(f"took {step.step_s:.2f} s  ", style="dim")
+    waited = f" (and waited {step.waited_s:.1f} s)" if step.waited_s else ""
+    text = Text(f"took {step.step_s:.2f} s{waited}  ", style="dim")
     legend = {c: f"  {_short(c)} {share:.0%}" for c, share in shares.items() if share >= 0.02}
     while legend and sum(map(len, legend.values())) > width - len(text) - _MIN_BAR:
         del legend[min(legend, key=lambda cause: shares[cause])]

@@ -221,12 +221,12 @@ class _Measured:
                 self.checks.append(verdict.event.seconds)
         turns = step.turns
         if step.rounds and turns.committed_before_s is not None:
-            self.between.append(step.rounds[0].start_s - turns.committed_before_s)
+            self.between.append(_own_s(step, turns.committed_before_s, step.rounds[0].start_s))
         if turns.train_on_s is not None:
             if rounds:
                 last_s = rounds[-1].ends[-1].end_s
                 assert last_s is not None
-                self.exposed.append(turns.train_on_s - last_s)
+                self.exposed.append(_own_s(step, last_s, turns.train_on_s))
             if turns.trained_s is not None:
                 tokens = sum(sample.num_tokens for sample in step.trained_samples())
                 self.trained.append((tokens, _training_s(step, turns.train_on_s, turns.trained_s)))
@@ -235,8 +235,13 @@ class _Measured:
         self.num_steps += step.step > 0
         if step.step and turns.commit_s is not None:
             beside_s = sum(note.seconds for note in step.notes if note.time_s >= turns.commit_s)
-            seconds = step.end_s - turns.commit_s
+            seconds = _own_s(step, turns.commit_s, step.end_s)
             self.committed[step.checkpointed].append(max(0.0, seconds - beside_s))
+
+
+def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
+    """Without waits for pools, which are other jobs'."""
+    return end_s - start_s - step.waited_s(start_s, end_s)
 
 
 def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float:

@@ -19,8 +19,10 @@ from rollpacker.core.commands import (
     Commit,
     Defer,
     Drop,
+    Enter,
     Finish,
     Launch,
+    Leave,
     Move,
     Place,
     Release,
@@ -34,6 +36,7 @@ from rollpacker.core.events import (
     Committed,
     EngineLost,
     EngineReady,
+    Entered,
     Event,
     PromptsFetched,
     SampleAborted,
@@ -49,16 +52,15 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.carrying import CarryBook
 from rollpacker.report.engine_book import EngineBook
+from rollpacker.report.phase_book import PhaseBook
 from rollpacker.report.step_history import (
     End,
     Outcome,
-    Phase,
     RoundHistory,
     SampleHistory,
     StepHistory,
     Verdict,
 )
-from rollpacker.report.time_book import CALLBACK_SECONDS
 from rollpacker.report.trainer_book import TrainerBook
 
 
@@ -68,16 +70,15 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery or, without a
-    better name, controller), `live` what the engine has, `queue` the prompts that wait for a long
-    round or another race. Where a session begins anew without the step before, `step` is
+    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery, pool_wait or,
+    without a better name, controller), `live` what the engine has, `queue` the prompts that wait
+    for a long round or another race. Where a session begins anew without the step before, `step` is
     replaced by another one and what it held is gone, as it is for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
         self.last_step = 0
         """The last one committed."""
-        self.phase = "controller"
         self.live: set[SampleId] = set()
         self.queue: set[PromptId] = set()
         self.num_sessions = 0
@@ -88,7 +89,7 @@ class History:
         """By the step that they came after."""
         self.finish: Finish | None = None
         """How the run is over; None: it is not, or was killed."""
-        self._phase_s = 0.0
+        self._phases = PhaseBook()
         self._emptied_s: float | None = None
         """The event at hand ended the last live sample of a round."""
         self.trainer = TrainerBook()
@@ -96,6 +97,10 @@ class History:
         self._carrying = CarryBook()
         self._checks: dict[SampleId, tuple[float, float]] = {}
         """Under way: when they were asked for, and how long they were queued before."""
+
+    @property
+    def phase(self) -> str:
+        return self._phases.now
 
     @property
     def session(self) -> Session | None:
@@ -114,7 +119,7 @@ class History:
     def so_far(self, step: int, now: float) -> StepHistory:
         """The step that is being committed, as it stands: a view of what goes on."""
         self.step.prompts.long_queue = len(self.queue)
-        _settle(self.step)
+        self.step.settle()
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
@@ -134,6 +139,7 @@ class History:
         self.engines.begin_session(session.job)
         self.marks.update(session.marks)
         self._checks.clear()
+        self._phases.begin_session()
         self.trainer.begin_session()
         if self._is_committing:
             self.step.session, self.step.turns.commit_s = session, None
@@ -142,7 +148,7 @@ class History:
         # follows.
         self.step = StepHistory(start_s=session.time_s, session=session)
         self.live.clear()
-        self.phase = "controller"
+        self._phases.begin()
 
     def _note(self, note: Note) -> None:
         self.step.notes.append(note)
@@ -151,7 +157,7 @@ class History:
                 round_.is_irregular = True
             return
         if note.name != "gradients":
-            self._span(note)
+            self._phases.span(self.step, note)
             if note.name == "evaluation" and note.metrics:
                 self.evaluations[note.step] = note.metrics
             return
@@ -164,17 +170,6 @@ class History:
             and self.step.train_on is None
         ):
             self._turn("reward_wait", note.time_s)
-
-    def _span(self, note: Note) -> None:
-        """A note's phases. The phase that they fall into ends before them and goes on behind them:
-        as in the time book, no second belongs to two."""
-        start_s = note.time_s - note.seconds
-        self._end_phase(start_s)
-        self._phase_s = max(self._phase_s, note.time_s)
-        told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)
-        self.step.phases.append(Phase(note.name, start_s, note.time_s - told_s))
-        if told_s:  # they came last
-            self.step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     # -- events --------------------------------------------------------------------------
 
@@ -208,6 +203,8 @@ class History:
                 # epoch's end.
                 self.queue.update(event.prompts)
                 self.step.prompts.fetched += event.prompts
+            case Entered():
+                self._phases.end_wait(self.step, now, event.switch_s)
             case Trained():
                 self.step.trainer = event.metrics
                 self.step.turns.trained_s = now
@@ -314,7 +311,7 @@ class History:
         self.engines.clear()
         self.trainer.num_streaming = 0
         self._carrying.commit(self.queue)
-        _settle(done)
+        done.settle()
         return done
 
     # -- commands ------------------------------------------------------------------------
@@ -361,6 +358,10 @@ class History:
                 self._is_committing = True
                 step.turns.commit_s = now
                 self._turn("checkpoint", now)
+            case Enter():
+                self._phases.wait(step, now)
+            case Leave():  # also of a pool that is waited for
+                self._phases.end_wait(step, now)
             case Finish():
                 self.finish = command
             case _:
@@ -413,24 +414,7 @@ class History:
 
     def _turn(self, phase: str, now: float) -> None:
         """End the phase at hand and begin another."""
-        self._end_phase(now)
-        self.phase, self._phase_s = phase, now
-
-    def _end_phase(self, now: float) -> None:
-        was = self.phase
-        if was != "rollout" and was != "controller" and now > self._phase_s:
-            self.step.phases.append(Phase(was, self._phase_s, now))
-
-
-def _settle(step: StepHistory) -> None:
-    """What became of every sample is known when the step is committed."""
-    trained = {sample for group in step.groups for sample in group}
-    deferred = step.prompts.deferred
-    for sample in step.samples.values():
-        if sample.sample in trained:
-            sample.outcome = Outcome.TRAINED
-        elif sample.end is not End.FAILED and sample.sample.prompt in deferred:
-            sample.outcome = Outcome.DEFERRED
+        self._phases.turn(self.step, phase, now)
 
 
 def iterate_steps(entries: Iterable[Entry], *, unfinished: bool = False) -> Iterator[StepHistory]:

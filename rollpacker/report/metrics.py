@@ -40,6 +40,8 @@ TIMING_NAMES = {
     "evaluation": "testing",
     "callbacks": "callbacks",
     "startup": "startup",
+    "pool_wait": "pool_wait",
+    "pool_switch": "pool_switch",
 }
 """Cause of time -> its name under `timing_s/`."""
 

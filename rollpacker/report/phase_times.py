@@ -35,10 +35,7 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.records import Entry, Note, Record
-
-SWITCH = "switch"
-"""Name of a note: parking what was on a pool, after `Leave`. Waking up needs none: `Entered` says
-how long it took."""
+from rollpacker.report.step_history import POOL_SWITCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +102,7 @@ class PhaseTimes:
         step = self._step
         # Parking while verdicts are awaited holds nobody up.
         holds_up = step is None or step.synced_s is not None or step.commit_s is not None
-        self._advance(note.time_s, note.seconds if note.name == SWITCH and holds_up else 0.0)
+        self._advance(note.time_s, note.seconds if note.name == POOL_SWITCH and holds_up else 0.0)
         if note.name == "gradients" and step is not None:
             now, due_s = self._now_s, step.train_on_s
             until_s = now if due_s is None else min(now, due_s)

@@ -13,6 +13,11 @@ from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Note, Session
 
+POOL_WAIT, POOL_SWITCH = "pool_wait", "pool_switch"
+"""Phases, and causes of time, of a run that shares its pools: until one is its, and until parked
+processes have woken up there. The second is also the name of a note: of parking, where something
+waits for that."""
+
 
 class End(StrEnum):
     """How the engine let go of a sample."""
@@ -127,9 +132,9 @@ class RoundHistory:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, or a note's
-    name (evaluation, callbacks, startup). No two of a step overlap: one that a note falls into is
-    told in two."""
+    """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, recovery,
+    pool_wait, pool_switch, or a note's name (evaluation, callbacks, startup). No two of a step
+    overlap: one that a note falls into is told in two."""
 
     name: str
     start_s: float
@@ -246,3 +251,21 @@ class StepHistory:
         ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
         others = [s for s in self.samples.values() if s.end in ended and s.sample not in known]
         return others + in_rounds
+
+    def waited_s(self, start_s: float, end_s: float) -> float:
+        """Of this time, what were waits for pools and switches. Known once they are over."""
+        return sum(
+            max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
+            for phase in self.phases
+            if phase.name in (POOL_WAIT, POOL_SWITCH)
+        )
+
+    def settle(self) -> None:
+        """What became of every sample is known when the step is committed."""
+        trained = {sample for group in self.groups for sample in group}
+        deferred = self.prompts.deferred
+        for sample in self.samples.values():
+            if sample.sample in trained:
+                sample.outcome = Outcome.TRAINED
+            elif sample.end is not End.FAILED and sample.sample.prompt in deferred:
+                sample.outcome = Outcome.DEFERRED

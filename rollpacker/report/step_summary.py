@@ -13,7 +13,7 @@ from rollpacker.core.events import SampleScored
 from rollpacker.report.carrying import CarryCounts, step_carrying
 from rollpacker.report.checks import KindChecks, step_checks
 from rollpacker.report.step_history import End, SampleHistory, StepHistory
-from rollpacker.report.time_book import ROLLOUT_CAUSES, STEP_CAUSES
+from rollpacker.report.time_book import POOL_CAUSES, ROLLOUT_CAUSES, STEP_CAUSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,13 @@ class StepSummary:
 
     @property
     def step_s(self) -> float:
-        """The step's seconds without evaluation, callbacks and startup."""
+        """The step's seconds without evaluation, callbacks, startup and what `waited_s` has."""
         return sum(self.seconds[cause] for cause in STEP_CAUSES)
+
+    @property
+    def waited_s(self) -> float:
+        """For pools that other jobs use too, with switches."""
+        return sum(self.seconds[cause] for cause in POOL_CAUSES)
 
     @property
     def rollout_s(self) -> float:

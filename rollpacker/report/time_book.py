@@ -3,7 +3,9 @@ exactly one cause, so the causes add up to the wall time."""
 
 from __future__ import annotations
 
+from rollpacker.core.events import Entered
 from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.report.step_history import POOL_SWITCH, POOL_WAIT
 
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
@@ -18,12 +20,17 @@ CAUSES: dict[str, str] = {
     "evaluation": "held-out evaluation",
     "callbacks": "the program's own callbacks",
     "startup": "loading before the first event",
+    POOL_WAIT: "other jobs had the pool",
+    POOL_SWITCH: "parked processes waking up on it",
 }
 """Every cause of time, with what it means."""
 
-AROUND_STEPS = ("evaluation", "callbacks", "startup")
+POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 
-RARE_CAUSES = ("imbalance", "recovery", "callbacks")
+AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
+"""What a step does not take by itself."""
+
+RARE_CAUSES = ("imbalance", "recovery", "callbacks", *POOL_CAUSES)
 """Told only where there are seconds of them."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
@@ -43,7 +50,7 @@ class TimeBook:
     that had no sample at all. `slots` caps live and peak where engines have fewer slots than
     samples. What the controller spent on a record (`cost_s`) is taken out of the
     interval that follows it and booked under controller, and so is whatever has no other name. A
-    note's span goes to evaluation, callbacks or startup."""
+    note's span goes to evaluation, callbacks, startup or pool_switch."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
@@ -71,6 +78,10 @@ class TimeBook:
         self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
+            if isinstance(entry.event, Entered):  # its last seconds were the switch
+                switch_s = min(entry.event.switch_s, self._open[POOL_WAIT])
+                self._open[POOL_WAIT] -= switch_s
+                self._open[POOL_SWITCH] += switch_s
             if entry.cost_s > 0.0:
                 self._owed_s += entry.cost_s
         elif isinstance(entry, Note):

@@ -32,6 +32,8 @@ PHASE_COLOURS = {
     "sync": "#98c1d9",
     "checkpoint": "#b8b8b8",
     "recovery": "#9e2a2b",
+    "pool_wait": "#6d6875",
+    "pool_switch": "#b5838d",
     "evaluation": "#b392ac",
     "startup": "#e8e8e8",
 }

@@ -30,6 +30,8 @@ _TRACKS = {
     "callbacks": 8,
     "other": 9,
     "recovery": 10,
+    "pool_wait": 11,
+    "pool_switch": 12,
 }
 _COLOURS = {
     Outcome.TRAINED: "good",

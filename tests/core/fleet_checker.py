@@ -9,6 +9,7 @@ from rollpacker.core.commands import (
     NOWHERE,
     Abort,
     Enter,
+    Finish,
     Launch,
     Move,
     Place,
@@ -58,6 +59,7 @@ class Checker:
         self.version = 0
         self.holds_back = False
         """The job shares its pools: what an engine is told may come later."""
+        self.is_over = False
 
     @property
     def takers(self) -> list[int]:
@@ -140,7 +142,7 @@ class Checker:
             return
         if again or event.version < self.version:
             assert not placed
-            assert again[0].version > event.version if again else self.holds_back
+            assert again[0].version > event.version if again else self.holds_back or self.is_over
             return
         self.there[event.engine] = True
         self.gathering.discard(event.engine)
@@ -182,6 +184,8 @@ class Checker:
                 assert {device // self.degree for device in devices} in (set(), self.released)
             case Resize():
                 self.resize(command)
+            case Finish():
+                self.is_over = True
 
     def resize(self, command: Resize) -> None:
         assert not self.where, "samples are left of the round before"

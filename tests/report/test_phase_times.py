@@ -13,7 +13,8 @@ from rollpacker.core.commands import Commit, Enter, Leave
 from rollpacker.core.events import Committed, Entered, WeightsSynced
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.history import iterate_steps
-from rollpacker.report.phase_times import SWITCH, IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.step_history import POOL_SWITCH
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
@@ -117,7 +118,7 @@ def test_parking_after_training_is_a_switch_and_a_wait_given_up_is_over() -> Non
         if isinstance(entry, Record) and isinstance(entry.event, WeightsSynced):
             late_s += 2.0
             now = entry.time_s + late_s
-            changed.append(Note(time_s=now, name=SWITCH, seconds=2.0, step=1))
+            changed.append(Note(time_s=now, name=POOL_SWITCH, seconds=2.0, step=1))
             enter = Enter(pool="rollout", purpose="evaluation")
             changed.append(_record(now, (enter,)))
             late_s += 5.0

@@ -1,0 +1,69 @@
+"""What a run is doing, and since when: the phases of its steps. No second belongs to two."""
+
+from __future__ import annotations
+
+from rollpacker.core.records import Note
+from rollpacker.report.step_history import POOL_SWITCH, POOL_WAIT, Phase, StepHistory
+from rollpacker.report.time_book import CALLBACK_SECONDS
+
+
+class PhaseBook:
+    """Belongs to the history, which feeds it; phases go to the step that is under way."""
+
+    def __init__(self) -> None:
+        self._doing = "controller"
+        self._since_s = 0.0
+        self._waits_since_s: float | None = None
+        """For a pool."""
+
+    @property
+    def now(self) -> str:
+        """The phase at hand. A wait for a pool is another phase than that which it comes into, and
+        which goes on after it."""
+        return self._doing if self._waits_since_s is None else POOL_WAIT
+
+    def begin_session(self) -> None:
+        """Nothing is under way but what the begin of a commit has told."""
+        self._waits_since_s = None
+
+    def begin(self) -> None:
+        """Nothing at all is."""
+        self._doing = "controller"
+
+    def turn(self, step: StepHistory, phase: str, now: float) -> None:
+        """End the phase at hand and begin another."""
+        self._end(step, now)
+        self._doing, self._since_s = phase, now
+
+    def span(self, step: StepHistory, note: Note) -> None:
+        """A note's phases. The phase that they fall into ends before them and goes on behind
+        them."""
+        start_s = note.time_s - note.seconds
+        self._end(step, start_s)
+        if self._waits_since_s is not None:
+            self.end_wait(step, max(start_s, self._waits_since_s))
+            self._waits_since_s = note.time_s
+        self._since_s = max(self._since_s, note.time_s)
+        told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)
+        step.phases.append(Phase(note.name, start_s, note.time_s - told_s))
+        if told_s:  # they came last
+            step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
+
+    def wait(self, step: StepHistory, now: float) -> None:
+        """For a pool."""
+        self._end(step, now)
+        self._waits_since_s = now
+
+    def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
+        """It is there, after a switch; or nobody waits for it any more, if anybody did."""
+        since_s, self._waits_since_s = self._waits_since_s, None
+        if since_s is not None:
+            woke_s = max(since_s, now - switch_s)
+            spans = (POOL_WAIT, since_s, woke_s), (POOL_SWITCH, woke_s, now)
+            step.phases += [Phase(*span) for span in spans if span[2] > span[1]]
+            self._since_s = now
+
+    def _end(self, step: StepHistory, now: float) -> None:
+        was = self.now
+        if was not in ("rollout", "controller", POOL_WAIT) and now > self._since_s:
+            step.phases.append(Phase(was, self._since_s, now))
