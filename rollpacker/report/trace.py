@@ -16,6 +16,7 @@ from typing import Any
 from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
 from rollpacker.report.step_history import Outcome, Phase, StepHistory
+from rollpacker.report.time_book import POOL_CAUSES
 from rollpacker.report.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
@@ -83,7 +84,10 @@ def steps_held(steps: Sequence[StepHistory], num_steps: int) -> str:
 def _trace_events(steps: Sequence[StepHistory], held: str) -> Iterator[dict[str, Any]]:
     yield _name("process_name", _RUN, 0, f"run ({held})")
     yield _name("process_name", _SAMPLES, 0, "samples")
+    shares = any(phase.name in POOL_CAUSES for step in steps for phase in step.phases)
     for name, track in _TRACKS.items():
+        if name in POOL_CAUSES and not shares:
+            continue
         yield _name("thread_name", _RUN, track, name.replace("_", " "))
     num_lanes = 0
     for step in steps:

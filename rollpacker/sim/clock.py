@@ -70,14 +70,26 @@ class VirtualClock:
         """`run` returns as soon as the event at hand is handled."""
         self._stopped = True
 
-    def run(self, take: Callable[[Event], None]) -> None:
-        """Hand out one event after the other, until `last` or `stop`."""
+    def next_s(self) -> float:
+        """When the next event happens; inf: none comes as yet."""
+        if self._at_once:
+            return self.time_s
+        heap = self._heap
+        while heap and heap[0][2] is not None and heap[0][2].next_finish != heap[0][0]:
+            heapq.heappop(heap)  # it moved since
+        return heap[0][0] if heap else math.inf
+
+    def run(self, take: Callable[[Event], None], until_s: float | None = None) -> None:
+        """Hand out one event after the other, until `last` or `stop`, or up to this time and with
+        it."""
         # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
         heap, at_once = self._heap, self._at_once
         while not self._stopped:
             if at_once:
                 event = at_once.popleft()
             else:
+                if until_s is not None and self.next_s() > until_s:
+                    return
                 assert heap, "nothing comes any more"
                 self.time_s, _, moving, thing = heap[0]
                 if moving is None:

@@ -51,11 +51,13 @@ class Simulation:
         unkind: UnkindConfig | None = None,
         seed: int = 0,
         observe: Sink | None = None,
+        pools: Port | None = None,
     ) -> None:
         """`unkind` is what goes wrong, drawn by `seed`. `observe` is given every event with the
-        core's answer, as a real run logs it."""
+        core's answer, as a real run logs it. `pools` obeys `Enter` and `Leave` of a job that shares
+        its pools, by events on the `clock`; None: they are there at once."""
         self.job = make_job(config)
-        self._clock = clock = VirtualClock()
+        self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
         work = GradientWork()
@@ -83,7 +85,7 @@ class Simulation:
                 Cursor(clock, workload),
                 responses,
                 Recorded(Drop, RestoreTrainer),  # a simulated trainer is never lost
-                OwnPools(lambda event: self._bus.take(event)),
+                pools or OwnPools(lambda event: self._bus.take(event)),
                 self,
             ),
             sinks=() if observe is None else (observe,),
@@ -101,18 +103,33 @@ class Simulation:
         """Simulate so many steps. `progress` is called after each, with the steps done.
 
         Raises `ValueError` if the run ends before, because nothing was left to train on."""
-        self._num_steps, self._progress = steps, progress
+        self._progress = progress
         # Rounds leave no reference cycles behind, and looking for some takes time.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._clock.after(0.0, RunStarted(time_s=0.0))
-            self.rollout.begin()
-            self._clock.run(self._bus.take if self._unkind is None else self._take_unkindly)
+            self.begin(steps)
+            self.advance()
         finally:
             if collecting:
                 gc.enable()
-        done = len(self._tally.steps)
+        return self.result()
+
+    def begin(self, steps: int) -> None:
+        """For a run that is driven by `advance`: to be called before it."""
+        self._num_steps = steps
+        self.clock.after(0.0, RunStarted(time_s=0.0))
+        self.rollout.begin()
+
+    def advance(self, until_s: float | None = None) -> None:
+        """Go on to this time and with it; None: to the end of the run."""
+        take = self._bus.take if self._unkind is None else self._take_unkindly
+        self.clock.run(take, until_s)
+
+    def result(self) -> SystemResult:
+        """Of a run that is over; its seconds have waits for pools in them. Raises `ValueError` as
+        `run` does."""
+        done, steps = len(self._tally.steps), self._num_steps
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
@@ -129,9 +146,9 @@ class Simulation:
     def _on_step(self, committed: Event) -> None:
         done = len(self._tally.steps)
         if done == self._num_steps:  # what the core wants next is not done any more
-            self._clock.last = committed
+            self.clock.last = committed
         self._progress(done)
 
     def _finish(self, command: Finish) -> None:
         self._finished = command.reason
-        self._clock.stop()
+        self.clock.stop()
