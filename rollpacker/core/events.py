@@ -221,7 +221,7 @@ class Entered:
 @event
 class PoolNeeded:
     """The driver itself needs a pool, for what is no command of its own; answered by `Enter` once
-    no other pool is held. Only where pools are shared."""
+    no other pool is held, and by nothing if this one is. Only where pools are shared."""
 
     time_s: float
     pool: PoolName

@@ -41,7 +41,7 @@ TIMING_NAMES = {
     "callbacks": "callbacks",
     "startup": "startup",
     "pool_wait": "pool_wait",
-    "pool_switch": "pool_switch",
+    "switch": "switch",
 }
 """Cause of time -> its name under `timing_s/`."""
 

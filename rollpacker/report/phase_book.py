@@ -39,6 +39,11 @@ class PhaseBook:
         """A note's phases. The phase that they fall into ends before them and goes on behind
         them."""
         start_s = note.time_s - note.seconds
+        if note.name == POOL_SWITCH:
+            if self.now == "reward_wait":  # nobody waits for it
+                return
+            since_s = self._since_s if self._waits_since_s is None else self._waits_since_s
+            start_s = min(max(start_s, since_s), note.time_s)
         self._end(step, start_s)
         if self._waits_since_s is not None:
             self.end_wait(step, max(start_s, self._waits_since_s))

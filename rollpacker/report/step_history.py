@@ -13,7 +13,7 @@ from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Note, Session
 
-POOL_WAIT, POOL_SWITCH = "pool_wait", "pool_switch"
+POOL_WAIT, POOL_SWITCH = "pool_wait", "switch"
 """Phases, and causes of time, of a run that shares its pools: until one is its, and until parked
 processes have woken up there. The second is also the name of a note: of parking, where something
 waits for that."""
@@ -133,7 +133,7 @@ class RoundHistory:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, recovery,
-    pool_wait, pool_switch, or a note's name (evaluation, callbacks, startup). No two of a step
+    pool_wait, switch, or a note's name (evaluation, callbacks, startup). No two of a step
     overlap: one that a note falls into is told in two."""
 
     name: str

@@ -50,7 +50,7 @@ class TimeBook:
     that had no sample at all. `slots` caps live and peak where engines have fewer slots than
     samples. What the controller spent on a record (`cost_s`) is taken out of the
     interval that follows it and booked under controller, and so is whatever has no other name. A
-    note's span goes to evaluation, callbacks, startup or pool_switch."""
+    note's span goes to evaluation, callbacks, startup or switch."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
@@ -89,6 +89,8 @@ class TimeBook:
                 self.start_s = self.now_s = entry.time_s - entry.seconds
             # Gradients are a phase of the run, not a span beside it.
             span_s = 0.0 if entry.name == "gradients" else entry.seconds
+            if entry.name == POOL_SWITCH and phase == "reward_wait":  # nobody waits for it
+                span_s = 0.0
             cause = entry.name if entry.name in AROUND_STEPS else "controller"
             told_s = entry.metrics.get(CALLBACK_SECONDS, 0.0)
             if told_s:  # they came last

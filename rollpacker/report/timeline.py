@@ -33,7 +33,7 @@ PHASE_COLOURS = {
     "checkpoint": "#b8b8b8",
     "recovery": "#9e2a2b",
     "pool_wait": "#6d6875",
-    "pool_switch": "#b5838d",
+    "switch": "#b5838d",
     "evaluation": "#b392ac",
     "startup": "#e8e8e8",
 }

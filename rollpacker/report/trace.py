@@ -32,7 +32,7 @@ _TRACKS = {
     "other": 9,
     "recovery": 10,
     "pool_wait": 11,
-    "pool_switch": 12,
+    "switch": 12,
 }
 _COLOURS = {
     Outcome.TRAINED: "good",

@@ -20,6 +20,8 @@ from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.history import History, iterate_steps
 from rollpacker.report.metrics import step_metrics
+from rollpacker.report.phase_book import PhaseBook
+from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.time_book import CAUSES, POOL_CAUSES
 from rollpacker.report.timeline import draw_timeline
@@ -63,7 +65,7 @@ def test_waits_and_switches_are_causes_and_nothing_else_changes(alone: list[Entr
     before, after = booked(alone), booked(with_waits(alone, drawn))
     seconds = after.seconds()
     assert seconds["pool_wait"] == pytest.approx(drawn.waited_s)
-    assert seconds["pool_switch"] == pytest.approx(drawn.switched_s)
+    assert seconds["switch"] == pytest.approx(drawn.switched_s)
     assert sum(seconds.values()) == pytest.approx(after.time.wall_s)
     for cause in set(CAUSES) - set(POOL_CAUSES):
         assert seconds[cause] == pytest.approx(before.seconds()[cause], abs=1e-4), cause
@@ -93,7 +95,7 @@ def test_phases_do_not_overlap_and_are_shown(alone: list[Entry], tmp_path: Path)
     path = write(shared, tmp_path / "events.jsonl")
     write_trace(path, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"pool wait", "pool switch"} <= {e["name"] for e in events if e["ph"] == "X"}
+    assert {"pool wait", "switch"} <= {e["name"] for e in events if e["ph"] == "X"}
     draw_timeline(path, tmp_path / "timeline.png")
     assert summarize_entries(shared)["seconds"]["pool_wait"] > 0
 
@@ -150,7 +152,7 @@ def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -
     for entry in alone:
         if isinstance(entry, Record) and isinstance(entry.event, Committed):
             begin_s = entry.time_s + late_s
-            parked = Note(time_s=begin_s + 1.0, name="pool_switch", seconds=1.0, step=0)
+            parked = Note(time_s=begin_s + 1.0, name="switch", seconds=1.0, step=0)
             shared += [parked, _told(begin_s + 1.0, Enter(pool="rollout", purpose="evaluation"))]
             entered = Entered(time_s=begin_s + 61.0, pool="rollout", switch_s=3.0)
             shared.append(Record(time_s=entered.time_s, event=entered, commands=(), cost_s=0.0))
@@ -162,7 +164,7 @@ def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -
     assert flat(vars_of(after)) == pytest.approx(flat(vars_of(before)), abs=1e-6)
     seconds, num = booked(shared).seconds(), sum(1 for _ in iterate_steps(alone))
     assert seconds["pool_wait"] == pytest.approx(57.0 * num)
-    assert seconds["pool_switch"] == pytest.approx(4.0 * num)
+    assert seconds["switch"] == pytest.approx(4.0 * num)
     assert seconds["evaluation"] == pytest.approx(10.0 * num)
 
 
@@ -181,3 +183,23 @@ def test_the_log_replays(alone: list[Entry]) -> None:
         for e in shared
     ]
     assert "Leave" in (replay(changed).difference or "")
+
+
+def test_parking_is_a_switch_where_something_waits_for_it() -> None:
+    book, step = PhaseBook(), StepHistory()
+    book.turn(step, "reward_wait", 10.0)
+    book.span(step, Note(time_s=12.0, name="switch", seconds=2.0, step=1))
+    assert not step.phases, "verdicts are awaited anyway"
+    book.wait(step, 12.5)
+    book.span(step, Note(time_s=14.0, name="switch", seconds=3.0, step=1))
+    book.end_wait(step, 20.0, 4.0)
+    book.turn(step, "training", 20.0)
+    book.turn(step, "sync", 25.0)
+    assert [(one.name, one.start_s, one.end_s) for one in step.phases] == [
+        ("reward_wait", 10.0, 12.5),
+        ("switch", 12.5, 14.0),
+        ("pool_wait", 14.0, 16.0),
+        ("switch", 16.0, 20.0),
+        ("training", 20.0, 25.0),
+    ]
+    assert step.waited_s(0.0, 100.0) == 7.5 and step.waited_s(13.0, 15.0) == 2.0

@@ -221,5 +221,5 @@ def test_each_computes_what_it_computes_alone_in_as_many_seconds_of_its_own(
         num_turns = sum(
             isinstance(entry, Record) and isinstance(entry.event, Entered) for entry in shared.log
         )
-        switches_s = seconds["pool_switch"]
+        switches_s = seconds["switch"]
         assert switches_s == pytest.approx(num_turns * sum(SWITCH_S.values()) / 2, rel=0.05)
