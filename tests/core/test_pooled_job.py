@@ -22,6 +22,7 @@ from rollpacker.core.commands import (
     Launch,
     Leave,
     Replace,
+    Resize,
     StartGradients,
     TrainOn,
 )
@@ -38,7 +39,6 @@ from rollpacker.core.events import (
     TrainerLost,
     TrainerReady,
 )
-from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
@@ -46,8 +46,10 @@ from rollpacker.core.pooled_job import PooledJob, make_job
 from rollpacker.core.records import Session, decode, encode
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.pools import AtRandom, FirstCome, check_log
+from tests.core.test_devices import config_of as devices_of
 from tests.core.test_fleet import checked
 from tests.core.test_job import what_is_trained, worlds
 from tests.core.trainer import TrainerFaults
@@ -122,18 +124,23 @@ def test_pools_are_held_one_at_a_time_whatever_happens(
 
 
 def faulty(seed: int, **keys: object) -> World:
-    """Engines and trainer are lost at any moment, steps are refilled, samples fail."""
+    """Engines and trainer are lost at any moment, engines are laid out anew, steps are refilled,
+    samples fail."""
     rng = random.Random(seed)
     streams = rng.random() < 0.5
-    config = job_config(
-        max_steps=None,
-        prompts_per_step=rng.choice((2, 4)),
-        samples_per_prompt=3,
-        tail_batching=rng.choice((TailBatchingConfig(enabled=False), published())),
+    devices = rng.choice((1, 2, 4))
+    degrees = (1,) if devices == 1 else rng.choice(((1,), (1, 2), (2, 1)))
+    config = replace(
+        devices_of(
+            devices,
+            degrees=degrees,
+            release=False,
+            tail=rng.choice((TailBatchingConfig(enabled=False), published())),
+            p0=rng.choice((2, 4)),
+        ),
         dynamic_sampling=DynamicSamplingConfig(enabled=rng.random() < 0.5, max_refills=2),
         stream=StreamConfig(enabled=streams),
         trainer_apart=streams,
-        fleet=FleetConfig(num_engines=rng.choice((1, 2, 3))),
         max_trainer_losses=3,
         shares_pools=True,
         cadence=Cadence(checkpoint_every_steps=2, evaluates=True, eval_every_steps=3),
@@ -143,6 +150,8 @@ def faulty(seed: int, **keys: object) -> World:
         "seed": seed,
         "faults": Faults(loss_rate=rng.choice((0.0, 0.05, 0.2))),
         "trainer_faults": TrainerFaults(loss_rate=rng.choice((0.0, 0.05, 0.2))),
+        "unkind": UnkindConfig(failure_rate=rng.choice((0.0, 0.1)), verdict_delay_s=20.0),
+        "preemption_rate": rng.choice((0.0, 0.5)),
         "broker": AtRandom(seed),
     } | keys
     return World(config, **kept)  # type: ignore[arg-type]
@@ -162,7 +171,8 @@ def test_the_unkind_worlds_reach_every_corner() -> None:
     """A test that nothing happens in shows nothing."""
     seen: Counter[str] = Counter()
     for seed in range(120):
-        world = faulty(seed, stop_at_event=seed % 60 or None).run()
+        often = {"trainer_faults": TrainerFaults(loss_rate=0.3)} if seed % 2 else {}
+        world = faulty(seed, stop_at_event=seed % 60 or None, **often).run()
         assert world.driver is not None
         seen["gave up a wait"] += world.driver.num_given_up
         pool = entering = None
@@ -176,6 +186,7 @@ def test_the_unkind_worlds_reach_every_corner() -> None:
             if isinstance(event, Entered):
                 pool, entering = entering, None
                 seen["replaced later"] += any(isinstance(c, Replace) for c in record.commands)
+                seen["resized"] += any(isinstance(c, Resize) for c in record.commands)
             for command in record.commands:
                 if isinstance(command, Enter):
                     entering = command.pool
@@ -185,6 +196,7 @@ def test_the_unkind_worlds_reach_every_corner() -> None:
     wanted = {
         "gave up a wait",
         "replaced later",
+        "resized",
         "round on rollout",
         "step on train",
         "evaluation on rollout",

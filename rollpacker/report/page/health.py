@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollpacker.report.summary_table import MANY_LOST
+from rollpacker.report.time_book import POOL_CAUSES
 
 MUCH_IDLE = 0.3
 """Of the rollout's seconds."""
@@ -114,7 +115,7 @@ def _speed(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Find
             f"Slots stood empty for {100 * idle:.0f} % of the rollout's seconds in the last steps."
         )
         found.append(Finding("note", told))
-    wall = summary["wall_s"]
+    wall = summary["wall_s"] - sum(summary["seconds"].get(cause, 0.0) for cause in POOL_CAUSES)
     waited = summary["seconds"].get("reward_wait", 0.0)
     if wall and waited / wall >= MUCH_WAIT:
         found.append(
