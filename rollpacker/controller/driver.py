@@ -27,11 +27,13 @@ made here: what to do is the core's business. What is known of a sample lies on 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.bus import Bus, OwnPools, Port, Recorded
+from rollpacker.bus import Bus, Port, Recorded
+from rollpacker.cluster.seat import Seat
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience, nobody
 from rollpacker.controller.carried import CarriedTokens
@@ -47,6 +49,7 @@ from rollpacker.controller.generation import Generation
 from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
+from rollpacker.controller.pools import Pools, SharedPools
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.salvage import Salvage
@@ -93,6 +96,9 @@ class Parts:
     """Its fingerprint."""
     observers: Sequence[Observer] = ()
     audience: Audience = field(default_factory=nobody)
+    seat: Seat | None = None
+    """Where the run waits for devices that it shares with other jobs, with engines and trainer
+    parked at first. None: they are its own."""
 
 
 class Controller:
@@ -115,10 +121,17 @@ class Controller:
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
+        self._task: asyncio.Task[str] | None = None
+        self._why_at_once: BaseException | None = None
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._devices = SharedDevices(
-            *(bus, watch), config=config, trainer=parts.trainer, engines=parts.engines
+            *(bus, watch),
+            config=config,
+            trainer=parts.trainer,
+            engines=parts.engines,
+            shares_pools=parts.seat is not None,
         )
+        self._pools = pools = self._make_pools(parts.seat)
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._salvage = salvage or Salvage(
@@ -148,12 +161,13 @@ class Controller:
             num_steps=num_steps,
             prompts=parts.eval_prompts,
             generate=self._generation.collect,
+            pools=pools,
             reward=parts.reward,
             decode=parts.decode,
             audience=parts.audience,
             rows=self._evaluation_rows(),
         )
-        self._recovery = Recovery(*(bus, desk, watch), parts.trainer, checkpoints)
+        self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
@@ -179,9 +193,11 @@ class Controller:
         """Drive the run to its end. Returns the reason why it ended.
 
         Raises `RunError`, `EnginesLost`, `DeadlineExceeded`, `NonFiniteError`, `EngineError`,
-        `OSError` and whatever a part died of; the run can then be resumed from its last checkpoint.
+        `LeaseLost`, `OSError` and whatever a part died of; the run can then be resumed from its
+        last checkpoint.
         """
         self._main.open()
+        self._task = asyncio.current_task()
         self._generation.start()
         await self.parts.reward.open()
         try:
@@ -193,6 +209,10 @@ class Controller:
                 if isinstance(todo, Finish):
                     return self._reasons.reason_of(todo)
                 await self._recovery.through(todo)
+        except asyncio.CancelledError:
+            if self._why_at_once is None:
+                raise
+            raise self._why_at_once from None
         finally:
             self._scoring.close()
 
@@ -204,8 +224,15 @@ class Controller:
         """End at once with this error. Thread-safe."""
         self._main.post(self._main.fail, error)
 
+    def end_at_once(self, error: BaseException) -> None:
+        """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
+        self._why_at_once = error
+        if self._task is not None:
+            self._main.post(self._task.cancel)
+
     async def close(self) -> None:
         """Let go of engines, rewards and trainer. What the log holds is made durable."""
+        self._pools.close()
         await self.parts.engines.close()
         await self.parts.reward.close()
         self.parts.trainer.close()
@@ -234,6 +261,7 @@ class Controller:
         commits = Commits(
             *(bus, main, desk, self._scoring, watch, self._evaluator),
             recovery=self._recovery,
+            pools=self._pools,
             keep_last=self.config.checkpoint.keep_last,
             devices=self._devices,
             cursor=parts.cursor,
@@ -254,14 +282,25 @@ class Controller:
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
+                publishes=parts.seat is not None,
             ),
             commits,
             self._recovery,
             main,
             self._carried,
             Recorded(Drop),
-            OwnPools(bus.take),
+            self._pools,
         ]
+
+    def _make_pools(self, seat: Seat | None) -> Pools:
+        if seat is None:
+            return Pools(self.bus)
+        return SharedPools(
+            *(self.bus, self._main, self._watch),
+            devices=self._devices,
+            engines=self.parts.engines,
+            seat=seat,
+        )
 
     def _evaluation_rows(self) -> EvaluationRows | None:
         parts = self.parts

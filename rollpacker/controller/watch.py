@@ -49,7 +49,7 @@ class Watch:
         """
         self.check_rewards()
         self.check_engines()
-        if self.engine_works() or self.rewards_wait():
+        if self.engine_works() or self.rewards_wait() or self.pool_is_awaited():
             return
         with self.bus.lock:
             what = self.bus.job.waiting_for()
@@ -82,6 +82,13 @@ class Watch:
     def rewards_wait(self) -> bool:
         """Whether the rewards wait for something outside that is down."""
         if self.reward.outage() is None:
+            return False
+        self.sign()
+        return True
+
+    def pool_is_awaited(self) -> bool:
+        """Whether other jobs have the devices: they have as long as they want."""
+        if not self.bus.job.waits_for_pool:
             return False
         self.sign()
         return True

@@ -96,6 +96,11 @@ class PooledJob(Job):
             commands += self._inner(replace(begin, time_s=now_s))
         return self._turn(commands, now_s)
 
+    @property
+    def waits_for_pool(self) -> bool:
+        """See `Job.waits_for_pool`."""
+        return self.entering is not None
+
     def state(self) -> dict[str, Any]:
         """See `Job.state`."""
         return {**super().state(), "waited_s": self.waited_s}
