@@ -49,7 +49,7 @@ from rollpacker.controller.generation import Generation
 from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
-from rollpacker.controller.pools import Pools, SharedPools
+from rollpacker.controller.pools import open_pools
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.salvage import Salvage
@@ -96,9 +96,6 @@ class Parts:
     """Its fingerprint."""
     observers: Sequence[Observer] = ()
     audience: Audience = field(default_factory=nobody)
-    seat: Seat | None = None
-    """Where the run waits for devices that it shares with other jobs, with engines and trainer
-    parked at first. None: they are its own."""
 
 
 class Controller:
@@ -112,35 +109,36 @@ class Controller:
         checkpoints: Path,
         time_s: float,
         salvage: Salvage | None = None,
+        seat: Seat | None = None,
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
-        found of the round that was interrupted."""
+        found of the round that was interrupted. `seat`: where the run waits for devices that it
+        shares with other jobs, engines and trainer being parked. None: they are its own."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
         self._observing = Observing(bus, parts.observers)
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
-        self._task: asyncio.Task[str] | None = None
-        self._why_at_once: BaseException | None = None
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._devices = SharedDevices(
             *(bus, watch),
             config=config,
             trainer=parts.trainer,
             engines=parts.engines,
-            shares_pools=parts.seat is not None,
+            shares_pools=seat is not None,
         )
-        self._pools = pools = self._make_pools(parts.seat)
+        self._pools = pools = open_pools(
+            seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
+        )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._salvage = salvage or Salvage(
             checkpoints.parent, in_order=config.rollout.is_repeatable
         )
-        num_steps = config.num_steps(len(parts.prompts.rows))
         self._scoring = Scoring(
             *(bus, main, desk, watch),
-            num_steps=num_steps,
+            num_steps=config.num_steps(len(parts.prompts.rows)),
             reward=parts.reward,
             rows=parts.prompts.rows,
             decode=parts.decode,
@@ -155,18 +153,7 @@ class Controller:
             sampling=config.sampling,
             checkpoints=checkpoints,
         )
-        self._evaluator = Evaluator(
-            *(bus, watch),
-            config=config,
-            num_steps=num_steps,
-            prompts=parts.eval_prompts,
-            generate=self._generation.collect,
-            pools=pools,
-            reward=parts.reward,
-            decode=parts.decode,
-            audience=parts.audience,
-            rows=self._evaluation_rows(),
-        )
+        self._evaluator = self._make_evaluator()
         self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
@@ -197,7 +184,6 @@ class Controller:
         last checkpoint.
         """
         self._main.open()
-        self._task = asyncio.current_task()
         self._generation.start()
         await self.parts.reward.open()
         try:
@@ -210,9 +196,8 @@ class Controller:
                     return self._reasons.reason_of(todo)
                 await self._recovery.through(todo)
         except asyncio.CancelledError:
-            if self._why_at_once is None:
-                raise
-            raise self._why_at_once from None
+            self._main.raise_why()
+            raise
         finally:
             self._scoring.close()
 
@@ -226,9 +211,7 @@ class Controller:
 
     def end_at_once(self, error: BaseException) -> None:
         """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
-        self._why_at_once = error
-        if self._task is not None:
-            self._main.post(self._task.cancel)
+        self._main.end_at_once(error)
 
     async def close(self) -> None:
         """Let go of engines, rewards and trainer. What the log holds is made durable."""
@@ -282,7 +265,7 @@ class Controller:
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
-                publishes=parts.seat is not None,
+                publishes=self._pools.are_shared,
             ),
             commits,
             self._recovery,
@@ -292,14 +275,19 @@ class Controller:
             self._pools,
         ]
 
-    def _make_pools(self, seat: Seat | None) -> Pools:
-        if seat is None:
-            return Pools(self.bus)
-        return SharedPools(
-            *(self.bus, self._main, self._watch),
-            devices=self._devices,
-            engines=self.parts.engines,
-            seat=seat,
+    def _make_evaluator(self) -> Evaluator:
+        parts = self.parts
+        return Evaluator(
+            *(self.bus, self._watch),
+            config=self.config,
+            num_steps=self.config.num_steps(len(parts.prompts.rows)),
+            prompts=parts.eval_prompts,
+            generate=self._generation.collect,
+            pools=self._pools,
+            reward=parts.reward,
+            decode=parts.decode,
+            audience=parts.audience,
+            rows=self._evaluation_rows(),
         )
 
     def _evaluation_rows(self) -> EvaluationRows | None:

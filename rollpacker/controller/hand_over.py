@@ -151,6 +151,13 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
         raise error
 
 
+async def publish_weights(trainer: Trainer, engines: Engines, version: int) -> None:
+    """Leave them where engines take them when they wake up, before a run begins that shares its
+    pools; the trainer lets go of its devices."""
+    engines.expect(Weights(version, await trainer.hand_over()))
+    await trainer.offload()
+
+
 async def _bring_all(
     handles: Sequence[Handle], weights: Weights, within_s: float | None = None
 ) -> dict[Handle, BaseException]:

@@ -21,7 +21,7 @@ from functools import partial
 from rollpacker.bus import Bus, OwnPools, Routes
 from rollpacker.cluster.seat import Seat
 from rollpacker.controller.engines import Engines, Weights
-from rollpacker.controller.errors import EnginesLost, HostsLost
+from rollpacker.controller.errors import EnginesLost, reaching_the_cluster
 from rollpacker.controller.hand_over import bring_up_to_date
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
@@ -34,9 +34,14 @@ from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
 from rollpacker.trainer.trainer import RanksLost
 
+SWITCH = "switch"
+"""Name of a note: parking. How long waking up takes, `Entered` says."""
+
 
 class Pools:
     """That nobody else uses: they are there at once, and nobody parks."""
+
+    are_shared = False
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -75,6 +80,8 @@ class _Wait:
 
 class SharedPools(Pools):
     """The run has a seat in a cluster."""
+
+    are_shared = True
 
     def __init__(
         self,
@@ -198,14 +205,15 @@ class SharedPools(Pools):
         def enter() -> bool:
             return self._seat.enter(wait.pool, wait.purpose, given_up=wait.given_up)
 
-        try:
+        with reaching_the_cluster():
             return await in_daemon_thread(enter)
-        except OSError as error:
-            raise HostsLost(f"{_OUT_OF_REACH}: {error}. Then go on with --resume") from error
 
     async def _park(self, pool: PoolName) -> None:
+        began = self.bus.clock.now()
         await (self._park_trainer() if pool == "train" else self._park_engines())
-        await in_daemon_thread(self._seat.leave, pool)
+        self.bus.note(SWITCH, self.bus.clock.now() - began, self.bus.job.step, {})
+        with reaching_the_cluster():
+            await in_daemon_thread(self._seat.leave, pool)
 
     # -- those that park and wake up ---------------------------------------------------------------
 
@@ -252,7 +260,19 @@ class SharedPools(Pools):
                 self._engines.lose(handle, str(error))
 
 
-_OUT_OF_REACH = "the cluster that the run's devices belong to cannot be reached"
+def open_pools(
+    seat: Seat | None,
+    bus: Bus,
+    main: MainTask,
+    watch: Watch,
+    *,
+    devices: SharedDevices,
+    engines: Engines,
+) -> Pools:
+    """Those of a run that has this seat, or none."""
+    if seat is None:
+        return Pools(bus)
+    return SharedPools(*(bus, main, watch), devices=devices, engines=engines, seat=seat)
 
 
 def _wake_up(handle: Handle, weights: Weights) -> None:

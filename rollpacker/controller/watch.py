@@ -11,6 +11,7 @@ from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
 from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import DeadlineExceeded, RewardsFailed
+from rollpacker.core.pooled_job import waits_for_pool
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
 
@@ -88,7 +89,7 @@ class Watch:
 
     def pool_is_awaited(self) -> bool:
         """Whether other jobs have the devices: they have as long as they want."""
-        if not self.bus.job.waits_for_pool:
+        if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True

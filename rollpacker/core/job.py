@@ -152,11 +152,6 @@ class Job:
         return self._round is not None and not self._round.num_in_engine
 
     @property
-    def waits_for_pool(self) -> bool:
-        """Nothing goes on before devices are there that other jobs have."""
-        return False
-
-    @property
     def evaluation_is_due(self) -> bool:
         """Before the run goes on: it is about to begin, or its step is committed. A driver that
         starts or resumes a run asks; later `Commit` says it."""

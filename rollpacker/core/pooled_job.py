@@ -96,11 +96,6 @@ class PooledJob(Job):
             commands += self._inner(replace(begin, time_s=now_s))
         return self._turn(commands, now_s)
 
-    @property
-    def waits_for_pool(self) -> bool:
-        """See `Job.waits_for_pool`."""
-        return self.entering is not None
-
     def state(self) -> dict[str, Any]:
         """See `Job.state`."""
         return {**super().state(), "waited_s": self.waited_s}
@@ -181,6 +176,11 @@ class PooledJob(Job):
             if type(command) in CALLS:
                 return NEEDS[type(command)], CALLS[type(command)]
         return None if self._begin is None else ("rollout", "round")
+
+
+def waits_for_pool(job: Job) -> bool:
+    """Nothing goes on before devices are there that other jobs have."""
+    return isinstance(job, PooledJob) and job.entering is not None
 
 
 def make_job(config: JobConfig) -> Job:
