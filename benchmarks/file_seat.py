@@ -93,9 +93,8 @@ def two_at_once(folder: Path) -> list[str]:
             if pool in holders and Path(f"/proc/{holders[pool][1]}").exists():
                 found.append(f"{who} came to {pool} of {holders[pool]}")
             holders[pool] = who
-        elif turn["what"] == "leave":
-            if holders.pop(pool, None) != who:
-                found.append(f"{who} left {pool} of another")
+        elif turn["what"] == "leave" and holders.pop(pool, None) != who:
+            found.append(f"{who} left {pool} of another")
     return found
 
 

@@ -154,7 +154,7 @@ class Parking(Mortal):
         self.awake = True
 
     def save(self, folder: Path) -> None:
-        if self.awake or "train" in self.seat.held:
+        if (self.awake and not self.dead) or "train" in self.seat.held:
             self.seat.quarrels.append("a checkpoint of a trainer that is not parked")
         super().save(folder)
 
