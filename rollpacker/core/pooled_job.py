@@ -215,6 +215,11 @@ class PooledJob(Job):
         return wanted
 
 
+def waits_for_pool(job: Job) -> bool:
+    """Nothing goes on before devices are there that other jobs have."""
+    return isinstance(job, PooledJob) and job.entering is not None
+
+
 def make_job(config: JobConfig) -> Job:
     """The job of a new run."""
     return PooledJob(config) if config.shares_pools else Job(config)

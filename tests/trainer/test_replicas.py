@@ -341,7 +341,10 @@ def two_steps(shards: Shards, gradient_sync: str, lets_go: bool) -> list[Any]:
         between()
         norms.append(learner.apply().grad_norm)
         between()
-    return [norms, dict(learner.weights())]
+    if lets_go:
+        learner.offload()
+    with learner._host.readable():  # as for a checkpoint of a parked trainer
+        return [norms, dict(learner.weights()), learner.state_hashes()]
 
 
 @SYNCS
@@ -354,3 +357,4 @@ def test_letting_go_of_devices_changes_no_bit(ranks, size, replicas, gradient_sy
     assert kept[0] == lent[0]
     assert kept[1].keys() == lent[1].keys()
     assert all(torch.equal(kept[1][name], lent[1][name]) for name in kept[1])
+    assert kept[2] == lent[2] and kept[2].keys() == {"weights", "optimizer"}
