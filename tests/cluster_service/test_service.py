@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(house: House, name: str, **settings: Any) -> dict[str, Any]:
-    one = lab.job(name, 100, 100.0, 30.0, **settings)
+    one = replace(lab.job(name, 100, 100.0, 30.0), **{"slo": 20.0, **settings})
     return house.desk.submit(one, ["train", f"{name}.yaml"])
 
 
@@ -341,6 +341,31 @@ def test_a_drained_nodes_job_moves_once_its_old_processes_are_gone(wide: House) 
         wide.desk.ask("drain", node="cheap/9")
     with pytest.raises(lab.Refused, match="cheap is no node: POOL/NUMBER"):
         wide.desk.ask("drain", node="cheap")
+
+
+def test_a_job_that_moves_far_starts_once_its_old_processes_are_gone(wide: House) -> None:
+    submit(wide, "a")
+    for node in ("cheap/0", "fast/0"):
+        wide.desk.ask("drain", node=node)
+    wide.commit("a", 1)
+    wide.step()
+    assert wide.job("a")["train_nodes"] == ["fast/1"]
+    assert ("a", 2) not in wide.runner.orders
+    wide.end("a", 130)
+    wide.until(lambda: ("a", 2) in wide.runner.orders)
+
+
+def test_nobody_starts_on_nodes_that_are_not_left_yet(house: House) -> None:
+    submit(house, "a", slo=1.0)
+    house.desk.ask("drain", node="cheap/0")
+    house.commit("a", 1)
+    submit(house, "b", slo=1.0, priority=1)
+    house.desk.ask("drain", node="cheap/0", restore=True)
+    assert (house.job("a")["state"], house.job("b")["state"]) == ("waiting", "running")
+    house.step()
+    assert ("b", 1) not in house.runner.orders, "what a keeps there is there still"
+    house.end("a", 130)
+    house.until(lambda: ("b", 1) in house.runner.orders)
 
 
 def test_a_pool_without_nodes_lets_jobs_wait_and_says_so(house: House) -> None:
