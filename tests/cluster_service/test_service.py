@@ -241,14 +241,27 @@ def test_a_silent_job_is_killed_before_its_pool_is_given_on(
     house.say("b", "beat", left=0, ask=1, pool="rollout", purpose="round")
     monkeypatch.setattr(losses, "LEASE_S", 0.3)
     house.runner.is_cut_off = True
-    time.sleep(0.4)
-    for _ in range(3):
+    for _ in range(5):
+        time.sleep(0.1)
         house.step()
     assert house.heard("b") == [], "nobody knows whether its processes are gone"
     house.runner.is_cut_off = False
     house.until(lambda: house.heard("b"))
     assert house.runner.log[:4] == ["start a 1", "start b 1", "kill a 1", "start a 2"]
     assert house.heard("b") == [("grant", 1)]
+
+
+def test_time_in_which_the_service_was_away_counts_for_nobody(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(house, "a")
+    house.ask("a", "rollout")
+    monkeypatch.setattr(losses, "LEASE_S", 0.5)
+    monkeypatch.setattr(service, "AWAY_S", 0.25)
+    time.sleep(0.8)
+    house.step()
+    assert house.job("a")["incarnation"] == 1
+    house.until(lambda: ("a", 2) in house.runner.orders)
 
 
 def test_who_waits_may_be_silent_for_longer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
