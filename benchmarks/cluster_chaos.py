@@ -16,6 +16,7 @@ iteration once, each made of the one before. Measured are: how long after a loss
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import random
@@ -266,6 +267,7 @@ FAULTS: dict[str, Callable[[Lab, str], None]] = {
 def run(folder: Path, faults: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     one = Lab(folder, rng)
+    atexit.register(lambda: one.service.kill())
     began_s = time.monotonic()
     one.top_up()
     undisturbed: dict[str, list[float]] = {}
@@ -323,7 +325,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 faults, nothing written")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    payload = run(folder, 20 if args.quick else args.faults, args.seed)
+    try:
+        payload = run(folder, 20 if args.quick else args.faults, args.seed)
+    finally:
+        runner = LocalRunner(folder)
+        for place in folder.glob("jobs/*/[0-9]*"):
+            runner.kill(place.parent.name, int(place.name))
     print(payload)
     is_fine = not (payload["problems"] or payload["two_on_one_device"])
     if is_fine:
