@@ -463,6 +463,34 @@ def test_what_was_written_and_not_obeyed_is_obeyed_by_the_next_service(
     assert house.heard("a") == [("grant", 1)], "its letter was dealt with"
 
 
+def test_a_question_is_answered_though_the_service_died_of_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    submit(house, "a")
+    house.commit("a", 1)
+    house.mailbox.post(SERVICE, "somebody", "7", "status", {})
+    house.say("a", "ask", ask=1, pool="rollout", purpose="round")
+    house.say("a", "committed", step=2, rollout_s=9.0, between_s=0.0, train_s=1.0, after_s=0.0)
+    with monkeypatch.context() as dying:
+        dying.setattr(Service, "_start_due", die)
+        with pytest.raises(Killed):
+            house.step()
+    house.service.close()
+    house.new_service()
+    house.step()
+    (answer,) = house.mailbox.read("somebody", 0, 0.0)
+    assert answer.facts["about"] == "7"
+    (one,) = answer.facts["jobs"]
+    assert (one["steps"], one["holds"]) == (2, "rollout")
+    assert house.heard("a") == [("grant", 1)], "what was said besides counts once"
+
+
 def test_other_pools_are_refused(house: House) -> None:
     submit(house, "a", slo=1.0)
     submit(house, "b", slo=1.0)
