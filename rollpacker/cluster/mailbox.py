@@ -26,6 +26,11 @@ class Mailbox(Protocol):
     repeated, and come from any thread. They raise `OSError` where the mailbox cannot be reached."""
 
     @property
+    def address(self) -> str:
+        """By which other processes open it: `open_mailbox` of its module (`seat.MAILBOXES`)."""
+        ...
+
+    @property
     def epoch(self) -> str:
         """Another one if all letters were lost since: who waits for an answer then asks again."""
         ...
