@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rollpacker.remote.ray_connection import check_answers, say_short
 from rollpacker.remote.ray_mail import NAMESPACE
 from rollpacker.remote.token import MODE, PATH
-from rollpacker.remote.warden import GONE_S, Warden
+from rollpacker.remote.warden import GONE_S, HOSTS, Warden
 
 if TYPE_CHECKING:
     from rollpacker.cluster.runner import Order
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 ANSWER_S = 5.0
 START_S = 60.0
 """Within which ray has made a warden: it starts a process for it first."""
-ROLLOUT_HOSTS, TRAIN_HOSTS = "ROLLPACKER_ROLLOUT_HOSTS", "ROLLPACKER_TRAIN_HOSTS"
-"""Of a job's environment: the addresses of its nodes, with commas. Not set where every node is this
-host."""
 LAST_BYTES = 4000
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=16)(Warden)
@@ -151,8 +148,8 @@ class RayRunner:
         environ = {**order.environ, "RAY_ADDRESS": self._head}
         environ |= {name: os.environ[name] for name in (MODE, PATH)}
         if len(self.hosts()) > 1:
-            environ |= {ROLLOUT_HOSTS: ",".join(dict.fromkeys(rollout))}
-            environ |= {TRAIN_HOSTS: ",".join(dict.fromkeys(train))}
+            for variable, addresses in zip(HOSTS.values(), (rollout, train), strict=True):
+                environ[variable] = ",".join(dict.fromkeys(addresses))
         mark = self._mark(order.job, order.incarnation)
         # Started by an earlier service, on what were its nodes then: it is there already.
         address = self._find(mark) or train[0]

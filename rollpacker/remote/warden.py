@@ -19,6 +19,9 @@ from rollpacker.processes.child import Child, children
 
 MARK = "ROLLPACKER_JOB"
 """Of the environment of all processes of a job: cluster, name and incarnation."""
+HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
+"""Of the environment of a job's first process, by role: the addresses of its nodes, with commas.
+Not set where every node is the same host."""
 GONE_S = 10.0
 """Within which processes are gone that were killed."""
 LOOK_S = 0.005

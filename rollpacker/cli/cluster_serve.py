@@ -1,0 +1,154 @@
+"""`rollpacker cluster serve FILE`: the service, in this process, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.cluster.mailbox import Mailbox
+    from rollpacker.cluster.runner import Runner
+    from rollpacker.sim.cluster_spec import ClusterSpec
+
+START_RAY_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What jobs run on."""
+
+    said: str
+    address: str
+    """Of the mailbox."""
+    mailbox: Mailbox
+    runner: Runner
+    left: str
+    """What stays when the service ends."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
+    from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
+    from rollpacker.cli.output import print_line
+    from rollpacker.cluster.local_disk import check_local
+    from rollpacker.config.load import to_plain
+    from rollpacker.sim.cluster_spec import load_cluster
+
+    spec = load_cluster(args.file, args.overrides)
+    folder = Path(args.folder or f"runs/{spec.name}-cluster").expanduser()
+    check_local(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with take_lock(folder):
+        ground = _local(folder) if args.local else _on_ray(spec, folder)
+        service = _service(spec, folder, ground)
+        write_facts(
+            folder,
+            ServiceFacts(
+                name=spec.name,
+                mailbox=ground.address,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                spec=to_plain(spec),
+            ),
+        )
+        print_line(f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service")
+        try:
+            service.run()
+        except KeyboardInterrupt:
+            print_line(f"The service has ended; {ground.left}. The same command goes on")
+    return 130
+
+
+def _service(spec: ClusterSpec, folder: Path, ground: Ground) -> Service:
+    raise NotImplementedError
+
+
+def _tell(line: str) -> None:
+    from rollpacker.cli.output import print_line
+
+    print_line(f"{time.strftime('%H:%M:%S')}  {line}")
+
+
+def _local(folder: Path) -> Ground:
+    from rollpacker.cluster.local_runner import LocalRunner
+    from rollpacker.cluster.mail_file import FileMailbox
+
+    path = (folder / "mail.db").resolve()
+    return Ground(
+        said="on this host, without ray",
+        address=f"file:{path}",
+        mailbox=FileMailbox(path),
+        runner=LocalRunner(folder),
+        left="jobs that run go on",
+    )
+
+
+def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
+    """On the cluster that RAY_ADDRESS names or this machine is of, else on one started here, which
+    outlives this process as the jobs do. Raises `ValueError`."""
+    from rollpacker.imports import missing
+    from rollpacker.remote.token import demand_token
+
+    if (lacks := missing("ray", extra="ray", what="a cluster on ray")) is not None:
+        raise ValueError(f"{lacks}. On this host alone it can do without: --local")
+    demand_token()
+    from rollpacker.remote.ray_connection import LOCAL, connect, find_head
+    from rollpacker.remote.ray_jobs import RayRunner
+    from rollpacker.remote.ray_mail import RayMailbox
+
+    head = find_head()
+    started = head in (None, LOCAL)
+    if started:
+        head = _start_ray()
+    assert head is not None
+    connect(head)
+    name = cluster_id(spec.name, folder)
+    try:
+        mailbox = RayMailbox(f"mail-{name}")
+    except OSError as error:
+        raise ValueError(f"{error}. Start ray again on all hosts, and then this") from error
+    runner = RayRunner(name, folder=folder)
+    return Ground(
+        said=f"on the ray cluster {head}, {'started here, ' * started}{len(runner.hosts())} hosts",
+        address=mailbox.address,
+        mailbox=mailbox,
+        runner=runner,
+        left="ray and jobs that run go on" + ("; ray stop ends them" if started else ""),
+    )
+
+
+def cluster_id(name: str, folder: Path) -> str:
+    """Of everything behind ray that is this folder's service's: several may serve on one ray."""
+    place = f"{socket.gethostname()}:{folder.resolve()}"
+    return f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def _start_ray() -> str:
+    """A head of this machine, and no more. Returns its address. Raises `ValueError`."""
+    from rollpacker.remote.ray_connection import find_head
+
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
+    environment = {name: one for name, one in os.environ.items() if name != "RAY_ADDRESS"}
+    try:
+        done = subprocess.run(
+            [*command, "--include-dashboard=false", "--disable-usage-stats"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=START_RAY_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"ray start --head has not ended within {START_RAY_S:g} s") from None
+    head = find_head() if done.returncode == 0 else None
+    if head is None:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise ValueError(f"ray could not be started here (ray start --head): {said}")
+    return head
