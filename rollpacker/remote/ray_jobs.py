@@ -14,8 +14,10 @@ Which hosts are a pool's nodes follows from ray's resources: a host was started 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,8 @@ ANSWER_S = 5.0
 START_S = 60.0
 """Within which ray has made a warden: it starts a process for it first."""
 LAST_BYTES = 4000
+HOSTS_S, CODES_S = 1.0, 0.02
+"""So old may be what ray and what a warden said, where nothing hangs on it."""
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=16)(Warden)
 
@@ -60,15 +64,25 @@ class RayRunner:
         self._places: dict[str, str] = {}
         """Of jobs, by mark: the host's address."""
         self._codes: dict[str, int] = {}
+        """Of jobs that have ended, by mark."""
+        self._asked_codes: dict[str, tuple[float, Mapping[str, int | None]]] = {}
+        """By host: when it was asked last, and what it said."""
+        self._hosts: dict[str, dict[str, float]] = {}
+        self._hosts_s = -math.inf
 
     # -- where ---------------------------------------------------------------------------
 
-    def hosts(self) -> dict[str, dict[str, float]]:
-        """Address and resources of the hosts that ray takes to be there, the head's first."""
-        alive = [node for node in self._asked(ray.nodes) if node["Alive"]]
-        head = "node:__internal_head__"
-        alive.sort(key=lambda node: (head not in node["Resources"], node["NodeManagerAddress"]))
-        return {node["NodeManagerAddress"]: node["Resources"] for node in alive}
+    def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
+        """Address and resources of the hosts that ray takes to be there, the head's first.
+        `fresh`: not as they were a second ago. Raises `OSError`."""
+        now_s = time.monotonic()
+        if fresh or now_s - self._hosts_s > HOSTS_S:
+            alive = [node for node in self._asked(ray.nodes) if node["Alive"]]
+            head = "node:__internal_head__"
+            alive.sort(key=lambda node: (head not in node["Resources"], node["NodeManagerAddress"]))
+            self._hosts = {node["NodeManagerAddress"]: node["Resources"] for node in alive}
+            self._hosts_s = now_s
+        return self._hosts
 
     def host_of(self, node: Node) -> str | None:
         """The node's address; None: ray has fewer hosts of the pool now. Raises `OSError`."""
@@ -156,6 +170,7 @@ class RayRunner:
         output = str(self.output(order.job))
         self._tell([address], "start", mark, list(order.command), environ, order.folder, output)
         self._places[mark] = address
+        self._asked_codes.pop(address, None)
 
     def _find(self, mark: str) -> str | None:
         """The host that this job was started on."""
@@ -178,6 +193,7 @@ class RayRunner:
         up only after a minute."""
         mark = self._mark(job, incarnation)
         self._tell(list(self.hosts()), "kill", mark, within_s=ANSWER_S + GONE_S)
+        self._asked_codes.clear()
 
     def ended(self, job: str, incarnation: int) -> int | None:
         """See `Runner`. Once it says a code, nothing of the job is on any host."""
@@ -189,15 +205,24 @@ class RayRunner:
 
     def _code(self, mark: str) -> int | None:
         address = self._find(mark)
-        if address is None or address not in self.hosts():
+        if address is None or address not in self.hosts(fresh=False):
             return -1
         try:
-            code: int | None = self._tell([address], "ended", mark, within_s=ANSWER_S)[0]
+            code: int | None = self._codes_of(address).get(mark, -1)
         except OSError:
             if address in self._wardens:
                 raise
             return -1  # the warden died, and with it the job
         return code
+
+    def _codes_of(self, address: str) -> Mapping[str, int | None]:
+        """Of all jobs there: whoever asks about one asks about the others, too."""
+        now_s = time.monotonic()
+        asked_s, codes = self._asked_codes.get(address, (-math.inf, {}))
+        if now_s - asked_s > CODES_S:
+            codes = self._tell([address], "codes", within_s=ANSWER_S)[0]
+            self._asked_codes[address] = now_s, codes
+        return codes
 
     def last_lines(self, job: str) -> str:
         """The end of what the job has printed, or nothing if that cannot be read now."""

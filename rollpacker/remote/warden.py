@@ -91,6 +91,10 @@ class Warden:
             return 128 - code
         return code
 
+    def codes(self) -> dict[str, int | None]:
+        """What `ended` says of every job that was started here."""
+        return {mark: self.ended(mark) for mark in list(self._jobs)}
+
     def last_lines(self, output: str, num_bytes: int) -> str:
         """The end of what a job has printed."""
         with contextlib.suppress(OSError), open(output, "rb") as file:
