@@ -92,14 +92,15 @@ def _add_serving(actions: Any) -> None:
     for one in (show, cancel):
         one.add_argument("job", metavar="JOB")
     drain.add_argument("node", metavar="NODE", help="POOL/NUMBER, as jobs shows it")
-    drain.add_argument("--undo", action="store_true", help="let it have jobs again")
+    drain.add_argument("--restore", action="store_true", help="let it have jobs again")
+    cancel.add_argument("--now", action="store_true", help="at once, back to its last commit")
     for one in (submit, jobs, show, top, cancel, drain):
         one.add_argument(
             "--cluster",
             metavar="FOLDER",
             help="of the service (default: ROLLPACKER_CLUSTER, or the only one served from runs/)",
         )
-    for one in (submit, jobs, show):
+    for one in (submit, jobs, show, top):
         one.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 

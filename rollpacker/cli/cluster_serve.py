@@ -26,8 +26,6 @@ class Ground:
     """What jobs run on."""
 
     said: str
-    address: str
-    """Of the mailbox."""
     mailbox: Mailbox
     runner: Runner
     left: str
@@ -39,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
     from rollpacker.cli.output import print_line
     from rollpacker.cluster.local_disk import check_local
+    from rollpacker.cluster.service import Service
     from rollpacker.config.load import to_plain
+    from rollpacker.core.cluster import Cluster
+    from rollpacker.sim.cluster_policies import SHIPPED, policy
     from rollpacker.sim.cluster_spec import load_cluster
 
     spec = load_cluster(args.file, args.overrides)
@@ -48,12 +49,27 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder):
         ground = _local(folder) if args.local else _on_ray(spec, folder)
-        service = _service(spec, folder, ground)
+        cluster = Cluster(
+            spec.core_pools(),
+            policy(SHIPPED, spec),
+            link_gb_s=spec.link_gb_s,
+            max_group=spec.max_group,
+            quotas=spec.core_quotas(),
+            ageing_s=spec.ageing_h * 3600,
+        )
+        service = Service(
+            cluster,
+            name=spec.name,
+            folder=folder,
+            mailbox=ground.mailbox,
+            runner=ground.runner,
+            tell=_tell,
+        )
         write_facts(
             folder,
             ServiceFacts(
                 name=spec.name,
-                mailbox=ground.address,
+                mailbox=ground.mailbox.address,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 spec=to_plain(spec),
@@ -61,14 +77,12 @@ def run(args: argparse.Namespace) -> int:
         )
         print_line(f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service")
         try:
-            service.run()
+            service.run(lambda: False)
         except KeyboardInterrupt:
             print_line(f"The service has ended; {ground.left}. The same command goes on")
+        finally:
+            service.close()
     return 130
-
-
-def _service(spec: ClusterSpec, folder: Path, ground: Ground) -> Service:
-    raise NotImplementedError
 
 
 def _tell(line: str) -> None:
@@ -84,7 +98,6 @@ def _local(folder: Path) -> Ground:
     path = (folder / "mail.db").resolve()
     return Ground(
         said="on this host, without ray",
-        address=f"file:{path}",
         mailbox=FileMailbox(path),
         runner=LocalRunner(folder),
         left="jobs that run go on",
@@ -118,7 +131,6 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
     runner = RayRunner(name, folder=folder)
     return Ground(
         said=f"on the ray cluster {head}, {'started here, ' * started}{len(runner.hosts())} hosts",
-        address=mailbox.address,
         mailbox=mailbox,
         runner=runner,
         left="ray and jobs that run go on" + ("; ray stop ends them" if started else ""),

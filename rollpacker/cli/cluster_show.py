@@ -49,15 +49,23 @@ def run(args: argparse.Namespace) -> int:
         case "show":
             job = find_job(ask(), args.job)
             _print(job_lines(job), job if args.json else None)
+        case "top" if args.json:
+            _print([], ask())
         case "top":
             with contextlib.suppress(KeyboardInterrupt):
                 show_top(ask, console())
         case "cancel":
             find_job(ask(), args.job)
-            print(desk.ask("cancel", {"job": args.job})["told"])
+            print(told_cancelled(desk.ask("cancel", {"job": args.job, "now": args.now})))
         case "drain":
             check_node(ask(), args.node)
-            print(desk.ask("restore" if args.undo else "drain", {"node": args.node})["told"])
+            facts = {"node": args.node, "restore": args.restore}
+            jobs = desk.ask("drain", facts)["jobs"]
+            if args.restore:
+                print(f"{args.node} may have jobs again")
+            else:
+                moves = f", which move at their next commit: {', '.join(jobs)}" if jobs else ""
+                print(f"{args.node} gets no more jobs; it has {len(jobs)}{moves}")
     return 0
 
 
@@ -93,11 +101,10 @@ def find_job(status: Status, name: str) -> Mapping[str, Any]:
 
 def doing(job: Mapping[str, Any]) -> str:
     """What the job does now, in a few words."""
-    if job.get("holds"):
-        return f"{job['holds']} for {seconds(job['since_s'])}"
-    if job.get("waits_for"):
-        return f"waits {seconds(job['since_s'])} for {job['waits_for']}"
-    return job.get("why") or "-"
+    since = seconds(job["since_s"])
+    if job["holds"]:
+        return f"{job['holds']} for {since}"
+    return f"waits {since} for {job['waits_for']}" if job["waits_for"] else "-"
 
 
 def seconds(number: float) -> str:
@@ -144,7 +151,9 @@ def job_lines(job: Mapping[str, Any]) -> list[str]:
     """All that is known of one job."""
     shown = {
         "job": job["job"],
-        "state": f"{job['state']}: {doing(job)}",
+        "state": job["state"],
+        "now": doing(job),
+        "why": job["why"],
         "owner": job["owner"] or "-",
         "priority": str(job["priority"]),
         "steps": f"{job['steps']:,} of {job['of_steps']:,}",
@@ -154,11 +163,18 @@ def job_lines(job: Mapping[str, Any]) -> list[str]:
         "rollout nodes": " ".join(job["rollout_nodes"]) or "-",
         "train nodes": " ".join(job["train_nodes"]) or "-",
         "starts": str(job["incarnation"]),
+        "exit code": "" if job["exit_code"] is None else str(job["exit_code"]),
         "folder": job["folder"],
         "command": " ".join(job["command"]),
     }
-    lines = columns([[f"{name}:", value] for name, value in shown.items()])
-    return [*lines, *(f"  | {line}" for line in job.get("last_lines", ()))]
+    lines = columns([[f"{name}:", value] for name, value in shown.items() if value])
+    return [*lines, *(f"  | {line}" for line in job["last_lines"])]
+
+
+def told_cancelled(job: Mapping[str, Any]) -> str:
+    if job["state"] in ENDED:
+        return f"{job['job']} has ended: {job['state']}"
+    return f"{job['job']} ends at its next commit; --now ends it at once"
 
 
 # -- the whole ---------------------------------------------------------------------

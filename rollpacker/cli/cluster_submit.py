@@ -8,7 +8,6 @@ import getpass
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.config.load import config_of, load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.coexecution.nodes import check_job
+    from rollpacker.core.plain import to_plain
     from rollpacker.sim.cluster_spec import ClusterSpec
 
     check_slo(args.slo)
@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(args, config, spec)
     check_job(job, spec.core_pools())
     check_reachable(job)
-    folder = run_folder(config)
     answer = desk.ask(
         "submit",
         {
-            "job": asdict(job),
+            "job": to_plain(job),
             "command": command_of(args.config, args.overrides),
+            "resume": [],  # the command does so by itself
             "environ": {},
             "folder": str(Path.cwd()),
-            "run_folder": str(folder),
+            "run": str(run_folder(config)),
         },
     )
     if args.json:
@@ -59,6 +59,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
     job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
     if answer["state"] == "waiting":
         return f"{job} waits: {answer['why']}. {see} says when it starts"
+    if answer["state"] != "running":
+        return f"{job} is {answer['state']}. {see} tells more"
     nodes = " and ".join(" ".join(answer[name]) for name in ("rollout_nodes", "train_nodes"))
     others = ", ".join(answer["with"])
     return f"{job} starts on {nodes}, {f'beside {others}' if others else 'alone'}. {see} tells more"

@@ -34,7 +34,8 @@ class Boxes:
     ) -> str:
         known = (box, sender, key)
         if known not in self._keys:
-            letter = Letter(number=next(self._numbers), sender=sender, kind=kind, facts=facts)
+            number = next(self._numbers)
+            letter = Letter(number=number, sender=sender, kind=kind, facts=facts, key=key)
             self._letters.setdefault(box, []).append(letter)
             for waiter in self._waiting.get(box, ()):
                 waiter.set()
