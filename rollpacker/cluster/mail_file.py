@@ -125,11 +125,11 @@ def open_mailbox(address: str) -> FileMailbox:
 
 def _unread(base: sqlite3.Connection, box: str, after: int) -> list[Letter]:
     rows = base.execute(
-        "SELECT number, sender, kind, facts FROM letters"
+        "SELECT number, sender, kind, facts, key FROM letters"
         " WHERE box = ? AND number > ? AND is_old = 0 ORDER BY number",
         (box, after),
     )
     return [
-        Letter(number=number, sender=sender, kind=kind, facts=json.loads(facts))
-        for number, sender, kind, facts in rows
+        Letter(number=number, sender=sender, kind=kind, facts=json.loads(facts), key=key)
+        for number, sender, kind, facts, key in rows
     ]

@@ -19,6 +19,8 @@ class Letter:
     """ask, left, committed, beat, ... of a job; grant, stop, ... of the service."""
     facts: Mapping[str, Any]
     """As JSON has it."""
+    key: str
+    """Its sender's for it; an answer says it in `about`."""
 
 
 class Mailbox(Protocol):

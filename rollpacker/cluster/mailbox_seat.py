@@ -1,10 +1,10 @@
 """A job's seat, over a mailbox.
 
-    ask 1 {pool, purpose} -->                 each ask has a number, which its grant and its end have
+    ask 1 {pool, purpose} -->                each ask has a number, which its grant and end have
                       <-- grant {ask: 1}
-    left {ask: 1}     -->                     also of an ask that was given up, granted or not
-    beat {ask, left}  -->                     once a second: the lease, and all of the above once
-                                              more, in case that a letter was lost
+    left {ask: 1}     -->                    also of an ask that was given up, granted or not
+    beat {ask, left}  -->                    once a second: the lease, and all of the above once
+                                             more, in case that a letter was lost
     committed {...}   -->    <-- stop {reason}
 
 A thread beats and another one reads, each with a connection of its own, so that neither waits for

@@ -305,7 +305,7 @@ class Cluster:
         if running is None or running.is_cancelled:
             return []
         running.is_cancelled = True
-        return [Stop(event.job, "it was cancelled")]
+        return [Stop(event.job, "it was cancelled", of_cancelled=True)]
 
     def _drained(self, event: Drained) -> list[Command]:
         self.state.nodes.drain(event.node)

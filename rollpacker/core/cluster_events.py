@@ -133,10 +133,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The job is to end at its next commit, or at the one that it has just made."""
+    """The job is to end at its next commit if it was cancelled. Else it has lost its nodes, is to
+    end at the commit that it has just made, and waits."""
 
     job: str
     reason: str
+    of_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
