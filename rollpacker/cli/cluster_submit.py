@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     check_slo(args.slo)
     config = load_config(args.config, args.overrides, RunConfig)
     check_shares(config)
+    check_devices(config)
+    check_seconds(args, config)
     desk = open_desk(args.cluster)
     spec = config_of(dict(desk.facts.spec), (), ClusterSpec, where=str(desk.folder))
     job = job_of(args, config, spec)
@@ -122,6 +124,19 @@ def check_shares(config: RunConfig) -> None:
             )
 
 
+def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
+    """Whether it is said how long phases take, and once. Raises `ValueError`."""
+    if (args.profile is None) == (args.phases is None):
+        again = f"rollpacker train {args.config} name={config.name}-alone train.steps=8"
+        raise ValueError(
+            "--profile and --phases exclude each other: leave one out"
+            if args.profile
+            else f"how long {config.name}'s phases take is not known, and placing it needs that. "
+            f"Run it alone for a few steps ({again}) and give --profile {config.runs_dir}/"
+            f"{config.name}-alone; or give mean seconds, --phases ROLLOUT,TRAIN"
+        )
+
+
 def check_reachable(job: ClusterJob) -> None:
     """Whether the SLO can be kept by a job that nobody shares with: it still lets go of a pool
     whenever it has no use for it. Raises `ValueError`."""
@@ -144,16 +159,6 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
     """From the profile of a run, or from the phases that were given. Raises `ValueError`."""
     from rollpacker.report.job_profile import job_of_run
 
-    if (args.profile is None) == (args.phases is None):
-        again = f"rollpacker train {args.config} name={config.name}-alone train.steps=8"
-        raise ValueError(
-            "--profile and --phases exclude each other: leave one out"
-            if args.profile
-            else f"how long {config.name}'s phases take is not known, and placing it needs that. "
-            f"Run it alone for a few steps ({again}) and give --profile {config.runs_dir}/"
-            f"{config.name}-alone; or give mean seconds, --phases ROLLOUT,TRAIN"
-        )
-    check_devices(config)
     own: dict[str, Any] = {
         "name": config.name,
         "slo": args.slo,

@@ -96,8 +96,8 @@ class Hosts:
         return [device for unit in self.plan.of(role) for device in unit.devices]
 
     def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
+        from rollpacker.cluster.local_runner import MARK
         from rollpacker.processes.host import ThisHost
-        from rollpacker.remote.warden import MARK
 
         assert self.plan is not None
         there = [self.plan.devices[device] for device in devices]
@@ -194,11 +194,11 @@ def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Room]:
 def _on_cluster(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
+    from rollpacker.cluster.local_runner import MARK
     from rollpacker.remote.copies import read
     from rollpacker.remote.own_host import OwnHost
     from rollpacker.remote.remote_host import RemoteHost
     from rollpacker.remote.spread import Spread
-    from rollpacker.remote.warden import MARK
 
     own = cluster.own_address
     used = [host for host in facts if any(d.host == host and d.units for d in plan.devices)]

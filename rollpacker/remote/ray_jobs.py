@@ -1,8 +1,8 @@
 """Who starts a cluster's jobs on ray, and ends them: a detached actor on each host, a *warden*.
 
-    service -- Runner --> RayRunner --> warden of a host --> guardian --> `rollpacker train ...`
+    service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
 
-Wardens and jobs outlive the service: the next one finds them by name. They are no jobs of ray's own
+Wardens and jobs outlive the service: the next one finds them by name. Jobs are no jobs of ray's own
 (`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
 packages. That could not promise what a lease needs either: that all of a job is gone, on every
 host, when `kill` returns.
@@ -14,31 +14,35 @@ Which hosts are a pool's nodes follows from ray's resources: a host was started 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from rollpacker.cluster.local_runner import GONE_S
 from rollpacker.remote.ray_connection import check_answers, say_short
 from rollpacker.remote.ray_mail import NAMESPACE
 from rollpacker.remote.token import MODE, PATH
-from rollpacker.remote.warden import GONE_S, HOSTS, Warden
+from rollpacker.remote.warden import HOSTS, Start, Warden
 
 if TYPE_CHECKING:
     from rollpacker.cluster.runner import Order
     from rollpacker.core.coexecution.nodes import Node
 
+NODES_FILE = "nodes.json"
+"""Of the cluster's folder: which host is which node."""
 ANSWER_S = 5.0
-START_S = 60.0
-"""Within which ray has made a warden: it starts a process for it first."""
-LAST_BYTES = 4000
+START_S = 15.0
+"""Within which ray has made a warden, for which it starts a process first."""
 HOSTS_S, CODES_S = 1.0, 0.02
 """So old may be what ray and what a warden said, where nothing hangs on it."""
 
@@ -54,18 +58,23 @@ class RayRunner:
     """See `Runner`. This process is connected to ray."""
 
     def __init__(self, name: str, *, folder: str | Path) -> None:
-        """`name`: of the cluster, for its wardens and its jobs' marks. What jobs print is written
-        below `folder`, on their hosts."""
+        """`name`: of the cluster, for its wardens. What is known of jobs, and what they print, is
+        in `folder`, on the host of each."""
         self._name = name
         self._folder = Path(folder).resolve()
         self._head: str = ray.get_runtime_context().gcs_address
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._nodes: dict[str, str] = {}
+        """Addresses of nodes, by POOL/NUMBER."""
+        with contextlib.suppress(FileNotFoundError):
+            self._nodes = json.loads((self._folder / NODES_FILE).read_text())
         self._lock = threading.Lock()
         self._wardens: dict[str, Any] = {}
-        self._places: dict[str, str] = {}
-        """Of jobs, by mark: the host's address."""
-        self._codes: dict[str, int] = {}
-        """Of jobs that have ended, by mark."""
-        self._asked_codes: dict[str, tuple[float, Mapping[str, int | None]]] = {}
+        self._places: dict[Start, str] = {}
+        """The host's address."""
+        self._codes: dict[Start, int] = {}
+        """Of those that have ended."""
+        self._asked_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
         """By host: when it was asked last, and what it said."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._hosts_s = -math.inf
@@ -85,12 +94,23 @@ class RayRunner:
         return self._hosts
 
     def host_of(self, node: Node) -> str | None:
-        """The node's address; None: ray has fewer hosts of the pool now. Raises `OSError`."""
+        """The node's address, which stays its own while that host is there, or until another one
+        takes its place; None: ray has fewer hosts of the pool. Raises `OSError`."""
         hosts = self.hosts()
         if not any(name.startswith(pool_resource("")) for one in hosts.values() for name in one):
             return next(iter(hosts), None)
-        of_pool = sorted(a for a, one in hosts.items() if pool_resource(node.pool) in one)
-        return of_pool[node.number] if node.number < len(of_pool) else None
+        of_pool = [address for address, one in hosts.items() if pool_resource(node.pool) in one]
+        name = f"{node.pool}/{node.number}"
+        if self._nodes.get(name) not in of_pool:
+            taken = {host for one, host in self._nodes.items() if one.startswith(f"{node.pool}/")}
+            free = [address for address in of_pool if address not in taken]
+            if not free:
+                return None
+            self._nodes[name] = free[0]
+            draft = self._folder / f"{NODES_FILE}.new"
+            draft.write_text(json.dumps(self._nodes, indent=1))
+            draft.replace(self._folder / NODES_FILE)
+        return self._nodes[name]
 
     def _address(self, node: Node) -> str:
         address = self.host_of(node)
@@ -124,116 +144,114 @@ class RayRunner:
             lifetime="detached",
             get_if_exists=True,
             resources={f"node:{address}": 0.001},
-        ).remote()
+        ).remote(self._folder)
 
     def _tell(
-        self, addresses: Sequence[str], method: str, *arguments: Any, within_s: float = START_S
+        self, addresses: Sequence[str], method: str, *arguments: Any, within_s: float = ANSWER_S
     ) -> list[Any]:
         """Their answers. Raises `OSError` for the first that has none."""
-        asked = [(one, getattr(self._warden(one), method).remote(*arguments)) for one in addresses]
+        asked = [self._ask(one, method, *arguments) for one in addresses]
         answers = []
-        for address, reference in asked:
+        for address, reference in zip(addresses, asked, strict=True):
             try:
-                answers.append(ray.get(reference, timeout=within_s))
-            except RayActorError as error:  # with all that it had; the next call makes another
-                with self._lock:
-                    self._wardens.pop(address, None)
-                raise OSError(f"the warden of {address} is gone: {say_short(error)}") from error
+                try:
+                    answers.append(ray.get(reference, timeout=within_s))
+                except RayActorError:  # it is gone: another one goes on in its place
+                    with self._lock:
+                        self._wardens.pop(address, None)
+                    reference = self._ask(address, method, *arguments)
+                    answers.append(ray.get(reference, timeout=within_s))
+            except RayTaskError as error:
+                cause = error.cause
+                raise OSError(f"{address}: {cause}") from error
             except GetTimeoutError:
                 raise OSError(f"{address} has not answered for {within_s:g} s") from None
             except RayError as error:
                 raise OSError(f"{address}: {say_short(error)}") from error
         return answers
 
+    def _ask(self, address: str, method: str, *arguments: Any) -> Any:
+        return getattr(self._warden(address), method).remote(*arguments)
+
     # -- jobs ----------------------------------------------------------------------------
-
-    def _mark(self, job: str, incarnation: int) -> str:
-        return f"{self._name}/{job}/{incarnation}"
-
-    def output(self, job: str) -> Path:
-        """Where a job's lines are, on the host that it runs on."""
-        return self._folder / "jobs" / f"{job}.log"
 
     def start(self, order: Order) -> None:
         """See `Runner`. The job's first process is on the host of its first training node, which
         writes its checkpoints."""
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
-        environ = {**order.environ, "RAY_ADDRESS": self._head}
-        environ |= {name: os.environ[name] for name in (MODE, PATH)}
+        environ = dict(order.environ)
         if len(self.hosts()) > 1:
             for variable, addresses in zip(HOSTS.values(), (rollout, train), strict=True):
                 environ[variable] = ",".join(dict.fromkeys(addresses))
-        mark = self._mark(order.job, order.incarnation)
+        own = {"RAY_ADDRESS": self._head, **{name: os.environ[name] for name in (MODE, PATH)}}
+        start = (order.job, order.incarnation)
         # Started by an earlier service, on what were its nodes then: it is there already.
-        address = self._find(mark) or train[0]
-        output = str(self.output(order.job))
-        self._tell([address], "start", mark, list(order.command), environ, order.folder, output)
-        self._places[mark] = address
+        address = self._find(start) or train[0]
+        order = replace(order, environ=environ)
+        self._tell([address], "begin", order, own, within_s=START_S)
+        self._places[start] = address
         self._asked_codes.pop(address, None)
 
-    def _find(self, mark: str) -> str | None:
+    def _find(self, start: Start) -> str | None:
         """The host that this job was started on."""
-        if mark not in self._places:
+        if start not in self._places:
             addresses = list(self.hosts())
-            for address, knows in zip(addresses, self._tell(addresses, "knows", mark), strict=True):
+            answers = self._tell(addresses, "knows", start, within_s=START_S)
+            for address, knows in zip(addresses, answers, strict=True):
                 if knows:
-                    self._places[mark] = address
-        return self._places.get(mark)
+                    self._places[start] = address
+                    break
+        return self._places.get(start)
 
     def stop(self, job: str, incarnation: int) -> None:
         """See `Runner`."""
-        mark = self._mark(job, incarnation)
-        if (address := self._find(mark)) is not None:
-            self._tell([address], "stop", mark, within_s=ANSWER_S)
+        if (address := self._find((job, incarnation))) is not None:
+            self._tell([address], "stop", job, incarnation)
 
     def kill(self, job: str, incarnation: int) -> None:
         """See `Runner`. On every host that ray takes to be there: what was on another is gone with
         it, since agents end after `LEASE_S` without a call (`ray_agents.py`), and ray gives a host
         up only after a minute."""
-        mark = self._mark(job, incarnation)
-        self._tell(list(self.hosts()), "kill", mark, within_s=ANSWER_S + GONE_S)
+        self._tell(list(self.hosts()), "kill", job, incarnation, within_s=ANSWER_S + GONE_S)
         self._asked_codes.clear()
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """See `Runner`. Once it says a code, nothing of the job is on any host."""
-        mark = self._mark(job, incarnation)
-        if mark not in self._codes and (code := self._code(mark)) is not None:
-            self.kill(job, incarnation)
-            self._codes[mark] = code
-        return self._codes.get(mark)
+        """See `Runner`. Once it says a code, nothing of the job is on any host. None also of a job
+        whose host does not answer."""
+        start = (job, incarnation)
+        if start not in self._codes and (code := self._code(start)) is not None:
+            if code != -1:
+                self.kill(job, incarnation)
+            self._codes[start] = code
+        return self._codes.get(start)
 
-    def _code(self, mark: str) -> int | None:
-        address = self._find(mark)
+    def _code(self, start: Start) -> int | None:
+        address = self._find(start)
         if address is None or address not in self.hosts(fresh=False):
             return -1
-        try:
-            code: int | None = self._codes_of(address).get(mark, -1)
-        except OSError:
-            if address in self._wardens:
-                raise
-            return -1  # the warden died, and with it the job
-        return code
-
-    def _codes_of(self, address: str) -> Mapping[str, int | None]:
-        """Of all jobs there: whoever asks about one asks about the others, too."""
-        now_s = time.monotonic()
         asked_s, codes = self._asked_codes.get(address, (-math.inf, {}))
-        if now_s - asked_s > CODES_S:
-            codes = self._tell([address], "codes", within_s=ANSWER_S)[0]
-            self._asked_codes[address] = now_s, codes
-        return codes
+        if start not in codes or time.monotonic() - asked_s > CODES_S:
+            # Whoever asks about one asks about the others, too.
+            known = [one for one, there in self._places.items() if there == address]
+            known = [one for one in known if one not in self._codes]
+            try:
+                answers = self._tell([address], "codes", known)[0]
+            except OSError:
+                return None  # as far as anybody can say; its lease ends if it is silent, too
+            codes = dict(zip(known, answers, strict=True))
+            self._asked_codes[address] = time.monotonic(), codes
+        return codes[start]
 
     def last_lines(self, job: str) -> str:
-        """The end of what the job has printed, or nothing if that cannot be read now."""
-        found = ""
+        """See `Runner`: of its last start that is known here."""
+        places = {start[1]: address for start, address in self._places.items() if start[0] == job}
+        if not places:
+            return ""
         with contextlib.suppress(OSError):
-            for address in dict.fromkeys(self._places.values()):
-                lines = self._tell(
-                    [address], "last_lines", str(self.output(job)), LAST_BYTES, within_s=ANSWER_S
-                )
-                found = lines[0] or found
-        return found
+            address = places[max(places)]
+            return str(self._tell([address], "last_lines", job)[0])
+        return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
         """See `Runner`. Ray's autoscaler is told, where there is one."""
@@ -241,7 +259,7 @@ class RayRunner:
         self._asked(request_resources, None, bundles)
 
     def remove(self) -> None:
-        """End the wardens, and with them all jobs."""
+        """End the wardens. Jobs go on."""
         for address in self.hosts():
             with contextlib.suppress(Exception):  # gone, or cannot be reached
                 ray.kill(self._warden(address))
