@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollpacker.cluster.mailbox import Mailbox
     from rollpacker.cluster.runner import Runner
     from rollpacker.sim.cluster_spec import ClusterSpec
@@ -34,13 +36,9 @@ class Ground:
 
 def run(args: argparse.Namespace) -> int:
     """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
-    from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
+    from rollpacker.cli.cluster_desk import take_lock
     from rollpacker.cli.output import print_line
     from rollpacker.cluster.local_disk import check_local
-    from rollpacker.cluster.service import Service
-    from rollpacker.config.load import to_plain
-    from rollpacker.core.cluster import Cluster
-    from rollpacker.sim.cluster_policies import SHIPPED, policy
     from rollpacker.sim.cluster_spec import load_cluster
 
     spec = load_cluster(args.file, args.overrides)
@@ -49,40 +47,55 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder):
         ground = _local(folder) if args.local else _on_ray(spec, folder)
-        cluster = Cluster(
-            spec.core_pools(),
-            policy(SHIPPED, spec),
-            link_gb_s=spec.link_gb_s,
-            max_group=spec.max_group,
-            quotas=spec.core_quotas(),
-            ageing_s=spec.ageing_h * 3600,
-        )
-        service = Service(
-            cluster,
-            name=spec.name,
-            folder=folder,
-            mailbox=ground.mailbox,
-            runner=ground.runner,
-            tell=_tell,
-        )
-        write_facts(
-            folder,
-            ServiceFacts(
-                name=spec.name,
-                mailbox=ground.mailbox.address,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                spec=to_plain(spec),
-            ),
-        )
         print_line(f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service")
         try:
-            service.run(lambda: False)
+            serve(spec, folder, ground)
         except KeyboardInterrupt:
             print_line(f"The service has ended; {ground.left}. The same command goes on")
-        finally:
-            service.close()
     return 130
+
+
+def serve(
+    spec: ClusterSpec,
+    folder: Path,
+    ground: Ground,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Until that. Raises `ValueError` if the folder was written for other pools."""
+    from rollpacker.cli.cluster_desk import ServiceFacts, write_facts
+    from rollpacker.cluster.service import Service
+    from rollpacker.config.load import to_plain
+    from rollpacker.core.cluster import Cluster
+    from rollpacker.sim.cluster_policies import SHIPPED, policy
+
+    cluster = Cluster(
+        spec.core_pools(),
+        policy(SHIPPED, spec),
+        link_gb_s=spec.link_gb_s,
+        max_group=spec.max_group,
+        quotas=spec.core_quotas(),
+        ageing_s=spec.ageing_h * 3600,
+    )
+    service = Service(
+        cluster,
+        name=spec.name,
+        folder=folder,
+        mailbox=ground.mailbox,
+        runner=ground.runner,
+        tell=_tell,
+    )
+    facts = ServiceFacts(
+        name=spec.name,
+        mailbox=ground.mailbox.address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        spec=to_plain(spec),
+    )
+    try:
+        write_facts(folder, facts)
+        service.run(is_over)
+    finally:
+        service.close()
 
 
 def _tell(line: str) -> None:
@@ -129,8 +142,10 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
     except OSError as error:
         raise ValueError(f"{error}. Start ray again on all hosts, and then this") from error
     runner = RayRunner(name, folder=folder)
+    num_hosts = len(runner.hosts())
+    hosts = f"{num_hosts} host{'s' * (num_hosts > 1)}"
     return Ground(
-        said=f"on the ray cluster {head}, {'started here, ' * started}{len(runner.hosts())} hosts",
+        said=f"on the ray cluster {head}, {'started here, ' * started}{hosts}",
         mailbox=mailbox,
         runner=runner,
         left="ray and jobs that run go on" + ("; ray stop ends them" if started else ""),

@@ -217,7 +217,7 @@ def show_top(ask: Callable[[], Status], console: Console) -> None:
 
     status = ask()
     if not console.is_terminal or console.is_dumb_terminal:
-        console.print(_screen(status, 10_000))
+        _print([pools_line(status), "", *jobs_table(status)], None)
         return
     with Live(
         _screen(status, console.height), console=console, screen=True, auto_refresh=False

@@ -127,7 +127,8 @@ def check_shares(config: RunConfig) -> None:
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
     """Whether it is said how long phases take, and once. Raises `ValueError`."""
     if (args.profile is None) == (args.phases is None):
-        again = f"rollpacker train {args.config} name={config.name}-alone train.steps=8"
+        own = " ".join([*args.overrides, f"name={config.name}-alone", "train.steps=8"])
+        again = f"rollpacker train {args.config} {own}"
         raise ValueError(
             "--profile and --phases exclude each other: leave one out"
             if args.profile
