@@ -159,13 +159,13 @@ class Desk:
             "still known"
         )
 
-    def ask(self, kind: str, facts: Mapping[str, Any], within_s: float = ANSWER_S) -> Any:
+    def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
         """The answer's facts. Raises `ValueError` with the service's reason if it refuses, and if
         it does not answer."""
         from rollpacker.cluster.mailbox import SERVICE
 
         self._number += 1
-        key, until = str(self._number), time.monotonic() + within_s
+        key, until = str(self._number), time.monotonic() + ANSWER_S
         posted = ""
         try:
             while (left_s := until - time.monotonic()) > 0:

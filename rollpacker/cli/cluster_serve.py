@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder):
         ground = _local(folder) if args.local else _on_ray(spec, folder)
-        print_line(f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service")
+        first = f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service"
         try:
-            serve(spec, folder, ground)
+            serve(spec, folder, ground, began=lambda: print_line(first))
         except KeyboardInterrupt:
             print_line(f"The service has ended; {ground.left}. The same command goes on")
     return 130
@@ -59,9 +59,12 @@ def serve(
     spec: ClusterSpec,
     folder: Path,
     ground: Ground,
+    *,
+    began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Until that. Raises `ValueError` if the folder was written for other pools."""
+    """Until that. `began`: called once it can be asked. Raises `ValueError` if the folder was
+    written for other pools."""
     from rollpacker.cli.cluster_desk import ServiceFacts, write_facts
     from rollpacker.cluster.service import Service
     from rollpacker.config.load import to_plain
@@ -93,6 +96,7 @@ def serve(
     )
     try:
         write_facts(folder, facts)
+        began()
         service.run(is_over)
     finally:
         service.close()
