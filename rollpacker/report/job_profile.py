@@ -26,6 +26,7 @@ from rollpacker.core.records import Entry, Note, Record
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.phase_times import SWITCH, IterationTimes, PhaseTimes
 
+CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 300
 """The latest: how long responses are changes over a run."""
@@ -85,18 +86,16 @@ def job_of_run(
     profile = read_profile(folder)
     if config is not None:
         check_profile(profile, config)
-    if on_gpus and profile.config.model.device == "cpu":
-        raise ValueError(
-            f"profile {folder} was made on a CPU (its model.device), and the pools have GPUs: make "
-            f"one of {MIN_ITERATIONS} steps or more on them"
-        )
-    return job_of(
-        profile,
-        name=name,
-        slo=slo,
-        steps=steps_of(config or profile.config, steps, folder),
-        devices_per_node=devices_per_node,
-        **given,
+    check_device(profile, on_gpus=on_gpus)
+    return ClusterJob(
+        **{
+            **run_needs(profile, devices_per_node=devices_per_node),
+            **given,
+            "name": name,
+            "slo": slo,
+            "steps": steps_of(config or profile.config, steps, folder),
+            "rounds": profile.rounds,
+        }
     )
 
 
@@ -111,30 +110,22 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
     return steps
 
 
-def job_of(
-    profile: RunProfile,
-    *,
-    name: str,
-    slo: float,
-    steps: int,
-    devices_per_node: int = 8,
-    **given: Any,
-) -> ClusterJob:
-    """Host memory, switches and what crosses the link follow from the sizes of the checkpoint's
-    files, if `given` does not say them: of weights and optimizer alone, without what the processes
-    take for themselves."""
-    devices = devices_of(profile.config)
+def run_needs(profile: RunProfile, *, devices_per_node: int = 8) -> dict[str, Any]:
+    """Devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches follow
+    from the sizes of the checkpoint's files: of weights and optimizer alone, without what the
+    processes take for themselves. What is published is part of the training of a run that shared
+    pools, and does not cross the link once more."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
-        devices=devices,
+        devices=devices_of(profile.config),
         num_copies=profile.config.rollout.engines,
         devices_per_node=devices_per_node,
     )
-    measured = {f"{pool}_switch_s": seconds for pool, seconds in profile.switch_s.items()}
-    start_s = COLD_START_S if profile.start_s is None else profile.start_s
-    own = {"name": name, "slo": slo, "steps": steps, "rounds": profile.rounds}
-    return ClusterJob(**{**needs, "cold_start_s": start_s, **measured, **given, **own})
+    needs["cold_start_s"] = COLD_START_S if profile.start_s is None else profile.start_s
+    if profile.switch_s:
+        needs["model_gb"] = 0.0
+    return needs | {f"{pool}_switch_s": seconds for pool, seconds in profile.switch_s.items()}
 
 
 def needs_of(
@@ -172,7 +163,12 @@ def read_profile(folder: str | Path) -> RunProfile:
     """Raises `ValueError` (`LogError`, `ConfigError`) for a folder that is none of a run, for a log
     that is damaged, and for one with too few iterations."""
     events = events_path(folder)
-    config = load_config(events.parent / "config.yaml", [], RunConfig)
+    if not (events.parent / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"profile {folder} holds no {CONFIG_FILE}, by which a run's devices are known: give "
+            "the folder of a run, such as runs/quickstart"
+        )
+    config = load_config(events.parent / CONFIG_FILE, [], RunConfig)
     book = _Book()
     for entry in EventLog(events):
         book.feed(entry)
@@ -208,6 +204,15 @@ def check_profile(profile: RunProfile, config: RunConfig) -> None:
                 f"this one has {_word(ours)}, which changes how long its phases take. Run this one "
                 f"alone for {MIN_ITERATIONS + MAX_WARM} steps, and give its folder"
             )
+
+
+def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
+    """Raises `ValueError` for seconds of a CPU where GPUs are planned with."""
+    if on_gpus and profile.config.model.device == "cpu":
+        raise ValueError(
+            f"profile {profile.folder} was made on a CPU (model.device=cpu), and the pools have "
+            f"GPUs: make one of {MIN_ITERATIONS} steps or more on them"
+        )
 
 
 def _word(value: object) -> str:
@@ -287,7 +292,7 @@ def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes
     """The latest `MAX_ITERATIONS`. Of the first ones of all, at most `MAX_WARM`, each that comes
     before the first ordinary one is left out: its rollout or its training took more than
     `WARM_FACTOR` times the median of the later ones of its kind (kernels are compiled, caches
-    filled). A kind that does not come back has no median, and its iteration stays."""
+    filled). A kind that comes back less than twice has no median, and its iteration stays."""
     first = 0
     while first < min(MAX_WARM, len(iterations)) and _is_warm_up(iterations, first):
         first += 1
@@ -297,7 +302,7 @@ def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes
 def _is_warm_up(iterations: Sequence[IterationTimes], first: int) -> bool:
     one = iterations[first]
     later = [other for other in iterations[first + 1 :] if other.kind == one.kind]
-    return bool(later) and (
+    return len(later) > 1 and (
         one.rollout_s > WARM_FACTOR * statistics.median(other.rollout_s for other in later)
         or one.train_s > WARM_FACTOR * statistics.median(other.train_s for other in later)
     )

@@ -56,7 +56,7 @@ class Simulation:
         core's answer, as a real run logs it."""
         self.job = make_job(config)
         self._clock = clock = VirtualClock()
-        self._tally = tally = Tally(machine.gpus, workload)
+        self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
         work = GradientWork()
         cap = config.max_response_tokens
