@@ -1,5 +1,5 @@
-"""A cluster's service on ray over three hosts: jobs outlive it, its mailbox and a host's warden, and
-no two are ever on one device."""
+"""A cluster's service on ray over three hosts: jobs outlive it, its mailbox and a host's warden,
+and no two are ever on one device."""
 
 from __future__ import annotations
 
