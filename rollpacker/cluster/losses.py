@@ -56,6 +56,11 @@ class Alive:
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 
+    def excuse(self, seconds: float) -> None:
+        """Silence of so long counts for nobody."""
+        for name in self._heard_s:
+            self._heard_s[name] += seconds
+
     def forget(self, name: str, incarnation: int) -> None:
         """It is gone."""
         start = (name, incarnation)

@@ -32,6 +32,7 @@ UNHEARD_S = 60.0
 _LOOK_S = 0.02
 """So quickly a wait that was given up is noticed."""
 _READ_S = 1.0
+_AGAIN_S = 0.1
 
 Told = Callable[[str], None]
 
@@ -147,12 +148,16 @@ class MailboxSeat:
     # -- threads -----------------------------------------------------------------------
 
     def _beat_on(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        wait_s = BEAT_S
+        while not self._closed.wait(wait_s):
             silent_s = time.monotonic() - self._beaten_s
             if silent_s > LEASE_S:
                 self._lose(f"the cluster's service has not heard of this job for {silent_s:.1f} s")
-            with contextlib.suppress(OSError):
+            try:
                 self._beat()
+                wait_s = BEAT_S
+            except OSError:
+                wait_s = _AGAIN_S
 
     def _read_on(self) -> None:
         after, epoch, box = 0, "", self._job

@@ -29,25 +29,20 @@ from rollpacker.cluster.mailbox_seat import LEASE_S
 from rollpacker.cluster.runner import Order, Runner
 from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
 from rollpacker.cluster.status import job_status, status
-from rollpacker.cluster.store import Entry, Position, Store, checksum
+from rollpacker.cluster.store import Entry, Position, Store, checksum, entry_of, happened
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.ids import PoolName
-from rollpacker.core.plain import from_plain, to_plain
+from rollpacker.core.plain import from_plain
 
 LOOK_S = 0.1
 """So often it looks whether processes have ended."""
 FORGET_S = 1.0
+AWAY_S = LEASE_S / 2
+"""If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
 HOPELESS = (2, 3)
 """Exit codes of `train` that another start would have, too: bad input, NaN."""
-_EVENTS: dict[str, type[Any]] = {
-    one.__name__: one
-    for one in (
-        *(core.Submitted, core.Asked, core.Left, core.Committed, core.Ended, core.Withdrew),
-        *(core.Lost, core.Cancelled, core.Drained, core.Restored),
-    )
-}
 Facts = Mapping[str, Any]
 _PARTS = ("rollout_s", "between_s", "train_s", "after_s")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -80,11 +75,12 @@ class Service:
         self._store = Store(folder / "events.db")
         self._began_s = self._store.began_s(time.time())
         self._last_s = 0.0
-        self._position = self._forgotten = self._store.position
+        self._position = self._store.position
         self._written: list[Entry] = []
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
-        self._looked_s = -math.inf
+        self._forgot_s = -math.inf
+        self._looked_s = time.monotonic()
         self._replay()
         self._alive = Alive(self._book, runner)
         self._come_back()
@@ -110,17 +106,16 @@ class Service:
 
     def _replay(self) -> None:
         for number, entry in enumerate(self._store.entries(), start=1):
-            plain = entry.event
-            event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+            event, facts = happened(entry)
             commands = self._cluster.handle(event)
             if checksum(commands) != entry.checksum:
                 raise ValueError(
-                    f"{self._store.path}: event {number} ({plain['kind']}) leads to something else "
-                    "now than when it was written: the cluster's file or the version of rollpacker "
-                    "has changed. Serve it as it was until its jobs have ended, or take another "
-                    "folder"
+                    f"{self._store.path}: event {number} ({entry.event['kind']}) leads to something"
+                    " else now than when it was written: the cluster's file or the version of "
+                    "rollpacker has changed. Serve it as it was until its jobs have ended, or take "
+                    "another folder"
                 )
-            self._book.write(event, plain["facts"], commands)
+            self._book.write(event, facts, commands)
             self._last_s = event.at_s
 
     def _come_back(self) -> None:
@@ -150,8 +145,7 @@ class Service:
         """Raises `ValueError` if the core refuses it: then nothing has happened."""
         commands = self._cluster.handle(event)
         facts = facts or {}
-        plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
-        self._written.append(Entry(plain, checksum(commands)))
+        self._written.append(entry_of(event, facts, commands))
         before = len(self._book.notes) and self._book.notes[-1]
         self._book.write(event, facts, commands)
         self._commands += commands
@@ -211,9 +205,9 @@ class Service:
             told = {**answer(), "about": letter.key}
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", kind, told)
             self._answers.pop(0)
-        if self._forgotten != self._position:
+        if time.monotonic() - self._forgot_s > FORGET_S:
             self._mailbox.forget(SERVICE, self._position.number)
-            self._forgotten = self._position
+            self._forgot_s = time.monotonic()
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
         """Returns what makes the answer, if one is awaited."""
@@ -359,9 +353,12 @@ class Service:
 
     def _look(self) -> None:
         """Who has ended, and who is silent. What an ended one still wrote counts first."""
-        if time.monotonic() - self._looked_s < LOOK_S:
+        away_s = time.monotonic() - self._looked_s
+        if away_s < LOOK_S:
             return
         self._looked_s = time.monotonic()
+        if away_s > AWAY_S:
+            self._alive.excuse(away_s)
         gone = self._alive.gone()
         if gone or self._alive.silent():
             self._receive(0.0)

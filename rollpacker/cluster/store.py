@@ -11,13 +11,15 @@ import json
 import sqlite3
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rollpacker.cluster.local_disk import check_local
+from rollpacker.core import cluster as core
+from rollpacker.core.plain import from_plain, to_plain
 
 FORMAT = 1
 _TABLES = """
@@ -26,6 +28,9 @@ CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT, commands INTEGER
 );
 """
+
+
+_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(core.Event)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,19 @@ class Position:
 
     epoch: str
     number: int
+
+
+def entry_of(event: core.Event, facts: Mapping[str, Any], commands: object) -> Entry:
+    """`facts`: what is to be known of it besides."""
+    plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
+    return Entry(plain, checksum(commands))
+
+
+def happened(entry: Entry) -> tuple[core.Event, Mapping[str, Any]]:
+    """The event, and what is to be known of it besides."""
+    plain = entry.event
+    event: core.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+    return event, plain["facts"]
 
 
 def checksum(commands: object) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(house: House, name: str, **settings: Any) -> dict[str, Any]:
-    one = lab.job(name, 100, 100.0, 30.0, **settings)
+    one = replace(lab.job(name, 100, 100.0, 30.0), **{"slo": 20.0, **settings})
     return house.desk.submit(one, ["train", f"{name}.yaml"])
 
 
@@ -241,14 +241,27 @@ def test_a_silent_job_is_killed_before_its_pool_is_given_on(
     house.say("b", "beat", left=0, ask=1, pool="rollout", purpose="round")
     monkeypatch.setattr(losses, "LEASE_S", 0.3)
     house.runner.is_cut_off = True
-    time.sleep(0.4)
-    for _ in range(3):
+    for _ in range(5):
+        time.sleep(0.1)
         house.step()
     assert house.heard("b") == [], "nobody knows whether its processes are gone"
     house.runner.is_cut_off = False
     house.until(lambda: house.heard("b"))
     assert house.runner.log[:4] == ["start a 1", "start b 1", "kill a 1", "start a 2"]
     assert house.heard("b") == [("grant", 1)]
+
+
+def test_time_in_which_the_service_was_away_counts_for_nobody(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(house, "a")
+    house.ask("a", "rollout")
+    monkeypatch.setattr(losses, "LEASE_S", 0.5)
+    monkeypatch.setattr(service, "AWAY_S", 0.25)
+    time.sleep(0.8)
+    house.step()
+    assert house.job("a")["incarnation"] == 1
+    house.until(lambda: ("a", 2) in house.runner.orders)
 
 
 def test_who_waits_may_be_silent_for_longer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +354,31 @@ def test_a_drained_nodes_job_moves_once_its_old_processes_are_gone(wide: House) 
         wide.desk.ask("drain", node="cheap/9")
     with pytest.raises(lab.Refused, match="cheap is no node: POOL/NUMBER"):
         wide.desk.ask("drain", node="cheap")
+
+
+def test_a_job_that_moves_far_starts_once_its_old_processes_are_gone(wide: House) -> None:
+    submit(wide, "a")
+    for node in ("cheap/0", "fast/0"):
+        wide.desk.ask("drain", node=node)
+    wide.commit("a", 1)
+    wide.step()
+    assert wide.job("a")["train_nodes"] == ["fast/1"]
+    assert ("a", 2) not in wide.runner.orders
+    wide.end("a", 130)
+    wide.until(lambda: ("a", 2) in wide.runner.orders)
+
+
+def test_nobody_starts_on_nodes_that_are_not_left_yet(house: House) -> None:
+    submit(house, "a", slo=1.0)
+    house.desk.ask("drain", node="cheap/0")
+    house.commit("a", 1)
+    submit(house, "b", slo=1.0, priority=1)
+    house.desk.ask("drain", node="cheap/0", restore=True)
+    assert (house.job("a")["state"], house.job("b")["state"]) == ("waiting", "running")
+    house.step()
+    assert ("b", 1) not in house.runner.orders, "what a keeps there is there still"
+    house.end("a", 130)
+    house.until(lambda: ("b", 1) in house.runner.orders)
 
 
 def test_a_pool_without_nodes_lets_jobs_wait_and_says_so(house: House) -> None:
