@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cli.plan import explain
+from rollpacker.cli.plan_text import explain
 from rollpacker.config.document import ConfigError
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.plan import Budget, compare, plan
