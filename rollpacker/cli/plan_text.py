@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
 """Trained tokens fewer by more than this share are said; a rate within the other is the same."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
-SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "tokens/s", *COLUMNS[3:])
+SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
 """With more responses than this at the cap, the cap is what ends a round."""
 
@@ -65,16 +65,18 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
     if any(kinds_s.values()):
         rounds = "/".join(_seconds(sum(s) / len(s), plan) if s else "-" for s in kinds_s.values())
     mean_s = sum(costs_s) / len(costs_s)
-    tokens = f"{sum(step.tokens_trained for step in measured.steps) / sum(costs_s):,.0f}"
-    cells = [tokens, rounds, f"{measured.length_shift:+.1%}", ""]
-    return [*_costs(plan, mean_s, "", measured.mean["total_s"]), *cells]
+    tokens = sum(step.tokens_trained for step in measured.steps) / sum(costs_s)
+    costs = _costs(plan, mean_s, "", measured.mean["total_s"], tokens, rounds)
+    return [*costs, f"{measured.length_shift:+.1%}", ""]
 
 
-def _costs(plan: Plan, cost_s: float, saved: str, step_s: float) -> list[str]:
+def _costs(
+    plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
+) -> list[str]:
     """The first columns."""
     told = [_seconds(cost_s, plan), saved]
     if plan.prices is None:
-        return told
+        return [*told, f"{tokens:,.0f}", rounds]
     price = f"{plan.prices.price_of_1k_prompts(cost_s):,.2f}"
     return [price, *told, _seconds(step_s, plan)]
 
@@ -95,8 +97,9 @@ def _cells(finding: Finding, plan: Plan) -> list[str]:
         rounds = "/".join("-" if s is None else _seconds(s, plan) for s in kinds)
     oracle = plan.oracle
     gap = "" if oracle is None else f"{finding.cost_s / oracle.cost_s - 1:+.0%}"
-    costs = _costs(plan, finding.cost_s, saved, finding.step_s)
-    return [*costs, f"{finding.tokens_per_s:,.0f}", rounds, f"{finding.shift:+.1%}", gap]
+    tokens = finding.tokens_per_s
+    costs = _costs(plan, finding.cost_s, saved, finding.step_s, tokens, rounds)
+    return [*costs, f"{finding.shift:+.1%}", gap]
 
 
 def _seconds(value: float, plan: Plan) -> str:
@@ -254,8 +257,8 @@ def _prices(plan: Plan) -> list[str]:
     if prices is None:
         return []
     return [
-        f"Shared pools: the rollout nodes cost {prices.rollout_per_h:,.2f} an hour and the training "
-        f"nodes {prices.train_per_h:,.2f}, each while the job holds them; for busy s all of them "
+        f"Shared pools: rollout nodes cost {prices.rollout_per_h:,.2f} an hour and training nodes "
+        f"{prices.train_per_h:,.2f}, each while the job holds them; for busy s all of them "
         "cost as much. price/1k is that of a thousand prompts trained on. Waits for verdicts and "
         "commits cost nothing, and make the step longer; no gradient begins before its turn."
     ]
