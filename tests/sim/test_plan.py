@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -436,3 +438,12 @@ def test_with_a_slow_judge_only_shared_pools_make_tail_batching_pay() -> None:
     tail, without = compare(base, evaluate, candidates, seeds=range(2), steps=30)
     assert without.step_s < 0.99 * tail.step_s
     assert tail.cost_s < 0.95 * without.cost_s
+
+
+def test_the_page_has_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rows = json.loads((ROOT / "benchmarks/results/plan_shared.json").read_text())["rows"]
+    page = (ROOT / "docs/simulation.md").read_text()
+    assert importlib.import_module("plan_shared").table(rows) in page
+    fastest, cheapest = (min(rows, key=lambda row: row[key]) for key in ("step_s", "busy_s"))
+    assert fastest["setting"] == "no tail batching" and cheapest is rows[0]
