@@ -1,4 +1,7 @@
-"""`rollpacker cluster simulate FILE [key=value ...]`: jobs on two pools, in virtual time."""
+"""`rollpacker cluster ACTION ...`: jobs that share two pools, really or in virtual time.
+
+What the actions do is in `cluster_serve.py`, `cluster_submit.py` and `cluster_show.py`; `simulate`
+is here."""
 
 from __future__ import annotations
 
@@ -42,9 +45,83 @@ def add_parser(subparsers: Any) -> None:
     )
     simulate.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
+    _add_serving(actions)
+
+
+def _add_serving(actions: Any) -> None:
+    serve = actions.add_parser(
+        "serve",
+        help="start jobs on the pools of FILE, and let them take turns",
+        description="Serves the pools of FILE until Ctrl-C, on the ray cluster that there is, or "
+        "else on one that it starts here. Jobs outlive it: start it again, and it goes on.",
+        epilog="docs/many-jobs.md says what it needs.",
+    )
+    serve.add_argument("file", metavar="FILE", help="YAML file, as in configs/clusters")
+    serve.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
+    serve.add_argument(
+        "--folder", help="what it remembers, on a disk of this host (default: runs/NAME-cluster)"
+    )
+    serve.add_argument(
+        "--local", action="store_true", help="without ray: jobs are processes of this host"
+    )
+    submit = actions.add_parser(
+        "submit",
+        help="hand in a run",
+        description="Checks a run's config and hands it in; it starts once there are nodes.",
+    )
+    submit.add_argument("config", metavar="RUN.yaml", help="as for rollpacker train")
+    submit.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
+    submit.add_argument(
+        "--slo", type=float, default=1.5, help="how many times as long it may take (default: 1.5)"
+    )
+    submit.add_argument("--profile", metavar="RUN", help="folder of a run like it, for its seconds")
+    submit.add_argument(
+        "--phases", metavar="ROLLOUT,TRAIN", help="mean seconds of both, instead of a profile"
+    )
+    submit.add_argument("--priority", type=int, default=0, help="higher ones come first")
+    submit.add_argument("--owner", help="whose quota it counts against (default: you)")
+    jobs = actions.add_parser("jobs", help="who is there")
+    show = actions.add_parser("show", help="all about one job")
+    top = actions.add_parser("top", help="the cluster, live; Ctrl-C ends it")
+    cancel = actions.add_parser("cancel", help="end a job, at its next commit")
+    drain = actions.add_parser("drain", help="take a node out: its jobs move at their next commit")
+    for one in (show, cancel):
+        one.add_argument("job", metavar="JOB")
+    drain.add_argument("node", metavar="NODE", help="POOL/NUMBER, as jobs shows it")
+    drain.add_argument("--restore", action="store_true", help="let it have jobs again")
+    cancel.add_argument("--now", action="store_true", help="at once, back to its last commit")
+    for one in (submit, jobs, show, top, cancel, drain):
+        one.add_argument(
+            "--cluster",
+            metavar="FOLDER",
+            help="of the service (default: ROLLPACKER_CLUSTER, or the only one served from runs/)",
+        )
+    for one in (submit, jobs, show, top):
+        one.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    """Do it, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    if args.action == "simulate":
+        return _simulate(args)
+    if args.action == "serve":
+        from rollpacker.cli import cluster_serve
+
+        return cluster_serve.run(args)
+    if args.action == "submit":
+        from rollpacker.cli import cluster_submit
+
+        return cluster_submit.run(args)
+    from rollpacker.cli import cluster_show
+
+    return cluster_show.run(args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
     from rollpacker.sim.cluster_jobs import arrivals
     from rollpacker.sim.cluster_spec import load_cluster
 

@@ -96,12 +96,14 @@ class Hosts:
         return [device for unit in self.plan.of(role) for device in unit.devices]
 
     def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
+        from rollpacker.cluster.local_runner import MARK
         from rollpacker.processes.host import ThisHost
 
         assert self.plan is not None
         there = [self.plan.devices[device] for device in devices]
         name = there[0].host
-        environment = {}
+        # By its mark a cluster's service finds all processes of a job.
+        environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}
         if self.plan.kind == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one.local) for one in there)
         if name in self.interfaces:
@@ -115,19 +117,28 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
     message.
     """
-    from rollpacker.cli.placement import on_this_host, placed, plan_of
+    from rollpacker.cli.placement import on_nodes, on_this_host, placed, plan_of
 
     if config.runtime == "local":
         return on_this_host(config), Hosts()
     cluster = join_cluster()
     try:
         facts = facts_of(cluster)
-        plan = plan_of(config, rooms_of(cluster, facts))
+        rooms = rooms_of(cluster, facts)
+        nodes = nodes_of(os.environ)
+        plan = plan_of(on_nodes(config, rooms, nodes) if nodes else config, rooms)
         config = placed(config, plan)
         return config, _on_cluster(config, cluster, plan, facts)
     except BaseException:
         cluster.close()
         raise
+
+
+def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """The hosts that a cluster's service has given this run, by role. Empty: it has all hosts."""
+    from rollpacker.remote.warden import HOSTS
+
+    return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
 
 
 def rooms() -> list[Room]:
@@ -183,6 +194,7 @@ def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Room]:
 def _on_cluster(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
+    from rollpacker.cluster.local_runner import MARK
     from rollpacker.remote.copies import read
     from rollpacker.remote.own_host import OwnHost
     from rollpacker.remote.remote_host import RemoteHost
@@ -192,8 +204,9 @@ def _on_cluster(
     used = [host for host in facts if any(d.host == host and d.units for d in plan.devices)]
     _check(config, cluster, plan, {host: facts[host] for host in used})
     resource = "CPU" if plan.kind == "cpu" else "GPU"
+    shared = MARK in os.environ  # other jobs have the same devices by turns
     counts = {
-        host: sum(1 for device in plan.devices if device.host == host and device.units)
+        host: 0 if shared else sum(1 for d in plan.devices if d.host == host and d.units)
         for host in used
     }
     cluster.reserve(

@@ -4,9 +4,10 @@ role takes, made into a plan; and the plan as a table."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rollpacker.core.roles import as_ranges, text_of_bytes
@@ -186,6 +187,36 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     if kind == "cpu":
         first = replace(first, held_bytes=run_memory(config))
     return plan_placement([first, *others], request_of(config, kind))
+
+
+def on_nodes(
+    config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
+) -> RunConfig:
+    """The config with lines that put engines and trainer on the hosts that a cluster gave them, by
+    role: on their first devices, as the others do that take turns there. Raises `ValueError` if
+    these have too few."""
+    from rollpacker.config.placement import num_devices
+    from rollpacker.core.roles import as_line
+
+    lines = lines_of_keys(config) if config.placement is None else config.placement
+    kind = device_kind(config)
+    ends = list(accumulate((host.num_devices(kind) for host in hosts), initial=0))
+    for role, names in nodes.items():
+        line = getattr(lines, role)
+        there = [
+            device
+            for number, host in enumerate(hosts)
+            if host.name in names
+            for device in range(ends[number], ends[number + 1])
+        ]
+        wanted = num_devices(line.devices) or len(there)
+        if wanted > len(there):
+            raise ValueError(
+                f"placement.{role} has {wanted} devices, and the cluster's nodes for it, "
+                f"{', '.join(names)}, have {len(there)}: is devices_per_node of the pool right?"
+            )
+        lines = replace(lines, **{role: replace(line, devices=as_line(there[:wanted]))})
+    return replace(config, placement=lines)
 
 
 def on_this_host(config: RunConfig) -> RunConfig:

@@ -325,8 +325,13 @@ def _run_name(run: str) -> str:
 
 def _machine_text(scenario: Scenario) -> str:
     model = scenario.model if isinstance(scenario.model, str) else "a model of its own shape"
-    gpu = scenario.cluster.gpu
-    return f"{model} on {scenario.cluster.gpus} x {gpu if isinstance(gpu, str) else 'GPU'}"
+    cluster = scenario.cluster
+    text = f"{model} on {cluster.gpus} x {cluster.gpu if isinstance(cluster.gpu, str) else 'GPU'}"
+    if not cluster.is_apart:
+        return text
+    trainer = cluster.train_gpu or cluster.gpu
+    name = trainer if isinstance(trainer, str) else "GPU"
+    return f"{text}, trained on {cluster.trainer_gpus} x {name}"
 
 
 def _print_meaning(text: str) -> None:

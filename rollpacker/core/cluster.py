@@ -17,7 +17,7 @@ has the clock: events are stamped with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollpacker.core.cluster_events import (
@@ -45,6 +45,7 @@ from rollpacker.core.coexecution.job import ClusterJob, Phase
 from rollpacker.core.coexecution.nodes import Node, Nodes, Pool, check_job, memory_gib
 from rollpacker.core.coexecution.placement import Choice, Policy, Rest, Standing, State, is_new
 from rollpacker.core.coexecution.turns import Turns
+from rollpacker.core.coexecution.waiting import AGEING_H, Devices, Waiting
 
 __all__ = [
     "LOSSES_S",
@@ -106,13 +107,16 @@ class Cluster:
         *,
         link_gb_s: float = math.inf,
         max_group: int = 5,
+        quotas: Mapping[str, Devices] | None = None,
+        ageing_s: float = AGEING_H * 3600,
     ) -> None:
+        """`quotas`: by owner; `ageing_s`: what a priority more is worth (`waiting.py`)."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._pools = tuple(pools)
         self._policy = policy
         self._turns: dict[int, Turns] = {}
         self._running: dict[str, _Running] = {}
-        self._waiting: list[ClusterJob] = []
+        self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, _Running] = {}
         """Of jobs that wait and have run before: what they have done so far."""
         self._num_groups = 0
@@ -130,8 +134,8 @@ class Cluster:
 
     @property
     def waiting(self) -> Sequence[str]:
-        """Jobs that wait for nodes."""
-        return [job.name for job in self._waiting]
+        """Jobs that wait for nodes, the next one first."""
+        return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
         """How the job's iterations go in its group as it is now."""
@@ -171,30 +175,30 @@ class Cluster:
         if job.name in self._running or any(one.name == job.name for one in self._waiting):
             raise ValueError(f"job {job.name} is here already: give each job a name of its own")
         check_job(job, self._pools)
-        self._wait(job)
+        self._waiting.add(job, event.at_s)
         return self._start_waiting()
-
-    def _wait(self, job: ClusterJob) -> None:
-        self._waiting.append(job)
-        self._waiting.sort(key=lambda one: -one.priority)
 
     def _wait_no_more(self, name: str) -> bool:
         """Whether it waited."""
-        found = [one for one in self._waiting if one.name == name]
-        for one in found:
-            self._waiting.remove(one)
+        found = any(one.name == name for one in self._waiting)
+        self._waiting.remove(name)
         self._paused.pop(name, None)
-        return bool(found)
+        return found
 
     def _start_waiting(self) -> list[Command]:
-        """Those that fit are started; who does not fit lets nobody of its priority overtake."""
+        """Those that fit are started; who fits nowhere lets nobody overtake."""
         commands: list[Command] = []
         while self._waiting:
-            choice = self._policy.place(self.state, self._waiting[0])
-            if choice is None:
+            job = self._waiting.next(self._running_jobs())
+            choice = None if job is None else self._policy.place(self.state, job)
+            if job is None or choice is None:
                 break
-            commands += self._start(self._waiting.pop(0), choice)
+            self._waiting.remove(job.name)
+            commands += self._start(job, choice)
         return commands
+
+    def _running_jobs(self) -> list[ClusterJob]:
+        return [one.job for one in self._running.values()]
 
     def _start(self, job: ClusterJob, choice: Choice) -> list[Command]:
         nodes = self.state.nodes
@@ -323,7 +327,7 @@ class Cluster:
         if choice is not None:
             return commands + self._start(job, choice) + self._start_waiting()
         self._paused[job.name] = self._running.pop(job.name)
-        self._wait(job)
+        self._waiting.add(job, at_s)
         return [*commands, Stop(job.name, "its nodes are drained"), *self._start_waiting()]
 
     # -- turns -------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
 
-    join(address)              connect, by token only (`token.py`)
+    join(address)              connect, by token only (`ray_connection.py`)
     Cluster.nodes              address -> what ray knows of it
     Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
     Cluster.connect(address)   a new agent there
@@ -15,12 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -38,14 +35,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollpacker.remote.agent import Agent
 from rollpacker.remote.facts import HostFacts, facts
+from rollpacker.remote.ray_connection import (
+    LOCAL,
+    check_answers,
+    connect,
+    disconnect,
+    find_head,
+    say_short,
+)
 from rollpacker.remote.remote_host import Answer, Calls, Gone, Unavailable
-from rollpacker.remote.token import PATH, is_demanded
 
-LOWEST = (2, 54)
-"""Ray's first version with token authentication that needs no dashboard."""
 LEASE_S = 12.0
 """An agent that nobody calls for so long ends with all that it has."""
-REACH_S = 5.0
 PROBE_S = 1.0
 ASK_S = 60.0
 """Within which a host must say what it has: ray starts a process for it first."""
@@ -107,7 +108,7 @@ class Cluster:
         except (GetTimeoutError, RayError) as error:
             raise ValueError(
                 f"{address} is in ray's cluster, and cannot be asked what it has: "
-                f"{_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+                f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
                 "there, in the environment that ray was started from?"
             ) from error
 
@@ -156,7 +157,7 @@ class Cluster:
     def has_head(self) -> bool:
         """Whether the cluster's head still takes connections."""
         try:
-            _check_answers(self._head)
+            check_answers(self._head)
         except ValueError:
             return False
         return True
@@ -177,7 +178,7 @@ class Cluster:
             if self._group is not None and self.has_head():
                 remove_placement_group(self._group)
         self._group = None
-        ray.shutdown()
+        disconnect()
 
 
 def _check_reached(address: str) -> None:
@@ -218,7 +219,7 @@ class _RayCalls:
         try:
             return _RayAnswer(self._methods[method].remote(*arguments))
         except RayActorError as error:
-            raise Gone(_short(error)) from error
+            raise Gone(say_short(error)) from error
 
     def end(self) -> None:
         with contextlib.suppress(Exception):  # it cannot be reached: its lease ends it
@@ -237,20 +238,13 @@ class _RayAnswer:
         except GetTimeoutError:
             raise TimeoutError from None
         except ActorUnavailableError as error:
-            raise Unavailable(_short(error)) from error
+            raise Unavailable(say_short(error)) from error
         except (ActorDiedError, ActorUnschedulableError) as error:
-            raise Gone(_short(error)) from error
+            raise Gone(say_short(error)) from error
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:
-            raise Gone(_short(error)) from error
-
-
-def _short(error: Exception) -> str:
-    """The one sentence of ray's many lines that says what happened."""
-    text = " ".join(str(error).split())
-    found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
-    return found.group() if found else text[:200]
+            raise Gone(say_short(error)) from error
 
 
 def _numbers(address: str) -> list[tuple[int, str]]:
@@ -272,73 +266,5 @@ def join(address: str | None = None) -> Cluster:
 
     Raises `ValueError` with one message for what the user can mend.
     """
-    assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
-    check_version()
-    address = address or os.environ.get("RAY_ADDRESS") or _running()
-    if address == "local":  # as ray itself takes it
-        address = None
-    if address is not None:
-        _check_answers(address)
-    options: dict[str, Any] = (
-        {"address": "local", "include_dashboard": False}
-        if address is None
-        else {"address": address}
-    )
-    with _own_signals():
-        try:
-            ray.init(configure_logging=False, log_to_driver=True, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            ray.shutdown()
-            raise ValueError(
-                f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
-                f"the token in {os.environ[PATH]} the cluster's?"
-            ) from error
+    connect(address or find_head() or LOCAL, log_to_driver=True)
     return Cluster()
-
-
-def check_version() -> None:
-    """Raises `ValueError` for a ray without token authentication."""
-    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if found < LOWEST:
-        raise ValueError(
-            f"ray {ray.__version__} is installed, and runtime=ray needs "
-            f"{'.'.join(map(str, LOWEST))} or newer, which asks everybody for a token: "
-            "make cluster installs one"
-        )
-
-
-def _running() -> str | None:
-    """The cluster that this machine belongs to."""
-    path = Path("/tmp/ray/ray_current_cluster")  # where `ray start` says so
-    with contextlib.suppress(OSError):
-        found = path.read_text().strip()
-        with contextlib.suppress(ValueError):
-            _check_answers(found)
-            return found
-    return None
-
-
-def _check_answers(address: str) -> None:
-    """Ray itself would wait for twenty seconds, and say the same of a wrong token."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH_S).close()
-    except OSError as error:
-        raise ValueError(
-            f"nobody answers at {address}, where ray's head should be ({error}): start it there "
-            "with ray start --head, or set RAY_ADDRESS to where it is"
-        ) from error
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep this process's handlers: ray's own would end it in the middle of a step."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # not in the main thread, where ray sets none
-            for number, handler in kept.items():
-                signal.signal(number, handler)

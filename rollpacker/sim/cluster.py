@@ -85,6 +85,8 @@ class Simulation:
             chosen or policy(name, spec),
             link_gb_s=math.inf if name == "colocated" else spec.link_gb_s,
             max_group=1 if name in NO_TURNS else spec.max_group,
+            quotas=spec.core_quotas(),
+            ageing_s=spec.ageing_h * 3600,
         )
         self._colocated = name == "colocated"
         self._bill = Bill(self._pools)

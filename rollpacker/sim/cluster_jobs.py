@@ -12,8 +12,10 @@ from statistics import NormalDist
 from typing import Any
 
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.core.coexecution.waiting import check_quota
 from rollpacker.did_you_mean import did_you_mean
-from rollpacker.sim.cluster_spec import ClusterSpec, JobsSpec
+from rollpacker.sim.cluster_profiles import Profile, profile_of_run, profile_of_scenario
+from rollpacker.sim.cluster_spec import ClusterSpec, JobsSpec, PoolSpec
 from rollpacker.sim.hardware import read_tables
 
 _TABLES = read_tables("cluster_jobs.yaml")
@@ -39,8 +41,13 @@ class Arrival:
 def arrivals(spec: ClusterSpec) -> list[Arrival]:
     """In the order in which they come. Raises `ValueError` for a trace that cannot be."""
     if spec.jobs.trace is not None:
-        return read_trace(Path(spec.jobs.trace))
-    return drawn(spec.jobs, spec.seed)
+        found = read_trace(Path(spec.jobs.trace), spec.pools)
+    else:
+        found = drawn(spec.jobs, spec.seed)
+    quotas = spec.core_quotas()
+    for one in found:
+        check_quota(one.job, quotas)
+    return found
 
 
 def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
@@ -124,42 +131,96 @@ def model_needs(model: str) -> dict[str, float]:
 
 _OWN = {field.name for field in fields(ClusterJob)} - {"rounds"}
 _ROUND = {field.name for field in fields(RoundTimes)}
-_TRACE_KEYS = (_OWN | _ROUND | {"arrival_h", "rounds", "hours", "model"}) - {"kind", "share"}
+_ELSEWHERE = {"profile": profile_of_run, "scenario": profile_of_scenario}
+_TRACE_KEYS = (_OWN | _ROUND | {"arrival_h", "rounds", "hours", "model", *_ELSEWHERE}) - {
+    *("kind", "share")
+}
+_TEXTS = ("name", "owner")
+_COUNTS = ("steps", "priority", "rollout_devices", "train_devices")
 
 
-def read_trace(path: Path) -> list[Arrival]:
-    """Jobs of a JSONL file. Raises `ValueError` that names the line."""
+def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
+    """Jobs of a JSONL file, for these pools. Raises `ValueError` that names the line."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ValueError(f"jobs.trace {path}: cannot be read ({reason})") from None
+    reader = _Reader(pools)
     found: list[Arrival] = []
-    names = set[str]()
+    lines_of: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            arrival = _arrival(line, number)
+            arrival = reader.arrival(line, number)
             if found and arrival.at_s < found[-1].at_s:
                 raise ValueError(
                     f"arrival_h is {arrival.at_s / 3600:g}, before the job of the line above it "
                     f"({found[-1].at_s / 3600:g}): sort the lines by arrival_h"
                 )
-            if arrival.job.name in names:
-                raise ValueError(f"a second job with the name {arrival.job.name}")
+            name = arrival.job.name
+            if name in lines_of:
+                raise ValueError(
+                    f'a second job with the name "{name}", as in line {lines_of[name]}: give each '
+                    "its own"
+                )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        names.add(arrival.job.name)
+        lines_of[name] = number
         found.append(arrival)
     if not found:
         raise ValueError(f"jobs.trace {path} has no jobs: write one JSON object a line")
     return found
 
 
-def _arrival(line: str, number: int) -> Arrival:
+class _Reader:
+    """Reads lines. What several of them name is read, or simulated, once."""
+
+    def __init__(self, pools: Sequence[PoolSpec]) -> None:
+        self._pools = pools
+        self._known: dict[tuple[str, str], Profile] = {}
+
+    def arrival(self, line: str, number: int) -> Arrival:
+        told = _object(line)
+        at_h = _number("arrival_h", told.pop("arrival_h", None))
+        if at_h < 0:
+            raise ValueError(f"arrival_h must be 0 or more hours, not {at_h}")
+        profile = self._profile(told)
+        needs = {**profile.needs}
+        if (model := told.pop("model", None)) is not None:
+            if model not in MODELS:
+                raise ValueError(f'model is "{model}". Known: {", ".join(MODELS)}')
+            needs |= model_needs(model)
+        hours = told.pop("hours", None)
+        for key, value in told.items():
+            _check(key, value)
+        needs |= {"name": f"job-{number}", **told}
+        if "slo" not in needs:
+            raise ValueError("slo is not set: the slowdown that is promised, 1 or more")
+        if "steps" not in needs:
+            needs["steps"] = _steps(hours, profile)
+        return Arrival(at_h * 3600, ClusterJob(rounds=profile.rounds, **needs))
+
+    def _profile(self, told: dict[str, Any]) -> Profile:
+        """What the line says of phases, which is taken out of it."""
+        named = [key for key in _ELSEWHERE if key in told]
+        if not named:
+            return Profile(_rounds(told), {}, None)
+        key, *others = [*named, *sorted((_ROUND | {"rounds"}) & told.keys())]
+        if others:
+            raise ValueError(f"{key} and {', '.join(others)} exclude each other")
+        value = told.pop(key)
+        if not isinstance(value, str):
+            raise ValueError(f"{key} must be a path, not {json.dumps(value)}")
+        if (key, value) not in self._known:
+            self._known[key, value] = _ELSEWHERE[key](value, self._pools)
+        return self._known[key, value]
+
+
+def _object(line: str) -> dict[str, Any]:
     try:
-        told: Any = json.loads(line)
+        told: Any = json.loads(line, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg})") from None
     if not isinstance(told, dict):
@@ -167,37 +228,44 @@ def _arrival(line: str, number: int) -> Arrival:
     for key in told:
         if key not in _TRACE_KEYS:
             raise ValueError(f'there is no key "{key}".{did_you_mean(key, _TRACE_KEYS)}')
-    told = dict(told)
-    at_h = _number(told, "arrival_h", told.pop("arrival_h", None))
-    if not (math.isfinite(at_h) and at_h >= 0):
-        raise ValueError(f"arrival_h must be 0 or more hours, not {at_h}")
-    rounds = _rounds(told)
-    needs: dict[str, Any] = {}
-    if (model := told.pop("model", None)) is not None:
-        if model not in MODELS:
-            raise ValueError(f'model is "{model}". Known: {", ".join(MODELS)}')
-        needs |= model_needs(model)
-    hours = told.pop("hours", None)
-    needs |= {"name": f"job-{number}", **told}
-    for key, value in told.items():
-        if key != "name":
-            _number(told, key, value)
-    if "slo" not in needs:
-        raise ValueError("slo is not set")
-    needs["name"] = str(needs["name"])
+    return told
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    told = dict(pairs)
+    for key in told:
+        if sum(one == key for one, _ in pairs) > 1:
+            raise ValueError(f"{key} is said twice")
+    return told
+
+
+def _check(key: str, value: Any) -> None:
+    """What a line says of a field that is no phase."""
+    if key in _TEXTS:
+        if not isinstance(value, str):
+            raise ValueError(f"{key} must be a text, not {json.dumps(value)}")
+        if key == "name" and not value.strip():
+            raise ValueError("name is empty")
+        return
+    _number(key, value)
+    if key in _COUNTS and not isinstance(value, int):
+        raise ValueError(f"{key} must be a whole number, not {value}")
+
+
+def _steps(hours: Any, profile: Profile) -> int:
+    """Raises `ValueError` where nothing says how many."""
     if hours is not None:
-        if not _number(told, "hours", hours) > 0:
+        life_h = _number("hours", hours)
+        if not life_h > 0:
             raise ValueError(f"hours must be more than 0, not {hours}")
-        mean_s = math.fsum(one.share * math.fsum(one.mean) for one in rounds)
-        needs.setdefault("steps", max(round(hours * 3600 / mean_s), 1))
-    if "steps" not in needs:
+        mean_s = math.fsum(one.share * math.fsum(one.mean) for one in profile.rounds)
+        return max(round(life_h * 3600 / mean_s), 1)
+    if profile.steps is None:
         raise ValueError("steps is not set (nor hours, from which it follows)")
-    if not isinstance(needs["steps"], int):
-        raise ValueError(f"steps must be a whole number, not {needs['steps']}")
-    return Arrival(at_h * 3600, ClusterJob(rounds=rounds, **needs))
+    return profile.steps
 
 
-def _number(told: Mapping[str, Any], key: str, value: Any) -> float:
+def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} must be a number, not {json.dumps(value)}")
     if not math.isfinite(value):
@@ -227,8 +295,8 @@ def _round(told: Mapping[str, Any]) -> RoundTimes:
         if key not in told:
             raise ValueError(f"{key} is not set: give seconds, or a list of measured ones")
         listed = told[key] if isinstance(told[key], list) else [told[key]]
-        values[key] = tuple(_number(told, key, one) for one in listed)
+        values[key] = tuple(_number(key, one) for one in listed)
     for key in ("share", "between_s", "after_s"):
         if key in told:
-            _number(told, key, told[key])
+            _number(key, told[key])
     return RoundTimes(**values)

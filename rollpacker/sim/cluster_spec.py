@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rollpacker.config.load import load_config
 from rollpacker.core.coexecution.job import Phase
 from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.core.coexecution.waiting import AGEING_H, PHASES
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.sim.hardware import GPUS
 from rollpacker.sim.scenario_checks import at_least_one, check_known
 
@@ -31,10 +33,10 @@ class PoolSpec:
     """That may be rented at once."""
     devices_per_node: int = 8
     """A job has whole nodes."""
-    gpu: str
+    gpu: str | None = None
     """A datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are those of the first
     pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
-    its arithmetic."""
+    its arithmetic. None: as fast as the first one."""
     price_per_device_h: float
     """Of a device that is in use, in any currency."""
     host_memory_gib: float
@@ -42,7 +44,8 @@ class PoolSpec:
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
-        check_known("gpu", self.gpu, GPUS)
+        if self.gpu is not None:
+            check_known("gpu", self.gpu, GPUS)
         for name in ("price_per_device_h", "host_memory_gib"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
@@ -105,6 +108,12 @@ class ClusterSpec:
     """An SLO is kept with this probability, for iterations as they are distributed."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
     """Of turns. auto: what is cheapest for each group."""
+    quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By owner: rollout and train devices that his running jobs may have asked for, shared or not.
+    Who is not named, and a phase that is not, has no bound."""
+    ageing_h: float = AGEING_H
+    """A job that waits for nodes comes before those of one priority more that are submitted so many
+    hours later."""
     jobs: JobsSpec = JobsSpec()
     """Of a simulation."""
     seed: int = 0
@@ -118,6 +127,9 @@ class ClusterSpec:
             raise ValueError(
                 f"slo_confidence must be from 0.5 to below 1, not {self.slo_confidence:g}"
             )
+        if not (math.isfinite(self.ageing_h) and self.ageing_h >= 0):
+            raise ValueError(f"ageing_h must be 0 or more hours, not {self.ageing_h}")
+        self._check_quotas()
         names = [pool.name for pool in self.pools]
         for name in names:
             if names.count(name) > 1:
@@ -125,6 +137,26 @@ class ClusterSpec:
         for phase in ("rollout", "train"):
             if not any(pool.phase == phase for pool in self.pools):
                 raise ValueError(f"pools has none with phase: {phase}; add one")
+
+    def _check_quotas(self) -> None:
+        for owner, quota in self.quotas.items():
+            for phase, most in quota.items():
+                if phase not in PHASES:
+                    raise ValueError(
+                        f'quotas.{owner} has no key "{phase}".{did_you_mean(phase, PHASES)} Known: '
+                        "rollout, train, each with a number of devices"
+                    )
+                if most < 1:
+                    raise ValueError(
+                        f"quotas.{owner}.{phase} must be 1 or more devices, not {most}"
+                    )
+
+    def core_quotas(self) -> dict[str, dict[Phase, int]]:
+        """As the core knows them."""
+        return {
+            owner: {phase: quota[phase] for phase in PHASES if phase in quota}
+            for owner, quota in self.quotas.items()
+        }
 
     def core_pools(self) -> tuple[Pool, ...]:
         """As the core knows them."""
@@ -147,8 +179,11 @@ def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
     return next(pool for pool in pools if pool.phase == phase)
 
 
-def seconds_scale(phase: Phase, measured_on: str, gpu: str) -> float:
-    """Seconds of a phase on this GPU over those on the one that it was measured on."""
+def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
+    """Seconds of a phase on this GPU over those on the one that it was measured on; 1 where one of
+    them is not known."""
+    if measured_on is None or gpu is None:
+        return 1.0
     if phase == "rollout":
         return GPUS[measured_on].bandwidth_tb_s / GPUS[gpu].bandwidth_tb_s
     return GPUS[measured_on].tflops / GPUS[gpu].tflops

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
-from rollpacker.sim.hardware import GPUS
+from rollpacker.sim.hardware import GPUS, GpuSpec
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.presets import LENGTH_LAWS
 from rollpacker.sim.result import SystemResult
@@ -131,7 +131,7 @@ def _preset(scenarios: Mapping[str, Scenario]) -> list[str]:
 
 
 def _places(scenario: Scenario) -> list[str]:
-    shape, gpu, cluster = scenario.shape, scenario.cluster.gpu_spec, scenario.cluster
+    shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     found = []
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
@@ -139,14 +139,21 @@ def _places(scenario: Scenario) -> list[str]:
         found.append(f"{name} with {shape.params / 1e9:.1f}e9 parameters")
     elif isinstance(scenario.model, str) and not scenario.model.startswith("qwen2.5"):
         found.append(f"{scenario.model}, a size that was fitted in another shape")
-    same = (gpu.bandwidth_tb_s, gpu.tflops) == (FITTED_GPU.bandwidth_tb_s, FITTED_GPU.tflops)
-    if not same:
+    if not _is_fitted(cluster.gpu_spec):
         found.append(f"the GPU ({cluster.gpu if isinstance(cluster.gpu, str) else 'its own'})")
-    if not FITTED_NUM_GPUS[0] <= cluster.gpus <= FITTED_NUM_GPUS[1]:
-        found.append(f"{cluster.gpus} GPUs")
+    elif not _is_fitted(cluster.trainer_gpu_spec):
+        own = cluster.train_gpu if isinstance(cluster.train_gpu, str) else "its own"
+        found.append(f"the trainer's GPU ({own})")
+    for gpus in dict.fromkeys((cluster.gpus, cluster.trainer_gpus)):
+        if not FITTED_NUM_GPUS[0] <= gpus <= FITTED_NUM_GPUS[1]:
+            found.append(f"{gpus} GPUs")
     if not FITTED_CAPS[0] <= cap <= FITTED_CAPS[1]:
         found.append(f"a cap of {cap:,} tokens")
     return found
+
+
+def _is_fitted(gpu: GpuSpec) -> bool:
+    return (gpu.bandwidth_tb_s, gpu.tflops) == (FITTED_GPU.bandwidth_tb_s, FITTED_GPU.tflops)
 
 
 def _power_laws(scenario: Scenario) -> dict[str, float]:

@@ -204,6 +204,8 @@ class DatasheetModel:
 
     model: ModelShape
     gpu: GpuSpec
+    train_gpu: GpuSpec | None = None
+    """None: the same."""
     calibration: Calibration = Calibration()
     prompt_tokens: int = 200
     """Mean length of a prompt."""
@@ -292,7 +294,8 @@ class DatasheetModel:
         return 2 * self.model.params / (tensor_parallel * flops_per_s)
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        flops_per_s = self.calibration.train_utilization * self.gpu.tflops * 1e12 * gpus
+        tflops = (self.train_gpu or self.gpu).tflops
+        flops_per_s = self.calibration.train_utilization * tflops * 1e12 * gpus
         return tokens * TRAIN_FLOPS_PER_PARAM * self.model.params / flops_per_s
 
     def _kv_token_bytes(self, tensor_parallel: int) -> float:

@@ -20,6 +20,9 @@ class Machine:
 
     latency: LatencyModel
     gpus: int
+    """That generate."""
+    train_gpus: int | None = None
+    """Of the trainer alone; None: it has those that generate, in turn."""
     prompt_tokens: int
     max_running: int | None = None
     """Sequences that one engine decodes at once."""
@@ -38,3 +41,8 @@ class Machine:
     mismatch: float = 0.0
     """Chance per token and update that a token drawn before comes out differently under newer
     weights."""
+
+    @property
+    def trainer_gpus(self) -> int:
+        """That train, whoever else has them."""
+        return self.gpus if self.train_gpus is None else self.train_gpus

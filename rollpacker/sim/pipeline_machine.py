@@ -45,7 +45,7 @@ def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
         costs=_costs(scenario, spec, layers, latency),
         layers=() if spec.op_times is not None else layers,
         caps=_caps(scenario, layers),
-        num_replicas=scenario.cluster.gpus // scenario.train.replica_gpus,
+        num_replicas=scenario.cluster.trainer_gpus // scenario.train.replica_gpus,
         stage_gpus=stage_gpus,
         bytes_per_token=_bytes_per_token(scenario, spec),
         relayout=faster if spec.relayout == "propose" else (),
@@ -167,8 +167,8 @@ def _caps(scenario: Scenario, layers: Sequence[int]) -> tuple[int | None, ...]:
     if spec.live_tokens != "auto":
         return (spec.live_tokens,) * spec.stages
     cluster, shape, train = scenario.cluster, scenario.shape, scenario.train
-    trained = TRAINED_PARAMETER_BYTES * shape.params / cluster.gpus
-    room = max(MEMORY_SHARE * cluster.gpu_spec.memory_gb * 1e9 - trained, 0.0)
+    trained = TRAINED_PARAMETER_BYTES * shape.params / cluster.trainer_gpus
+    room = max(MEMORY_SHARE * cluster.trainer_gpu_spec.memory_gb * 1e9 - trained, 0.0)
     sharing = train.tensor_parallel * train.context_parallel
     return tuple(
         int(room * sharing / (ACTIVATION_BYTES * shape.hidden * count)) for count in layers

@@ -8,9 +8,10 @@ races:
         seeds  ->  step by step and leave one out: what each idea is worth
 
 Two settings are always compared on the same seeds, so that they differ by their decisions alone and
-the uncertainty is that of the paired difference. What is compared is the *long-run* step time: the
-mean of each kind of round, weighted by how often that kind comes round. A dozen steps hold too many
-or too few long rounds by chance; the weights are known exactly.
+the uncertainty is that of the paired difference. What is compared is the *long-run* step time (on
+shared pools: `plan_shared.py`), the mean of each kind of round, weighted by how often that kind
+comes round. A dozen steps hold too many or too few long rounds by chance; the weights are known
+exactly.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from rollpacker.sim.plan_result import (
     finding,
     measure,
     round_shares,
+    total_s,
 )
 from rollpacker.sim.plan_workers import interrupt_held, work, workers
 from rollpacker.sim.result import SystemResult
@@ -200,6 +202,7 @@ class _Search:
             refused=refused,
             trust=base.trust,
             measured_shift=base.measured_shift,
+            prices=base.prices,
         )
 
     def so_far(self) -> str:
@@ -207,7 +210,7 @@ class _Search:
         best = self._best_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
-        share = best.saved_s / (best.step_s + best.saved_s)
+        share = best.saved_s / (best.cost_s + best.saved_s)
         changes = " ".join(f"{key}={json.dumps(v)}" for key, v in best.candidate.changes.items())
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
@@ -247,14 +250,14 @@ class _Search:
             found += more
             if any(self._keeps(f) for f in more):
                 break
-        return now, sorted(found, key=lambda f: f.step_s)
+        return now, sorted(found, key=lambda f: f.cost_s)
 
     def _try_alone(self) -> list[tuple[Idea, float]]:
         """The share of a step's time that each idea saves by itself, most first."""
         ideas = self._base.ideas
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
         found = self.compare(candidates, range(1), self._budget.screen_steps, "ideas alone")
-        saved = [(f.candidate.ideas[0], f.saved_s / found[0].step_s) for f in found[1:]]
+        saved = [(f.candidate.ideas[0], f.saved_s / found[0].cost_s) for f in found[1:]]
         return sorted(saved, key=lambda item: -item[1])
 
     def _choose_factors(self, chosen: Candidate) -> list[Candidate]:
@@ -285,7 +288,7 @@ class _Search:
         seen = [c for c in tried if self._sees_all(c, steps)]
         found = self.compare([Candidate(), *seen], range(1), steps, stage)
         self._set_bound(found[0].shift)
-        fit = sorted((f for f in found[1:] if self._keeps(f, slack)), key=lambda f: f.step_s)
+        fit = sorted((f for f in found[1:] if self._keeps(f, slack)), key=lambda f: f.cost_s)
         self._best_so_far = fit[0] if fit else self._best_so_far
         return [f.candidate for f in fit[:count]]
 
@@ -300,11 +303,11 @@ class _Search:
                 [Candidate(), candidate, *without], range(1), steps, "leave one out"
             )
             self._set_bound(found[0].shift)
-            most_s = (1 + MIN_GAIN) * found[1].step_s
+            most_s = (1 + MIN_GAIN) * found[1].cost_s
             needless = [
                 idea
                 for idea, left in zip(ideas, found[2:], strict=True)
-                if left.step_s <= most_s and (self._keeps(left) or not self._keeps(found[1]))
+                if left.cost_s <= most_s and (self._keeps(left) or not self._keeps(found[1]))
             ]
             if not needless:
                 return candidate
@@ -316,7 +319,7 @@ class _Search:
         path = [Candidate(ideas=ideas[:size]) for size in range(len(ideas) + 1)]
         without = [best.candidate.without(idea) for idea in ideas]
         found = self.compare([best.candidate, *path, *without], seeds, steps, "reasons")
-        path_s = [f.step_s for f in found[1 : 1 + len(path)]]
+        path_s = [f.cost_s for f in found[1 : 1 + len(path)]]
         return tuple(
             Reason(
                 idea=idea,
@@ -361,6 +364,7 @@ class _Search:
             for seed in seeds
         }
         missing = {key: c for key, c in wanted.items() if key not in self._known}
+        prices = self._base.prices
         self._progress(stage, 0, len(missing))
         for done, (key, result) in enumerate(self._simulate(missing), start=1):
             self._known[key] = measure(
@@ -368,6 +372,7 @@ class _Search:
                 self._shares(missing[key]),
                 num_warm=self._num_warm(missing[key]),
                 paired=self._base.order_only,
+                cost_s=total_s if prices is None else prices.busy_s,
             )
             self._num_simulated += key[2]
             self._progress(stage, done, len(missing))

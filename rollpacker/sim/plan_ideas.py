@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, dotted
@@ -24,6 +24,9 @@ from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.whatif import RunModel
 from rollpacker.sim.workload import Workload
+
+if TYPE_CHECKING:
+    from rollpacker.sim.plan_shared import PoolPrices
 
 Config = TypeVar("Config")
 
@@ -110,6 +113,8 @@ class Base:
     known."""
     measured_shift: float | None = None
     """Length shift of the current settings as a run measured it; None: it is simulated."""
+    prices: PoolPrices | None = None
+    """Of pools that are shared; None: the step's seconds are compared."""
 
     @property
     def order_only(self) -> bool:
@@ -203,6 +208,8 @@ def plan_base(scenario: Scenario) -> Base:
         for name, switch in SYSTEMS["oracle"].items()
     }
     switches["tail_batching"]["debias"] = "none"  # it selects nothing, and it streams
+    if scenario.cluster.is_apart:
+        switches["stream_trainer"]["enabled"] = False
     oracle = Idea(name="oracle", slot="oracle", changes=switches)
     return Base(
         prompts_per_step=rollout.prompts_per_step,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.plan_ideas import Candidate, Idea
-from rollpacker.sim.result import SystemResult
+from rollpacker.sim.plan_shared import PoolPrices
+from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
 """An idea must shorten the step by more than this share, or the setting does without it."""
@@ -48,14 +49,21 @@ def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, f
 class Measure:
     """One simulation, boiled down."""
 
+    cost_s: float
+    """What is compared, a mean in the long run: the step's seconds, or on shared pools `busy_s`."""
     step_s: float
-    """Mean step time in the long run."""
+    """Mean step time, likewise."""
     shift: float
     """Mean trained length over the policy's own, minus 1, likewise."""
     kinds_s: Mapping[str, float]
-    """Mean step time by kind of round."""
+    """Mean of what is compared by kind of round."""
     tokens: float
     """Response tokens that a step trains on, likewise."""
+
+
+def total_s(step: StepResult) -> float:
+    """The step, whatever waits in it."""
+    return step.total_s
 
 
 def measure(
@@ -64,50 +72,45 @@ def measure(
     *,
     num_warm: int = 0,
     paired: bool = False,
+    cost_s: Callable[[StepResult], float] = total_s,
 ) -> Measure:
     """A simulation's long-run means, given how often each kind of round comes. Without that, or if
     the simulation has not seen just these kinds, its plain means. `num_warm` steps at its begin do
-    not count. `paired`: the shift is that against the same prompts."""
-    if paired:
-        steps = result.steps[num_warm:]
-        kinds = {step.kind for step in steps}
-        of_kind = {
-            kind: statistics.fmean(s.total_s for s in steps if s.kind == kind) for kind in kinds
-        }
-        tokens_of = {
-            kind: statistics.fmean(s.tokens_trained for s in steps if s.kind == kind)
-            for kind in kinds
-        }
-        if shares is None or shares.keys() != kinds:
-            shares = {kind: sum(s.kind == kind for s in steps) / len(steps) for kind in kinds}
-        return Measure(
-            step_s=sum(share * of_kind[kind] for kind, share in shares.items()),
-            shift=result.paired_shift,
-            kinds_s=of_kind,
-            tokens=sum(share * tokens_of[kind] for kind, share in shares.items()),
+    not count. `paired`: the shift is that against the same prompts. `cost_s`: of a step, what is
+    compared."""
+    by_kind: dict[str, list[StepResult]] = {}
+    for step in result.steps[num_warm if paired else 0 :]:
+        by_kind.setdefault(step.kind, []).append(step)
+    num_steps = sum(map(len, by_kind.values()))
+    shift = result.paired_shift if paired else result.length_shift
+    if shares is None or shares.keys() != by_kind.keys():
+        shares = {kind: len(steps) / num_steps for kind, steps in by_kind.items()}
+    elif not paired:
+        shift = _trained_length(by_kind, shares) / result.policy_length_mean - 1
+
+    def long_run(value: Callable[[StepResult], float]) -> float:
+        return sum(
+            share * statistics.fmean(map(value, by_kind[kind])) for kind, share in shares.items()
         )
-    seconds: dict[str, list[float]] = {}
-    tokens: dict[str, float] = {}
-    samples: dict[str, float] = {}
-    for step in result.steps:
-        seconds.setdefault(step.kind, []).append(step.total_s)
-        tokens[step.kind] = tokens.get(step.kind, 0) + step.tokens_trained
-        samples[step.kind] = samples.get(step.kind, 0) + step.num_trained
-    kinds_s = {kind: statistics.fmean(values) for kind, values in seconds.items()}
-    if shares is None or shares.keys() != kinds_s.keys():
-        return Measure(
-            step_s=result.mean["total_s"],
-            shift=result.length_shift,
-            kinds_s=kinds_s,
-            tokens=result.mean["tokens_trained"],
-        )
-    of_step = {kind: tokens[kind] / len(values) for kind, values in seconds.items()}
-    length = sum(share * tokens[kind] / samples[kind] for kind, share in shares.items())
+
     return Measure(
-        step_s=sum(share * kinds_s[kind] for kind, share in shares.items()),
-        shift=length / result.policy_length_mean - 1,
-        kinds_s=kinds_s,
-        tokens=sum(share * of_step[kind] for kind, share in shares.items()),
+        cost_s=long_run(cost_s),
+        step_s=long_run(total_s),
+        shift=shift,
+        kinds_s={kind: statistics.fmean(map(cost_s, steps)) for kind, steps in by_kind.items()},
+        tokens=long_run(lambda step: step.tokens_trained),
+    )
+
+
+def _trained_length(
+    by_kind: Mapping[str, Sequence[StepResult]], shares: Mapping[str, float]
+) -> float:
+    """Mean length of a trained response."""
+    return sum(
+        share
+        * sum(step.tokens_trained for step in by_kind[kind])
+        / sum(step.num_trained for step in by_kind[kind])
+        for kind, share in shares.items()
     )
 
 
@@ -116,9 +119,11 @@ class Finding:
     """A candidate on several seeds, against the current settings on the same ones."""
 
     candidate: Candidate
+    cost_s: float
+    """What is compared, as `Measure.cost_s`."""
     step_s: float
     saved_s: float
-    """Seconds a step that the current settings take longer."""
+    """Of what is compared: seconds a step that the current settings take more."""
     saved_error_s: float
     """Standard error of that over the seeds; nan with one seed."""
     shift: float
@@ -126,31 +131,32 @@ class Finding:
     shift_error: float
     """Standard error of its difference to that of the current settings; 0 with one seed."""
     kinds_s: Mapping[str, float]
-    """Mean step time by kind of round."""
+    """Mean of what is compared by kind of round."""
     tokens: float
     """Response tokens that a step trains on."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens trained on per second."""
-        return self.tokens / self.step_s if self.step_s else math.nan
+        """Response tokens trained on per second of what is compared."""
+        return self.tokens / self.cost_s if self.cost_s else math.nan
 
     @property
     def is_clear(self) -> bool:
         """It is faster by more than noise."""
-        return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.step_s)
+        return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
 def finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
     """A candidate's simulations against those of the current settings, seed by seed."""
-    saved = [other.step_s - own.step_s for own, other in zip(measures, against, strict=True)]
+    saved = [other.cost_s - own.cost_s for own, other in zip(measures, against, strict=True)]
     shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
     is_known = len(saved) > 1
     kinds = {kind for m in measures for kind in m.kinds_s}
     return Finding(
         candidate=candidate,
+        cost_s=statistics.fmean(m.cost_s for m in measures),
         step_s=statistics.fmean(m.step_s for m in measures),
         saved_s=statistics.fmean(saved),
         saved_error_s=_standard_error(saved) if is_known else math.nan,
@@ -235,6 +241,8 @@ class Plan:
     """As `Base.measured_shift`."""
     mismatch: float = 0.0
     """Chance per token and update that a carried token comes out differently."""
+    prices: PoolPrices | None = None
+    """As `Base.prices`."""
     num_seeds: int
     num_steps: int
     """Of each of the last simulations."""
@@ -247,7 +255,7 @@ class Plan:
         best, without = self.best, self.untailed
         if without is None or not self.has_tail_batching:
             return self.has_tail_batching
-        return without.step_s - best.step_s > PAYS_GAIN * without.step_s
+        return without.cost_s - best.cost_s > PAYS_GAIN * without.cost_s
 
     @property
     def stays(self) -> bool:
@@ -275,16 +283,25 @@ class Plan:
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker plan --json` prints it."""
+        prices = (
+            None
+            if self.prices is None
+            else {
+                "rollout_per_h": self.prices.rollout_per_h,
+                "train_per_h": self.prices.train_per_h,
+            }
+        )
         return {
-            "current": _finding_to_plain(self.current),
-            "best": _finding_to_plain(self.best),
+            "current": self._plain(self.current),
+            "best": self._plain(self.best),
+            **({} if prices is None else {"shared_pools": prices}),
             "stays": self.stays,
             "gives_up": self.given_up,
             "tail_batching_pays": self.pays,
             "mismatch": self.mismatch,
-            "ranked": [_finding_to_plain(finding) for finding in self.ranked],
-            "beyond_bound": [_finding_to_plain(finding) for finding in self.too_short],
-            "oracle": None if self.oracle is None else _finding_to_plain(self.oracle),
+            "ranked": [self._plain(finding) for finding in self.ranked],
+            "beyond_bound": [self._plain(finding) for finding in self.too_short],
+            "oracle": None if self.oracle is None else self._plain(self.oracle),
             "reasons": [
                 {
                     "name": reason.idea.name,
@@ -305,18 +322,24 @@ class Plan:
             "simulated_steps": self.num_simulated,
         }
 
-
-def _finding_to_plain(finding: Finding) -> dict[str, Any]:
-    return {
-        "name": finding.candidate.name,
-        "changes": finding.candidate.changes,
-        "step_s": finding.step_s,
-        "saved_s": finding.saved_s,
-        "saved_error_s": _finite(finding.saved_error_s),
-        "trained_tokens_per_s": _finite(finding.tokens_per_s),
-        "length_shift": finding.shift,
-        "rounds_s": dict(finding.kinds_s),
-    }
+    def _plain(self, finding: Finding) -> dict[str, Any]:
+        shared: dict[str, float] = {}
+        if self.prices is not None:
+            shared = {
+                "busy_s": finding.cost_s,
+                "price_per_1k_prompts": self.prices.price_of_1k_prompts(finding.cost_s),
+            }
+        return {
+            "name": finding.candidate.name,
+            "changes": finding.candidate.changes,
+            "step_s": finding.step_s,
+            **shared,
+            "saved_s": finding.saved_s,
+            "saved_error_s": _finite(finding.saved_error_s),
+            "trained_tokens_per_s": _finite(finding.tokens_per_s),
+            "length_shift": finding.shift,
+            "rounds_s": dict(finding.kinds_s),
+        }
 
 
 def _finite(value: float) -> float | None:

@@ -21,6 +21,9 @@ PIPELINE = "pipeline"
 """One more where the trainer has stages: those that waited for a message, or for another replica's
 to end."""
 
+OTHER_POOL = "other_pool"
+"""One more where the trainer has devices of its own: those of one phase while the other goes on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:

@@ -18,9 +18,10 @@ from rollpacker.config.load import load_config
 from rollpacker.core.routing import Routing
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.sim.devices_spec import Cluster as Cluster
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.given_constants import given_constants
-from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
+from rollpacker.sim.hardware import MODELS, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.pipeline_spec import PipelineSpec
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
@@ -37,52 +38,8 @@ from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 SHARE_TOLERANCE = 0.01
 """Shares may miss 1 by so much: 0.34 + 0.33 + 0.33 and three times 0.333 are both fine."""
-MIN_SPEC, MAX_SPEC = 1e-6, 1e9
-"""Of any number in a GPU's datasheet."""
-MAX_GPUS = 1_000_000
 MAX_SAMPLES = 10_000_000
 """Of a step, and of the steps that an oracle sorts together: what fits into memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The GPUs (`cluster.*`). Rollout and training use all of them in turn."""
-
-    gpu: str | GpuSpec
-    """A preset's name, or the numbers of a datasheet."""
-    gpus: int
-    """Of the whole cluster: one node, or several whole ones."""
-    gpus_per_node: int = 8
-    """An engine, and a replica of the trainer's tensor parallelism, stays in a node."""
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "gpus", "gpus_per_node")
-        if self.gpus > MAX_GPUS:
-            raise ValueError(f"gpus must be at most {MAX_GPUS:,}, not {self.gpus:,}")
-        if isinstance(self.gpu, str):
-            check_known("gpu", self.gpu, GPUS)
-        else:
-            for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
-                value = getattr(self.gpu, name)
-                if not MIN_SPEC <= value <= MAX_SPEC:
-                    raise ValueError(
-                        f"gpu has {name}={value:g}, which no GPU has: mind the unit in its name"
-                    )
-        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            whole = self.gpus // self.gpus_per_node * self.gpus_per_node
-            raise ValueError(
-                f"gpus must fill whole nodes of gpus_per_node ({self.gpus_per_node}), not "
-                f"{self.gpus}: take {whole} or {whole + self.gpus_per_node}"
-            )
-
-    @property
-    def node_gpus(self) -> int:
-        """GPUs that share a node."""
-        return min(self.gpus, self.gpus_per_node)
-
-    @property
-    def gpu_spec(self) -> GpuSpec:
-        return GPUS[self.gpu] if isinstance(self.gpu, str) else self.gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +231,12 @@ class Scenario:
         self._check_degrees()
         self._check_memory()
         check_engines(self)
+        if self.cluster.is_apart and self.stream_trainer.enabled:
+            key = "train_gpu" if self.cluster.train_gpus is None else "train_gpus"
+            raise ValueError(
+                f"cluster.{key} gives the trainer devices of its own, and stream_trainer those of "
+                "the rollout: set stream_trainer.enabled=false"
+            )
         tail = self.tail_batching
         window = self.oracle.reorder_window * self.rollout.prompts_per_step
         if window * self.rollout.samples_per_prompt > MAX_SAMPLES:
@@ -351,10 +314,11 @@ class Scenario:
             )
 
     def _check_degrees(self) -> None:
-        gpus, node = self.cluster.gpus, self.cluster.node_gpus
-        for name, degree in (
-            ("rollout.tensor_parallel", self.rollout.tensor_parallel),
-            ("train.tensor_parallel", self.train.tensor_parallel),
+        cluster = self.cluster
+        gpus, key = cluster.trainer_gpus, "train_gpus" if cluster.is_apart else "gpus"
+        for name, degree, node in (
+            ("rollout.tensor_parallel", self.rollout.tensor_parallel, cluster.node_gpus),
+            ("train.tensor_parallel", self.train.tensor_parallel, min(gpus, cluster.gpus_per_node)),
         ):
             if node % degree:
                 raise ValueError(
@@ -369,7 +333,7 @@ class Scenario:
             )
             raise ValueError(
                 f"train has the degrees tensor x pipeline x context_parallel = {degrees} = "
-                f"{replica}, which must divide cluster.gpus ({gpus}): lower one or change the GPUs"
+                f"{replica}, which must divide cluster.{key} ({gpus}): lower one or change the GPUs"
             )
 
     def _check_pipeline(self) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rollpacker.config.document import nearest
 
 if TYPE_CHECKING:
-    from rollpacker.sim.scenario import Cluster, Scenario
+    from rollpacker.sim.devices_spec import Cluster
+    from rollpacker.sim.scenario import Scenario
 
 MAX_SECONDS = 1e9
 """Of any one thing."""
@@ -39,15 +40,16 @@ def check_known(name: str, value: str, known: Iterable[str]) -> None:
 
 def check_training_memory(params: float, cluster: Cluster) -> None:
     """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
-    gpus, gpus_per_node = cluster.gpus, cluster.gpus_per_node
-    gpu_gb = cluster.gpu_spec.memory_gb
+    gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
+    key = "train_gpus" if cluster.is_apart else "gpus"
+    gpu_gb = cluster.trainer_gpu_spec.memory_gb
     needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
     if needed > there:
         least = math.ceil(needed / gpu_gb)
         if least > gpus_per_node:  # whole nodes
             least = math.ceil(least / gpus_per_node) * gpus_per_node
         raise ValueError(
-            f"cluster.gpus is {gpus}: training needs {TRAINED_PARAMETER_BYTES} bytes of each of "
+            f"cluster.{key} is {gpus}: training needs {TRAINED_PARAMETER_BYTES} bytes of each of "
             f"{params / 1e9:.1f}e9 parameters (weights, gradients, optimizer), {needed:,.1f} GB in "
             f"all, but {gpus} x {gpu_gb:g} GB are {there:,.1f}: take "
             f"{least} GPUs or more, larger ones, or a smaller model"

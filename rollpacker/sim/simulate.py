@@ -61,6 +61,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
     latency = DatasheetModel(
         model=scenario.shape,
         gpu=scenario.cluster.gpu_spec,
+        train_gpu=scenario.cluster.trainer_gpu_spec,
         calibration=calibration,
         prompt_tokens=rollout.prompt_tokens,
         train_fixed_given_s=scenario.train.fixed_s,
@@ -69,6 +70,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
     return Machine(
         latency=latency,
         gpus=scenario.cluster.gpus,
+        train_gpus=scenario.cluster.trainer_gpus if scenario.cluster.is_apart else None,
         prompt_tokens=rollout.prompt_tokens,
         max_running=rollout.max_running,
         speculation=rollout.speculation,
@@ -107,6 +109,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
             initial=rollout.tensor_parallel,
         ),
         stream=scenario.stream_trainer,
+        trainer_apart=scenario.cluster.is_apart,
         layouts=layouts,
         speculate=() if rollout.speculation is None else rollout.speculation.kinds,
         fleet=FleetConfig(
@@ -148,7 +151,7 @@ def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
                 gpus=cluster.gpus,
                 gpus_per_node=cluster.gpus_per_node,
                 tensor_parallel=degree,
-                train_group=scenario.train.replica_gpus,
+                train_group=1 if cluster.is_apart else scenario.train.replica_gpus,
                 kv_tokens=capacity,
             )
         )

@@ -58,7 +58,7 @@ class Simulation:
         its pools, by events on the `clock`; None: they are there at once."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
-        self._tally = tally = Tally(machine.gpus, workload)
+        self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
         work = GradientWork()
         cap = config.max_response_tokens

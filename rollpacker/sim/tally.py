@@ -15,18 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollpacker.sim.result import BUBBLE_CAUSES, PIPELINE, StepResult, SystemResult
+from rollpacker.sim.result import BUBBLE_CAUSES, OTHER_POOL, PIPELINE, StepResult, SystemResult
 from rollpacker.sim.workload import Workload
 
 
 class Tally:
     """Told what happens by the ports, in the order of time."""
 
-    def __init__(self, gpus: int, workload: Workload) -> None:
+    def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
+        """`train_gpus`: devices that only train; then `gpus` only generate."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         """Device-seconds."""
-        self._gpus = gpus
+        self._gpus, self._train_gpus = gpus, train_gpus
         self._workload = workload
         self._num_tail_trained = 0
         self._tokens_redrawn = self._own_tokens = 0
@@ -81,6 +82,10 @@ class Tally:
         self.steps.append(step.result(end_s))
         self._tokens_redrawn += step.tokens_redrawn
         self.bubble["sync"] += (end_s - step.trained_s) * self._gpus
+        if self._train_gpus:
+            train_s = step.trained_s - step.train_on_s
+            idle = train_s * self._gpus + (end_s - step.began_s - train_s) * self._train_gpus
+            self.bubble[OTHER_POOL] = self.bubble.get(OTHER_POOL, 0.0) + idle
         self.step = OpenStep(began_s=end_s)
         return True
 
@@ -108,7 +113,7 @@ class Tally:
             policy_length_p95=self._workload.policy_length_p95,
             tail_trained_share=self._num_tail_trained / num_trained,
             bubble=dict(self.bubble),
-            device_seconds=self._gpus * sum(step.total_s for step in steps),
+            device_seconds=(self._gpus + self._train_gpus) * sum(step.total_s for step in steps),
             num_releases=num_releases,
             own_length_mean=self._own_tokens / num_trained,
             mismatch=mismatch,

@@ -16,7 +16,8 @@ import pytest
 
 from rollpacker.cli import plan as verb
 from rollpacker.cli.main import main
-from rollpacker.cli.plan import _comment, explain
+from rollpacker.cli.plan import _comment
+from rollpacker.cli.plan_text import explain
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.sim import plan as planning
@@ -144,6 +145,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def finding(step_s: float, shift: float, *ideas: plan_ideas.Idea) -> plan_result.Finding:
     return plan_result.Finding(
         candidate=plan_ideas.Candidate(ideas=ideas),
+        cost_s=step_s,
         step_s=step_s,
         saved_s=100.0 - step_s,
         saved_error_s=0.5,

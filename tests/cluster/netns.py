@@ -8,6 +8,7 @@ Addresses are 10.77.N.1 and so on, N drawn for each network. Linux, as root.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import secrets
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,10 @@ class Network:
             raise
         return subprocess.CompletedProcess(command, process.returncode, said, "")
 
-    def start_ray(self, hosts: Sequence[int] | None = None) -> None:
-        """Ray's head on host 0, and nodes of it on the others."""
+    def start_ray(
+        self, hosts: Sequence[int] | None = None, resources: Mapping[str, float] | None = None
+    ) -> None:
+        """Ray's head on host 0, and nodes of it on the others, with these resources each."""
         for host in range(len(self.addresses)) if hosts is None else hosts:
             where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             if host:
@@ -144,6 +147,7 @@ class Network:
                     f"--node-ip-address={self.addresses[host]}",
                     f"--num-cpus={self._cores}",
                     f"--object-store-memory={128 << 20}",
+                    f"--resources={json.dumps(dict(resources or {}))}",
                     *((f"--temp-dir={self.folder / 'ray'}",) if host == 0 else ()),
                 ],
                 env=environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -188,7 +189,23 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ({"slo": 0.99}, "line 2: slo is 0.99: alone a job has a slowdown of 1"),
         ({"train": 3}, 'line 2: there is no key "train". Did you mean "train_s"?'),
         ({"model": "9b"}, 'line 2: model is "9b". Known: 3b, 7b'),
-        ({"name": "job-1"}, "line 2: a second job with the name job-1"),
+        ({"name": "job-1"}, 'line 2: a second job with the name "job-1", as in line 1'),
+        ({"name": 7}, "line 2: name must be a text, not 7"),
+        ({"name": " "}, "line 2: name is empty"),
+        ({"owner": None}, "line 2: owner must be a text, not null"),
+        ({"priority": "high"}, 'line 2: priority must be a number, not "high"'),
+        ({"priority": 0.5}, "line 2: priority must be a whole number, not 0.5"),
+        ({"priority": True}, "line 2: priority must be a number, not true"),
+        ({"rollout_devices": 1.5}, "line 2: rollout_devices must be a whole number, not 1.5"),
+        ({"train_s": []}, "line 2: rollout_s and train_s must have at least one number each"),
+        ({"train_s": [1, float("inf")]}, "line 2: train_s must be a finite number, not inf"),
+        ({"after_s": -1}, "line 2: after_s must be 0 or more seconds, not -1"),
+        ({"between_s": float("nan")}, "line 2: between_s must be a finite number, not nan"),
+        ({"rollout_memory_gib": -1}, "line 2: rollout_memory_gib must be 0 or more, not -1"),
+        ({"tail_share": 1}, "line 2: tail_share must be 0 or more and below 1, not 1"),
+        ({"arrival_h": None}, "line 2: arrival_h must be a number, not null"),
+        ({"slo": None}, "line 2: slo must be a number, not null"),
+        ({"profile": "runs/a"}, "line 2: profile and rollout_s, train_s exclude each other"),
         ({"steps": 1.5}, "line 2: steps must be a whole number"),
         ({"hours": 0}, "line 2: hours must be more than 0"),
         ({"rounds": []}, "line 2: rollout_s, train_s and rounds exclude each other"),
@@ -203,8 +220,80 @@ def test_what_a_trace_may_not_say(tmp_path: Path, change: dict[str, object], tol
 
 
 @pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 1: no JSON"),
+        ("[1, 2]", "line 1: must be an object such as"),
+        ('{"arrival_h": 0, "slo": 1, "slo": 2}', "line 1: slo is said twice"),
+        ('{"arrival_h": 0, "slo": 1, "steps": 1}', "line 1: rollout_s is not set: give seconds"),
+        ('{"arrival_h": 0, "rollout_s": 1, "train_s": 1, "steps": 1}', "line 1: slo is not set"),
+        ('{"arrival_h": 0, "rollout_s": 1, "train_s": 1, "slo": 1}', "line 1: steps is not set"),
+        ('{"arrival_h": 0, "profile": 3}', "line 1: profile must be a path, not 3"),
+        (
+            '{"arrival_h": 0, "profile": "a", "scenario": "b"}',
+            "line 1: profile and scenario exclude each other",
+        ),
+        ('{"arrival_h": 0, "profile": "runs/nowhere"}', "line 1: runs/nowhere does not exist"),
+        ('{"arrival_h": 0, "scenario": "no.yaml"}', "line 1: no.yaml"),
+        ("", "has no jobs: write one JSON object a line"),
+    ],
+)
+def test_what_a_line_may_not_be(tmp_path: Path, line: str, told: str) -> None:
+    trace = tmp_path / "jobs.jsonl"
+    trace.write_text(f"{line}\n")
+    with pytest.raises(ValueError) as raised:
+        read_trace(trace)
+    assert told in str(raised.value)
+
+
+def test_a_job_may_be_a_scenario(tmp_path: Path) -> None:
+    """On the GPUs of the pools: H20s take longer to train than the scenario's H800s."""
+    trace = tmp_path / "jobs.jsonl"
+    line = {"arrival_h": 0, "scenario": str(ROOT / "configs/scenarios/7b-8k.yaml"), "slo": 1.5}
+    trace.write_text(f"{json.dumps(line | {'steps': 3, 'train_memory_gib': 7})}\n")
+    pools = spec_of().pools
+    (first,) = read_trace(trace, pools)
+    assert (first.job.rollout_devices, first.job.train_devices) == (16, 16)
+    assert first.job.train_memory_gib == 7
+    assert first.job.rollout_memory_gib == pytest.approx(8 * 7.615616512e9 * 2 / 2**30)
+    assert first.job.model_gb == pytest.approx(15.231, abs=1e-3)
+    on_h800s = [dataclasses.replace(pool, gpu="h800") for pool in pools]
+    (other,) = read_trace(trace, on_h800s)
+    assert other.job.mean.train_s == pytest.approx(first.job.mean.train_s, rel=0.01)
+    assert other.job.mean.rollout_s != pytest.approx(first.job.mean.rollout_s)
+    (slower,) = read_trace(trace, [dataclasses.replace(pool, gpu="h20") for pool in pools])
+    assert slower.job.mean.train_s > 2 * first.job.mean.train_s
+    assert slower.job.mean.rollout_s == pytest.approx(first.job.mean.rollout_s, rel=0.01)
+
+
+def test_who_needs_more_than_his_quota_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "jobs.jsonl"
+    trace.write_text(f"{json.dumps(LINE | {'owner': 'alice', 'rollout_devices': 16})}\n")
+    words = [f"jobs.trace={trace}", "quotas={alice: {rollout: 8}}"]
+    assert main(["cluster", "simulate", str(MIXED), *words]) != 0
+    shown = capsys.readouterr()
+    assert "job job-1 needs 16 rollout devices, and alice may have 8" in shown.err
+    assert not shown.out
+
+
+def test_a_quota_keeps_an_owners_jobs_one_after_the_other(tmp_path: Path) -> None:
+    trace = tmp_path / "jobs.jsonl"
+    lines = [LINE | {"owner": "alice", "arrival_h": n / 10, "slo": 1} for n in range(3)]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    free = simulated(spec_of(f"jobs.trace={trace}"), "dedicated")
+    bound = simulated(spec_of(f"jobs.trace={trace}", "quotas={alice: {train: 8}}"), "dedicated")
+    assert free.peak_devices["fast"] == 24 and bound.peak_devices["fast"] == 8
+    assert [one.slowdown > 1.5 for one in bound.jobs] == [False, True, True]
+
+
+@pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("quotas={alice: {rolout: 8}}", "quotas.alice (override"),
+        ("quotas={alice: {rollout: 0}}", "must be 1 or more devices, not 0"),
+        ("ageing_h=-1", "must be 0 or more hours, not -1.0"),
         ("jobs.slo=[0.9,1.5]", "two rising numbers of 1 or more, not 0.9 and 1.5"),
         ("pools.0.gpu=h21", 'Did you mean "h20"?'),
         ("pools.1.phase=rollout", "has none with phase: train"),

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollpacker.cli.plan import explain
+from rollpacker.cli.plan_text import explain
 from rollpacker.config.document import ConfigError
+from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.sim.cluster_spec import load_cluster
 from rollpacker.sim.plan import Budget, compare, plan
 from rollpacker.sim.plan_ideas import (
+    OFF,
     Base,
     Candidate,
     Idea,
@@ -26,11 +32,13 @@ from rollpacker.sim.plan_ideas import (
     plan_base,
 )
 from rollpacker.sim.plan_result import Plan, measure, round_shares
+from rollpacker.sim.plan_shared import PoolPrices, on_shared_pools, pool_prices
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
 from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
+ROOT = Path(__file__).parents[2]
 SMALL = Budget(fine=False, screen_steps=8, kept=4, second_steps=12, finalists=2, seeds=3, steps=12)
 POLICY_MEAN = 1000.0
 
@@ -351,3 +359,91 @@ def test_neighbours_of_a_pool_move_one_number() -> None:
         *((1.375, 4), (1.75, 4), (1.5, 2), (1.5, 8)),
     }
     assert all(t.pooled and t.carry == "exact" for t in tried)
+
+
+# -- on shared pools ---------------------------------------------------------------
+
+PRICES = PoolPrices(rollout_per_h=14.8, train_per_h=42.24, prompts_per_step=8)
+
+
+def test_a_step_on_shared_pools_costs_what_they_cost_while_they_are_held() -> None:
+    waits = dataclasses.replace(
+        step("plain", 30.0, 500), reward_s=50.0, train_s=8.0, sync_s=2.0, total_s=90.0
+    )
+    by_hand = (30 * 14.8 + 10 * 42.24) / 3600
+    assert PRICES.busy_s(waits) * PRICES.per_h / 3600 == pytest.approx(by_hand)
+    assert PRICES.price_of_1k_prompts(PRICES.busy_s(waits)) == pytest.approx(1000 * by_hand / 8)
+    found = measure(result([waits]), {"plain": 1.0}, cost_s=PRICES.busy_s)
+    assert (found.step_s, found.cost_s) == (90.0, PRICES.busy_s(waits))
+    assert found.kinds_s == {"plain": PRICES.busy_s(waits)}
+
+
+def test_prices_are_those_of_whole_nodes() -> None:
+    pools = load_cluster(ROOT / "configs/clusters/mixed.yaml").core_pools()
+    found = pool_prices(pools, {"rollout": 12, "train": 8}, 4)
+    assert found.rollout_per_h == pytest.approx(16 * 1.85)
+    assert found.train_per_h == pytest.approx(8 * 5.28)
+    assert found.prompts_per_step == 4
+
+
+@dataclass(frozen=True)
+class Waits:
+    """An idea makes the round shorter and the wait for verdicts longer, another the reverse."""
+
+    def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult:
+        reward_s, rollout_s = 40.0, 30.0
+        if "early" in candidate.changes:
+            rollout_s, reward_s = rollout_s - 10, reward_s + 12
+        if "patient" in candidate.changes:
+            rollout_s, reward_s = rollout_s + 2, reward_s - 20
+        whole_s = rollout_s + reward_s + 10
+        one = dataclasses.replace(
+            step("plain", rollout_s, 500), reward_s=reward_s, train_s=10.0, total_s=whole_s
+        )
+        return result([one] * steps)
+
+
+def test_what_is_best_depends_on_what_is_compared() -> None:
+    base = made_base(switch("early"), switch("patient"), enabled=False)
+    alone = plan(base, Waits(), budget=SMALL)
+    assert [*alone.best.candidate.changes] == ["patient"]
+    shared = plan(on_shared_pools(base, PRICES), Waits(), budget=SMALL)
+    assert [*shared.best.candidate.changes] == ["early"]
+    assert shared.best.step_s > shared.current.step_s
+    assert shared.best.cost_s < shared.current.cost_s
+    plain = shared.to_plain()
+    assert plain["shared_pools"] == {"rollout_per_h": 14.8, "train_per_h": 42.24}
+    assert plain["best"]["busy_s"] == shared.best.cost_s
+    assert plain["best"]["step_s"] == shared.best.step_s
+    told = "\n".join(explain(shared, corrected=False))
+    assert "The pools that the job holds cost" in told and "price/1k" in told
+    assert "busy_s" not in alone.to_plain()["best"] and "price/1k" not in "\n".join(
+        explain(alone, corrected=False)
+    )
+
+
+def test_with_a_slow_judge_only_shared_pools_make_tail_batching_pay() -> None:
+    """A real scenario. Without it the judge has fewer answers to judge and the step is shorter;
+    with it the rollout pool is free earlier."""
+    scenario = small(
+        cluster=Cluster(gpu="h20", gpus=8, train_gpu="h800"),
+        stream_trainer=StreamConfig(enabled=False),
+        rewards=(RewardStage(kind="judge", share=1.0, calls_per_s=0.5),),
+        tail_batching=TailBatchingConfig(race="generated"),
+    )
+    base = on_shared_pools(plan_base(scenario), PRICES)
+    assert not any(key.startswith("stream") for idea in base.ideas for key in idea.changes)
+    candidates = [Candidate(), Candidate(ideas=(OFF,))]
+    evaluate = ScenarioEvaluate(scenario=scenario)
+    tail, without = compare(base, evaluate, candidates, seeds=range(2), steps=30)
+    assert without.step_s < 0.99 * tail.step_s
+    assert tail.cost_s < 0.95 * without.cost_s
+
+
+def test_the_page_has_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rows = json.loads((ROOT / "benchmarks/results/plan_shared.json").read_text())["rows"]
+    page = (ROOT / "docs/simulation.md").read_text()
+    assert importlib.import_module("plan_shared").table(rows) in page
+    fastest, cheapest = (min(rows, key=lambda row: row[key]) for key in ("step_s", "busy_s"))
+    assert fastest["setting"] == "no tail batching" and cheapest is rows[0]

@@ -12,6 +12,7 @@ from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS, describe_presets
 from rollpacker.sim.scenario import Scenario, load_scenario, with_system
+from rollpacker.sim.simulate import simulate
 from rollpacker.sim.workload_spec import RewardStage
 
 GOOD = """\
@@ -351,3 +352,59 @@ def test_no_override_makes_it_raise_anything_else(
         load(tmp_path_factory.getbasetemp() / "fuzz-scenario.yaml", f"{key}={value}")
     except ConfigError as error:
         assert str(error)
+
+
+# -- a trainer with devices of its own ---------------------------------------------
+
+APART = ("cluster.train_gpus=16", "stream_trainer.enabled=false")
+
+
+def test_a_trainer_may_have_devices_of_its_own(path: Path) -> None:
+    plain = load(path)
+    assert not plain.cluster.is_apart
+    assert plain.cluster.trainer_gpu_spec == plain.cluster.gpu_spec
+    assert plain.cluster.trainer_gpus == 32
+    made = load(path, *APART, "cluster.gpu=h20", "cluster.train_gpu=h800")
+    assert made.cluster.is_apart and made.cluster.gpus == 32 and made.cluster.trainer_gpus == 16
+    assert made.cluster.gpu_spec == GPUS["h20"] and made.cluster.trainer_gpu_spec == GPUS["h800"]
+    kind = load(path, "cluster.train_gpu=a100", "stream_trainer.enabled=false")
+    assert kind.cluster.is_apart and kind.cluster.trainer_gpus == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("cluster.train_gpus=16",), "cluster.train_gpus (override cluster.train_gpus=16) gives"),
+        (("cluster.train_gpu=h20",), "set stream_trainer.enabled=false"),
+        ((*APART, "cluster.train_gpu=h21"), 'is "h21". Known: a100'),
+        ((*APART, "cluster.train_gpus=0"), "must be at least 1, not 0"),
+        ((*APART, "cluster.train_gpus=20"), "must fill whole nodes of gpus_per_node (8), not 20"),
+        ((*APART, "cluster.train_gpus=4"), "which must divide cluster.train_gpus (4)"),
+        ((*APART, "cluster.train_gpus=1"), "must divide the GPUs of a node (1), not be 2"),
+        (
+            (*APART, "model=qwen2.5-72b", "cluster.gpu=mi300x", "cluster.train_gpu=h800"),
+            "is 16: training needs 18 bytes",
+        ),
+    ],
+)
+def test_devices_of_a_trainer_that_cannot_be(
+    path: Path, overrides: tuple[str, ...], told: str
+) -> None:
+    assert told in refusal(path, *overrides)
+
+
+def test_training_takes_as_long_as_its_own_devices_do(path: Path) -> None:
+    """Twice the arithmetic in half the time, and all is idle that the other phase leaves."""
+    settings = ("steps=3", "stream_trainer.enabled=false", "train.fixed_s=0", "sync_s=1")
+    turns = simulate(load(path, *settings))
+    half = simulate(load(path, *settings, "cluster.train_gpus=16"))
+    slow = simulate(load(path, *settings, "cluster.train_gpus=16", "cluster.train_gpu=h20"))
+    speed = GPUS["h800"].tflops / GPUS["h20"].tflops
+    for one, two, three in zip(turns.steps, half.steps, slow.steps, strict=True):
+        assert one.rollout_s == pytest.approx(two.rollout_s)
+        assert two.train_s == pytest.approx(2 * one.train_s)
+        assert three.train_s == pytest.approx(speed * two.train_s)
+    whole_s, train_s = (sum(getattr(s, n) for s in half.steps) for n in ("total_s", "train_s"))
+    assert half.device_seconds == pytest.approx(48 * whole_s)
+    assert half.bubble["other_pool"] == pytest.approx(32 * train_s + 16 * (whole_s - train_s))
+    assert "other_pool" not in turns.bubble

@@ -98,7 +98,9 @@ class ClusterJob:
     slo: float
     """Its elapsed time may be this many times what it would be without waits for pools."""
     priority: int = 0
-    """Among jobs that wait for nodes, higher ones come first."""
+    """Among jobs that wait for nodes: a head start (`waiting.py`)."""
+    owner: str = ""
+    """Whose quota it counts against."""
     rollout_devices: int = 8
     train_devices: int = 8
     """At least; in a group whose training pool is larger, its training is spread over all."""

@@ -98,9 +98,9 @@ class Training:
         self._tally.training_begins(self._clock.time_s, lengths, own)
         rest = [group for group in command.groups if group[0] not in self._streamed]
         work_s = work.backlog_s + self._work_s(responses.lengths_of(rest))
-        phase_s = work_s / self._machine.gpus
+        phase_s = work_s / self._machine.trainer_gpus
         if self._machine.pipeline is not None:
-            left_s = work.backlog_s / self._machine.gpus
+            left_s = work.backlog_s / self._machine.trainer_gpus
             phase_s = left_s + self._swept_s(self._machine.pipeline, responses.lengths_of(rest))
         work.backlog_s = work.done_s = 0.0
         self._streamed.clear()

@@ -1,0 +1,185 @@
+"""`rollpacker cluster serve FILE`: the service, in this process, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollpacker.cluster.mailbox import Mailbox
+    from rollpacker.cluster.runner import Runner
+    from rollpacker.sim.cluster_spec import ClusterSpec
+
+START_RAY_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What jobs run on."""
+
+    said: str
+    mailbox: Mailbox
+    runner: Runner
+    left: str
+    """What stays when the service ends."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
+    from rollpacker.cli.cluster_desk import take_lock
+    from rollpacker.cli.output import print_line
+    from rollpacker.cluster.local_disk import check_local
+    from rollpacker.sim.cluster_spec import load_cluster
+
+    spec = load_cluster(args.file, args.overrides)
+    folder = Path(args.folder or f"runs/{spec.name}-cluster").expanduser()
+    check_local(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with take_lock(folder):
+        ground = _local(folder) if args.local else _on_ray(spec, folder)
+        first = f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service"
+        try:
+            serve(spec, folder, ground, began=lambda: print_line(first))
+        except KeyboardInterrupt:
+            print_line(f"The service has ended; {ground.left}. The same command goes on")
+    return 130
+
+
+def serve(
+    spec: ClusterSpec,
+    folder: Path,
+    ground: Ground,
+    *,
+    began: Callable[[], None] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Until that. `began`: called once it can be asked. Raises `ValueError` if the folder was
+    written for other pools."""
+    from rollpacker.cli.cluster_desk import ServiceFacts, write_facts
+    from rollpacker.cluster.service import Service
+    from rollpacker.config.load import to_plain
+    from rollpacker.core.cluster import Cluster
+    from rollpacker.sim.cluster_policies import SHIPPED, policy
+
+    cluster = Cluster(
+        spec.core_pools(),
+        policy(SHIPPED, spec),
+        link_gb_s=spec.link_gb_s,
+        max_group=spec.max_group,
+        quotas=spec.core_quotas(),
+        ageing_s=spec.ageing_h * 3600,
+    )
+    service = Service(
+        cluster,
+        name=spec.name,
+        folder=folder,
+        mailbox=ground.mailbox,
+        runner=ground.runner,
+        tell=_tell,
+    )
+    facts = ServiceFacts(
+        name=spec.name,
+        mailbox=ground.mailbox.address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        spec=to_plain(spec),
+    )
+    try:
+        write_facts(folder, facts)
+        began()
+        service.run(is_over)
+    finally:
+        service.close()
+
+
+def _tell(line: str) -> None:
+    from rollpacker.cli.output import print_line
+
+    print_line(f"{time.strftime('%H:%M:%S')}  {line}")
+
+
+def _local(folder: Path) -> Ground:
+    from rollpacker.cluster.local_runner import LocalRunner
+    from rollpacker.cluster.mail_file import FileMailbox
+
+    path = (folder / "mail.db").resolve()
+    return Ground(
+        said="on this host, without ray",
+        mailbox=FileMailbox(path),
+        runner=LocalRunner(folder),
+        left="jobs that run go on",
+    )
+
+
+def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
+    """On the cluster that RAY_ADDRESS names or this machine is of, else on one started here, which
+    outlives this process as the jobs do. Raises `ValueError`."""
+    from rollpacker.imports import missing
+    from rollpacker.remote.token import demand_token
+
+    if (lacks := missing("ray", extra="ray", what="a cluster on ray")) is not None:
+        raise ValueError(f"{lacks}. On this host alone it can do without: --local")
+    demand_token()
+    from rollpacker.remote.ray_connection import LOCAL, connect, find_head
+    from rollpacker.remote.ray_jobs import RayRunner
+    from rollpacker.remote.ray_mail import RayMailbox
+
+    head = find_head()
+    started = head in (None, LOCAL)
+    if started:
+        head = _start_ray()
+    assert head is not None
+    connect(head)
+    name = cluster_id(spec.name, folder)
+    try:
+        mailbox = RayMailbox(f"mail-{name}")
+    except OSError as error:
+        raise ValueError(f"{error}. Start ray again on all hosts, and then this") from error
+    runner = RayRunner(name, folder=folder)
+    num_hosts = len(runner.hosts())
+    hosts = f"{num_hosts} host{'s' * (num_hosts > 1)}"
+    return Ground(
+        said=f"on the ray cluster {head}, {'started here, ' * started}{hosts}",
+        mailbox=mailbox,
+        runner=runner,
+        left="ray and jobs that run go on" + ("; ray stop ends them" if started else ""),
+    )
+
+
+def cluster_id(name: str, folder: Path) -> str:
+    """Of everything behind ray that is this folder's service's: several may serve on one ray."""
+    place = f"{socket.gethostname()}:{folder.resolve()}"
+    return f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def _start_ray() -> str:
+    """A head of this machine, and no more. Returns its address. Raises `ValueError`."""
+    from rollpacker.remote.ray_connection import find_head
+
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
+    environment = {name: one for name, one in os.environ.items() if name != "RAY_ADDRESS"}
+    try:
+        done = subprocess.run(
+            [*command, "--include-dashboard=false", "--disable-usage-stats"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=START_RAY_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"ray start --head has not ended within {START_RAY_S:g} s") from None
+    head = find_head() if done.returncode == 0 else None
+    if head is None:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise ValueError(f"ray could not be started here (ray start --head): {said}")
+    return head

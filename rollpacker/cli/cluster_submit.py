@@ -1,0 +1,227 @@
+"""`rollpacker cluster submit RUN.yaml ...`: everything about a job that can be found out before it
+starts, then one letter."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.coexecution.job import ClusterJob
+    from rollpacker.sim.cluster_spec import ClusterSpec
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
+    import json
+
+    from rollpacker.cli.cluster_desk import open_desk
+    from rollpacker.config.load import config_of, load_config
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.coexecution.nodes import check_job
+    from rollpacker.core.plain import to_plain
+    from rollpacker.sim.cluster_spec import ClusterSpec
+
+    check_slo(args.slo)
+    config = load_config(args.config, args.overrides, RunConfig)
+    check_shares(config)
+    check_devices(config)
+    check_seconds(args, config)
+    desk = open_desk(args.cluster)
+    spec = config_of(dict(desk.facts.spec), (), ClusterSpec, where=str(desk.folder))
+    job = job_of(args, config, spec)
+    check_job(job, spec.core_pools())
+    check_reachable(job)
+    answer = desk.ask(
+        "submit",
+        {
+            "job": to_plain(job),
+            "command": command_of(args.config, args.overrides),
+            "resume": [],  # the command does so by itself
+            "environ": {},
+            "folder": str(Path.cwd()),
+            "run": str(run_folder(config)),
+        },
+    )
+    if args.json:
+        print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
+    else:
+        print(told(answer, desk.folder))
+    return 0
+
+
+def told(answer: Mapping[str, Any], folder: Path) -> str:
+    """Where the job runs, or what it waits for."""
+    job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
+    if answer["state"] == "waiting":
+        return f"{job} waits: {answer['why']}. {see} says when it starts"
+    if answer["state"] != "running":
+        return f"{job} is {answer['state']}. {see} tells more"
+    nodes = " and ".join(" ".join(answer[name]) for name in ("rollout_nodes", "train_nodes"))
+    others = ", ".join(answer["with"])
+    return f"{job} starts on {nodes}, {f'beside {others}' if others else 'alone'}. {see} tells more"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        return ""
+
+
+def run_folder(config: RunConfig) -> Path:
+    return (Path(config.runs_dir).expanduser() / config.name).resolve()
+
+
+def command_of(config: str, overrides: Sequence[str]) -> list[str]:
+    """What the job is started with, and started again: it goes on from what there is."""
+    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(Path(config).resolve())]
+    return [*train, *overrides, "--resume=auto"]
+
+
+# -- what a job may not be ---------------------------------------------------------
+
+
+def check_slo(slo: float) -> None:
+    """Raises `ValueError`."""
+    if not (math.isfinite(slo) and slo >= 1):
+        raise ValueError(
+            f"--slo {slo:g}: alone a job has a slowdown of 1, and sharing makes no job faster. "
+            "Give 1 or more, such as 1.3"
+        )
+
+
+def check_shares(config: RunConfig) -> None:
+    """Whether the run can leave a pool to others. Raises `ValueError`."""
+    lines = config.placement
+    if config.train.processes is None and lines is None:
+        raise ValueError(
+            f"{config.name} has no train.processes: its trainer lives in the run's own process, "
+            "and could not leave its devices to other jobs. Set train.processes=1 or more"
+        )
+    if config.train.colocate or (lines is not None and lines.turns):
+        key = "placement.colocate" if lines is not None else "train.colocate"
+        raise ValueError(
+            f"{config.name} has {key}: its engines and its trainer take turns on the same devices, "
+            "and in a cluster they are on two pools. Leave it out"
+        )
+    if lines is not None and {"judge", "rollout"} <= set(lines.colocate):
+        raise ValueError(
+            f"{config.name} has a judge on the devices of its engines (placement.colocate), which "
+            "it would need while other jobs have them. Give placement.judge devices of its own"
+        )
+    for number, reward in enumerate(config.rewards):
+        if reward.arguments.get("model_path") and reward.function == "judge":
+            raise ValueError(
+                f"rewards.{number} is a judge with model_path: its engine is in the run's process, "
+                "on devices that other jobs have meanwhile. Serve that model, and give its url"
+            )
+
+
+def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
+    """Whether it is said how long phases take, and once. Raises `ValueError`."""
+    if (args.profile is None) == (args.phases is None):
+        own = " ".join([*args.overrides, f"name={config.name}-alone", "train.steps=8"])
+        again = f"rollpacker train {args.config} {own}"
+        raise ValueError(
+            "--profile and --phases exclude each other: leave one out"
+            if args.profile
+            else f"how long {config.name}'s phases take is not known, and placing it needs that. "
+            f"Run it alone for a few steps ({again}) and give --profile {config.runs_dir}/"
+            f"{config.name}-alone; or give mean seconds, --phases ROLLOUT,TRAIN"
+        )
+
+
+def check_reachable(job: ClusterJob) -> None:
+    """Whether the SLO can be kept by a job that nobody shares with: it still lets go of a pool
+    whenever it has no use for it. Raises `ValueError`."""
+    work_s = math.fsum(job.mean)
+    switches_s = job.rollout_switch_s + job.train_switch_s
+    least = 1 + switches_s / work_s
+    if job.slo < least:
+        least = math.ceil(least * 100) / 100
+        raise ValueError(
+            f"--slo {job.slo:g} cannot be kept: to park and to wake takes {switches_s:.2g} s of "
+            f"each iteration of {work_s:.3g} s, even if {job.name} shares with nobody. Give "
+            f"{least:g} or more"
+        )
+
+
+# -- what a job is -----------------------------------------------------------------
+
+
+def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
+    """From the profile of a run, or from the phases that were given. Raises `ValueError`."""
+    from rollpacker.report.job_profile import job_of_run
+
+    own: dict[str, Any] = {
+        "name": config.name,
+        "slo": args.slo,
+        "priority": args.priority,
+        "owner": _user() if args.owner is None else args.owner,
+    }
+    if args.phases is not None:
+        return _of_phases(args.phases, config, spec, own)
+    return job_of_run(
+        args.profile,
+        config=config,
+        on_gpus=any(pool.gpu is not None for pool in spec.pools),
+        devices_per_node=spec.pools[0].devices_per_node,
+        **own,
+    )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raises `ValueError` unless the run says how many devices it takes."""
+    from rollpacker.config.placement import num_devices
+
+    lines = config.placement
+    if lines is not None and None in (
+        num_devices(lines.rollout.devices),
+        num_devices(lines.train.devices),
+    ):
+        raise ValueError(
+            f"placement of {config.name} has devices: all, and a cluster's are not all its own. "
+            "Give numbers"
+        )
+
+
+def _of_phases(
+    text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
+) -> ClusterJob:
+    """What a profile would measure of sizes is taken from the model's: three numbers of 4 bytes a
+    parameter in the trainer, one of its own width in an engine."""
+    from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+    from rollpacker.report.job_profile import devices_of, needs_of, steps_of
+    from rollpacker.trainer.estimate import estimate
+
+    rollout_s, train_s = _phases(text)
+    known = estimate(config)
+    count = known.num_parameters or 0
+    needs = needs_of(
+        model_bytes=count * (4 if known.dtype == "float32" else 2),
+        trainer_bytes=count * 12,
+        devices=devices_of(config),
+        num_copies=config.rollout.engines,
+        devices_per_node=spec.pools[0].devices_per_node,
+    )
+    rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
+    return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))
+
+
+def _phases(text: str) -> tuple[float, float]:
+    try:
+        rollout_s, train_s = map(float, text.split(","))
+        if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--phases {text}: give mean seconds of a rollout and of a training, such as 12.5,8"
+        ) from None
+    return rollout_s, train_s

@@ -1,0 +1,124 @@
+"""Jobs that wait for nodes: who is next, and who has to wait because of a quota.
+
+    came(job) = when it was submitted
+                - ageing x priority                    one more: as if it came so much earlier
+                + ageing x share of the quota in use   of its owner, from 0 to 1
+
+The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
+overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
+it, and none starves. The share is that of the phase of which the owner has more; who has no quota
+has one of all devices.
+
+A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
+it waits and keeps nobody up. A job within it that fits on no nodes keeps everybody up that comes
+after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
+into a group keeps that group's nodes from being free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.nodes import Pool
+
+AGEING_H = 4.0
+"""What a priority more is worth, in hours."""
+PHASES: tuple[Phase, ...] = ("rollout", "train")
+Devices = Mapping[Phase, int]
+"""By phase."""
+
+
+class Waiting:
+    """The jobs that wait."""
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        quotas: Mapping[str, Devices] | None = None,
+        ageing_s: float = AGEING_H * 3600,
+    ) -> None:
+        """`quotas`: by owner; a phase that is not there has no bound."""
+        assert math.isfinite(ageing_s) and ageing_s >= 0, ageing_s
+        self._all = {
+            phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
+            for phase in PHASES
+        }
+        self._quotas = quotas or {}
+        self._ageing_s = ageing_s
+        self._jobs: dict[str, tuple[ClusterJob, float]] = {}
+        """By name, in the order in which they came, with when."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[ClusterJob]:
+        """In the order in which they came."""
+        return iter([job for job, _ in self._jobs.values()])
+
+    def add(self, job: ClusterJob, at_s: float) -> None:
+        """Raises `ValueError` for a job that its owner's quota never lets start."""
+        check_quota(job, self._quotas)
+        self._jobs[job.name] = (job, at_s)
+
+    def remove(self, name: str) -> None:
+        """Nothing, if there is no such job."""
+        self._jobs.pop(name, None)
+
+    def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
+        """All, the next one first, while these jobs run."""
+        return self._in_order(_used(running)) if self._jobs else []
+
+    def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
+        """The first with which its owner is within the quota; None: there is none."""
+        if not self._jobs:
+            return None
+        used = _used(running)
+        return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
+
+    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
+        def came_s(entry: tuple[ClusterJob, float]) -> float:
+            job, at_s = entry
+            return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
+
+        return [job for job, _ in sorted(self._jobs.values(), key=came_s)]
+
+    def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
+        """Jobs on shared nodes may have asked for more devices than there are."""
+        if owner not in used:
+            return 0.0
+        most = {**self._all, **self._quotas.get(owner, {})}
+        return min(max(used[owner][phase] / most[phase] for phase in PHASES), 1.0)
+
+    def _is_within(self, job: ClusterJob, used: Mapping[str, Devices]) -> bool:
+        has = used.get(job.owner, {})
+        return all(
+            has.get(phase, 0) + devices(job, phase) <= most
+            for phase, most in self._quotas.get(job.owner, {}).items()
+        )
+
+
+def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
+    """Raises `ValueError` for a job that its owner's quota never lets start."""
+    for phase, most in quotas.get(job.owner, {}).items():
+        if devices(job, phase) > most:
+            raise ValueError(
+                f"job {job.name} needs {devices(job, phase)} {phase} devices, and {job.owner} may "
+                f"have {most}: lower its {phase}_devices or raise quotas.{job.owner}.{phase}"
+            )
+
+
+def devices(job: ClusterJob, phase: Phase) -> int:
+    """That the job asks for."""
+    return job.rollout_devices if phase == "rollout" else job.train_devices
+
+
+def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
+    """Devices that the jobs asked for, by owner."""
+    used: dict[str, dict[Phase, int]] = {}
+    for job in running:
+        has = used.setdefault(job.owner, dict.fromkeys(PHASES, 0))
+        for phase in PHASES:
+            has[phase] += devices(job, phase)
+    return used

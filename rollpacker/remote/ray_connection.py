@@ -1,0 +1,128 @@
+"""This process's connection to a ray cluster, by token only (`token.py`). It has one at most, which
+its run, its seat and its mailbox share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollpacker.remote.token import PATH, is_demanded
+
+LOWEST = (2, 54)
+"""Ray's first version with token authentication that needs no dashboard."""
+REACH_S = 5.0
+LOCAL = "local"
+"""Instead of an address: a cluster of this machine alone, as ray itself takes it."""
+
+_lock = threading.Lock()
+_num_users = 0
+
+
+def connect(address: str, *, log_to_driver: bool = False) -> None:
+    """Connect to the cluster whose head is at `address` (HOST:PORT), or start one of this machine
+    alone that ends with this process (`LOCAL`). A process that is connected stays where it is.
+    `disconnect` is to be called as often. Raises `ValueError` with one message for what the user
+    can mend."""
+    global _num_users
+    assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
+    with _lock:
+        if not ray.is_initialized():
+            _init(address, log_to_driver)
+        _num_users += 1
+
+
+def disconnect() -> None:
+    """Let go of the connection; the last who does ends it."""
+    global _num_users
+    with _lock:
+        _num_users = max(_num_users - 1, 0)
+        if _num_users == 0:
+            ray.shutdown()
+
+
+def _init(address: str, log_to_driver: bool) -> None:
+    check_version()
+    options: dict[str, Any] = {"address": address}
+    if address == LOCAL:
+        options["include_dashboard"] = False
+    else:
+        check_answers(address)
+    with _own_signals():
+        try:
+            ray.init(configure_logging=False, log_to_driver=log_to_driver, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            ray.shutdown()
+            raise ValueError(
+                f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
+                f"the token in {os.environ[PATH]} the cluster's?"
+            ) from error
+
+
+def find_head() -> str | None:
+    """The head of the cluster that RAY_ADDRESS names, or that this machine belongs to."""
+    return os.environ.get("RAY_ADDRESS") or _running()
+
+
+def check_version() -> None:
+    """Raises `ValueError` for a ray without token authentication."""
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < LOWEST:
+        raise ValueError(
+            f"ray {ray.__version__} is installed, and runtime=ray needs "
+            f"{'.'.join(map(str, LOWEST))} or newer, which asks everybody for a token: "
+            "make cluster installs one"
+        )
+
+
+def _running() -> str | None:
+    """The cluster that this machine belongs to."""
+    path = Path("/tmp/ray/ray_current_cluster")  # where `ray start` says so
+    with contextlib.suppress(OSError):
+        found = path.read_text().strip()
+        with contextlib.suppress(ValueError):
+            check_answers(found)
+            return found
+    return None
+
+
+def check_answers(address: str) -> None:
+    """Ray itself would wait for twenty seconds, and say the same of a wrong token."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"nobody answers at {address}, where ray's head should be ({error}): start it there "
+            "with ray start --head, or set RAY_ADDRESS to where it is"
+        ) from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handlers: ray's own would end it in the middle of a step."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not in the main thread, where ray sets none
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def say_short(error: Exception) -> str:
+    """The one sentence of ray's many lines that says what happened."""
+    text = " ".join(str(error).split())
+    found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
+    return found.group() if found else text[:200]

@@ -1,0 +1,86 @@
+"""The GPUs of a scenario."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.sim.hardware import GPUS, GpuSpec
+from rollpacker.sim.scenario_checks import at_least_one, check_known
+
+MIN_SPEC, MAX_SPEC = 1e-6, 1e9
+"""Of any number in a GPU's datasheet."""
+MAX_GPUS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The GPUs (`cluster.*`). Rollout and training use all of them in turn, or have their own."""
+
+    gpu: str | GpuSpec
+    """A preset's name, or the numbers of a datasheet."""
+    gpus: int
+    """Of the whole cluster: one node, or several whole ones."""
+    gpus_per_node: int = 8
+    """An engine, and a replica of the trainer's tensor parallelism, stays in a node."""
+    train_gpu: str | GpuSpec | None = None
+    """Of the trainer, if it has devices of its own; null: `gpu`."""
+    train_gpus: int | None = None
+    """Devices of the trainer alone; then `gpus` are the rollout's. null: as many as `gpus` where
+    `train_gpu` is set, else none."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gpus", "gpus_per_node")
+        if self.train_gpus is not None:
+            at_least_one(self, "train_gpus")
+        self._check_count("gpus", self.gpus)
+        self._check_count("train_gpus", self.trainer_gpus)
+        for key, gpu in (("gpu", self.gpu), ("train_gpu", self.train_gpu)):
+            if isinstance(gpu, str):
+                check_known(key, gpu, GPUS)
+            elif gpu is not None:
+                _check_numbers(key, gpu)
+
+    def _check_count(self, key: str, gpus: int) -> None:
+        if gpus > MAX_GPUS:
+            raise ValueError(f"{key} must be at most {MAX_GPUS:,}, not {gpus:,}")
+        if gpus > self.gpus_per_node and gpus % self.gpus_per_node:
+            whole = gpus // self.gpus_per_node * self.gpus_per_node
+            raise ValueError(
+                f"{key} must fill whole nodes of gpus_per_node ({self.gpus_per_node}), not "
+                f"{gpus}: take {whole} or {whole + self.gpus_per_node}"
+            )
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs that share a node."""
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def gpu_spec(self) -> GpuSpec:
+        return GPUS[self.gpu] if isinstance(self.gpu, str) else self.gpu
+
+    @property
+    def is_apart(self) -> bool:
+        """The trainer has devices of its own."""
+        return self.train_gpu is not None or self.train_gpus is not None
+
+    @property
+    def trainer_gpus(self) -> int:
+        """That train, whoever else has them."""
+        return self.gpus if self.train_gpus is None else self.train_gpus
+
+    @property
+    def trainer_gpu_spec(self) -> GpuSpec:
+        """Of these."""
+        if self.train_gpu is None:
+            return self.gpu_spec
+        return GPUS[self.train_gpu] if isinstance(self.train_gpu, str) else self.train_gpu
+
+
+def _check_numbers(key: str, gpu: GpuSpec) -> None:
+    for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
+        value = getattr(gpu, name)
+        if not MIN_SPEC <= value <= MAX_SPEC:
+            raise ValueError(
+                f"{key} has {name}={value:g}, which no GPU has: mind the unit in its name"
+            )

@@ -1,0 +1,71 @@
+"""Planning for pools that several jobs share: what counts is not how long a step is, but what the
+pools cost while the job holds them. Who holds none (verdicts are awaited, a commit is made) pays
+nothing: others work there.
+
+    cost of a step = rollout_s x price of its rollout nodes + (train_s + sync_s) x price of its
+                     training nodes
+    busy_s         = cost of a step / price of all its nodes
+
+`busy_s` is what a plan compares: seconds of both pools that cost as much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollpacker.core.coexecution.job import Phase
+from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.sim.plan_ideas import Base
+from rollpacker.sim.result import StepResult
+
+STREAMING = "stream_trainer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPrices:
+    """What a job pays while it holds its nodes."""
+
+    rollout_per_h: float
+    """Of all its rollout nodes."""
+    train_per_h: float
+    prompts_per_step: int
+
+    @property
+    def per_h(self) -> float:
+        """Of all its nodes."""
+        return self.rollout_per_h + self.train_per_h
+
+    def busy_s(self, step: StepResult) -> float:
+        """Of one step. Waits for verdicts are no part of it."""
+        rollout, train = step.rollout_s, step.train_s + step.sync_s
+        return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
+
+    def price_of_1k_prompts(self, busy_s: float) -> float:
+        """Of a thousand prompts trained on, with this in a step."""
+        return busy_s * self.per_h / 3600 / self.prompts_per_step * 1000
+
+
+def pool_prices(
+    pools: tuple[Pool, ...], devices: Mapping[Phase, int], prompts_per_step: int
+) -> PoolPrices:
+    """Of the first pool of each phase; a job has whole nodes."""
+    per_h = {}
+    for phase, count in devices.items():
+        pool = next(pool for pool in pools if pool.phase == phase)
+        per_h[phase] = pool.nodes_for(count) * pool.node_price_per_h
+    return PoolPrices(
+        rollout_per_h=per_h["rollout"],
+        train_per_h=per_h["train"],
+        prompts_per_step=prompts_per_step,
+    )
+
+
+def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
+    """Compared by what the pools cost, and without ideas that train while a round goes on: nobody
+    holds both pools."""
+    ideas = tuple(
+        idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
+    )
+    return dataclasses.replace(base, ideas=ideas, prices=prices)
