@@ -194,7 +194,7 @@ class Simulation:
         life.token = grant.token
         life.sharing = sharing = self.cluster.sharing(life.job.name)
         if grant.phase == "rollout":
-            life.times = life.job.draw(life.rng.random(), life.rng.random())
+            life.times = self._times(life)
             life.work_s = life.times.rollout_s * sharing.rollout_scale
             held_s = sharing.holds(life.times).rollout_s
             switch_s, pool = sharing.rollout_switch_s, life.rollout_nodes[0].pool
@@ -209,6 +209,12 @@ class Simulation:
         life.waited_s += self.now_s - life.asked_s + switch_s
         self._bill.work(pool, (held_s - switch_s) * count)
         self._push(self.now_s + held_s, "leave", life.job.name)
+
+    def _times(self, life: _Life) -> Times:
+        """Of its next iteration."""
+        times = life.job.draw(life.rng.random(), life.rng.random())
+        grown = 1 + self._spec.jobs.growth * life.steps / life.job.steps
+        return times.longer(grown)
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:

@@ -54,16 +54,14 @@ class CheapestWork:
             ),
             default=math.inf,
         )
-        if least >= saved:
-            return None
         # Its restart is a wait, which the rest of its life has to make good.
         left_s = rest.iterations * sum(job.mean)
-        then = rest._replace(slowdown=rest.slowdown - job.cold_start_s / left_s)
-        found = self._cheapest(state, job, besides=number, rest=then)
-        if found is None or found[1].group is None:
+        below = saved * (1 - WORTH * job.cold_start_s / left_s)
+        if least >= below:
             return None
-        paid_s = WORTH * job.cold_start_s
-        return found[1] if (saved - found[0]) * left_s > saved * paid_s else None
+        then = rest._replace(slowdown=rest.slowdown - job.cold_start_s / left_s)
+        found = self._cheapest(state, job, besides=number, rest=then, below=below)
+        return None if found is None or found[1].group is None else found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
         """Quickly."""
@@ -76,9 +74,10 @@ class CheapestWork:
         *,
         besides: int | None = None,
         rest: Rest | None = None,
+        below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """The smallest rise of the price of work, and where. `besides`: a group that is left out.
-        `rest`: of the job, if it moves."""
+        """The smallest rise of the price of work that is `below` that, and where. `besides`: a
+        group that is left out. `rest`: of the job, if it moves."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -102,29 +101,33 @@ class CheapestWork:
         best: tuple[float, Choice] | None = None
         for choice in state.alone(job):
             price = choice.layout.price_per_h * choice.layout.works_s()[0] / sum(job.mean)
-            if best is None or price < best[0]:
-                best = (price, choice)
+            if price < below:
+                below, best = price, (price, choice)
         tried = 0
         for least, number, _, choice in rises:
-            if tried == MAX_FORESEEN or (best is not None and least >= best[0]):
+            if tried == MAX_FORESEEN or least >= below:
                 break  # the others are dearer still
             if not self.saturate and _is_over_saturated(choice.layout):
                 continue
             tried += 1
             standing = state.groups[number]
-            priced = self._best_order(standing, choice, job, {**standing.rest, **own})
-            if priced is None:
-                continue
-            rise = priced[0] - standing.summary.price_of_work
-            if best is None or rise < best[0]:
-                best = (rise, replace(choice, order=priced[1]))
+            now = standing.summary.price_of_work
+            priced = self._best_order(standing, choice, job, {**standing.rest, **own}, now + below)
+            if priced is not None:
+                rise = priced[0] - now
+                below, best = rise, (rise, replace(choice, order=priced[1]))
         return best
 
     def _best_order(
-        self, standing: Standing, choice: Choice, job: ClusterJob, rest: Mapping[str, Rest]
+        self,
+        standing: Standing,
+        choice: Choice,
+        job: ClusterJob,
+        rest: Mapping[str, Rest],
+        below: float,
     ) -> tuple[float, Order] | None:
         """The price of work and the order of turns that keeps every SLO and is cheapest, if the job
-        comes; None: no order keeps them."""
+        comes; None: no order keeps them for a price `below` that."""
         layout = choice.layout
         best: tuple[float, Order] | None = None
         limits = [rest_of(one, rest).slowdown for one in layout.jobs]
@@ -136,13 +139,13 @@ class CheapestWork:
             if hopeless and order == "round_robin":
                 continue  # varied iterations take longer than mean ones
             outlook = standing.outlook(choice, job, order)
-            if outlook.is_hopeless(limits):
+            if outlook.is_hopeless(limits, below):
                 continue
             forecasts = outlook.forecasts()
             if kept(layout, forecasts, rest, self.confidence):
                 price = layout.price_of_work([one.iteration_s for one in forecasts])
-                if best is None or price < best[0] * (1 - MIN_BETTER):
-                    best = (price, order)
+                if price < below:
+                    best, below = (price, order), price * (1 - MIN_BETTER)
         return best
 
 

@@ -61,7 +61,7 @@ class Outlook:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
         """By job and iteration: its seconds without waits and switches, and what it holds."""
-        self._early: list[float] | None = None
+        self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
         self._timeline: GroupTimeline | None = None
         """While it runs."""
@@ -70,14 +70,18 @@ class Outlook:
             # Fixed iterations in round robin need no run: their period is known.
             period = layout.period_s()
             self._forecasts = [Forecast(period, period / work, 0.0) for work in layout.works_s()]
-            self._early = [one.slowdown for one in self._forecasts]
+            self._early = self._forecasts
 
-    def is_hopeless(self, limits: Sequence[float]) -> bool:
-        """Whether some job's slowdown is far beyond its limit after a third of the run already."""
+    def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
+        """Whether some job's slowdown is far beyond its limit after a third of the run already, or
+        the price of work far above `most`."""
         if self._early is None:
-            self._early = [one.slowdown for one in self._run(NUM_STRETCHES // 3)]
+            self._early = self._run(NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
-        is_hopeless = any(slowdown > HOPELESS * limit for slowdown, limit in pairs)
+        is_hopeless = any(one.slowdown > HOPELESS * limit for one, limit in pairs)
+        if not is_hopeless and most < math.inf:
+            price = self.layout.price_of_work([one.iteration_s for one in self._early])
+            is_hopeless = price > HOPELESS * most
         if is_hopeless:
             self._stop()
         return is_hopeless

@@ -24,6 +24,10 @@ class Times(NamedTuple):
     train_s: float
     after_s: float
 
+    def longer(self, factor: float) -> Times:
+        """With both phases so many times as long."""
+        return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTimes:
