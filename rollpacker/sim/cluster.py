@@ -61,8 +61,8 @@ class _Life:
     asked_s: float = 0.0
     steps: int = 0
     waited_s: float = 0.0
-    work_s: float = 0.0
-    """Of this iteration."""
+    seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
+    """This iteration without waits and switches, on the nodes that it was on."""
     has_moved: bool = False
 
 
@@ -151,7 +151,7 @@ class Simulation:
             self._push(self.now_s, "end", name)
             return
         life.has_moved = False
-        self._tell(Committed(self.now_s, name, life.work_s))
+        self._tell(Committed(self.now_s, name, sum(life.seen), life.seen))
         if not life.has_moved:
             self._push(self.now_s, "ask rollout", name)
 
@@ -195,14 +195,13 @@ class Simulation:
         life.sharing = sharing = self.cluster.sharing(life.job.name)
         if grant.phase == "rollout":
             life.times = self._times(life)
-            life.work_s = life.times.rollout_s * sharing.rollout_scale
+            life.seen = sharing.here(life.times)
             held_s = sharing.holds(life.times).rollout_s
             switch_s, pool = sharing.rollout_switch_s, life.rollout_nodes[0].pool
             count = len(life.rollout_nodes)
         else:
             times = life.times
-            life.work_s += times.train_s * sharing.train_scale + sharing.publish_s
-            life.work_s += times.between_s + times.after_s
+            life.seen = life.seen._replace(train_s=sharing.here(times).train_s)
             held_s = sharing.holds(times).train_s
             switch_s, pool = sharing.train_switch_s, life.train_pool
             count = life.num_train_nodes
