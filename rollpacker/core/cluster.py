@@ -315,7 +315,7 @@ class Cluster:
         if running is None or running.is_cancelled:
             return []
         running.is_cancelled = True
-        return [Stop(event.job, "it was cancelled")]
+        return [Stop(event.job, "it was cancelled", of_cancelled=True)]
 
     def _drained(self, event: Drained) -> list[Command]:
         self.state.nodes.drain(event.node)
@@ -393,7 +393,7 @@ class Cluster:
         elapsed_s = event.at_s - running.began_s
         rest = Rest(running.job.slo * running.work_s - elapsed_s, iterations)
         running.rest = standing.rest[event.job] = rest
-        if running.is_cancelled:
+        if running.is_cancelled or running.token:  # who holds nodes stays on them
             return []
         if self._is_drained(running):
             return self._displace(running, event.at_s)

@@ -68,7 +68,8 @@ class Withdrew:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """All processes of the job are gone, and it has not ended: it goes on from its last commit."""
+    """All processes of the job are gone, and it has not ended: it goes on from its last commit. A
+    cancelled one has ended by that."""
 
     at_s: float
     job: str
@@ -138,10 +139,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The job is to end at its next commit, or at the one that it has just made."""
+    """The job is to end at its next commit if it was cancelled. Else it has lost its nodes, is to
+    end at the commit that it has just made, and waits."""
 
     job: str
     reason: str
+    of_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
