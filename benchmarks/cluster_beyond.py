@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Any
 
@@ -22,10 +23,10 @@ from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
 from rollpacker.core.coexecution.published import AsPublished
 from rollpacker.sim import cluster
-from rollpacker.sim.cluster_jobs import Arrival, arrivals
+from rollpacker.sim.cluster_jobs import arrivals
 from rollpacker.sim.cluster_optimum import OptimumSimulation
 from rollpacker.sim.cluster_result import PolicyResult
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+from rollpacker.sim.cluster_spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 PROFILES = ("balanced", "rollout-heavy", "train-heavy", "mixed")
@@ -82,27 +83,34 @@ ARMS: Mapping[str, Policy] = {
 }
 
 
-def run(spec: ClusterSpec, jobs: Sequence[Arrival], policy: Policy) -> PolicyResult:
-    """The simulation with this policy."""
-    simulation = cluster.Simulation(spec, jobs, "rollpacker", chosen=policy)
-    return simulation.run()
+Work = tuple[str, str, tuple[str, ...]]
+"""Profile, arm, settings."""
 
 
-def rows_of(profile: str, arms: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
-    """By arm: price over the optimum, and SLOs kept, for one seed."""
+def run(work: Work) -> PolicyResult:
+    """One simulation."""
+    profile, arm, settings = work
     spec = load_cluster(MIXED, [f"jobs.profile={profile}", *settings])
     jobs = arrivals(spec)
-    optimum = OptimumSimulation(spec, jobs).run(cluster.hours_alone(jobs)).price_per_h
-    rows: dict[str, Any] = {}
-    for name in arms:
-        found = run(spec, jobs, ARMS[name])
-        rows[name] = {
-            "over_optimum": found.price_per_h / optimum,
-            "slo_kept": found.slo_kept,
-            "slowdown_mean": found.slowdown_mean,
+    if arm == "optimum":
+        return OptimumSimulation(spec, jobs).run(cluster.hours_alone(jobs))
+    result = cluster.Simulation(spec, jobs, "rollpacker", chosen=ARMS[arm]).run()
+    print(*work, f"{result.price_per_h:.1f} {result.slo_kept:.4f}", flush=True)
+    return result
+
+
+def rows_of(results: Mapping[str, PolicyResult]) -> dict[str, Any]:
+    """By arm: price over the optimum, and SLOs kept, of one profile and seed."""
+    optimum = results["optimum"].price_per_h
+    return {
+        arm: {
+            "over_optimum": one.price_per_h / optimum,
+            "slo_kept": one.slo_kept,
+            "slowdown_mean": one.slowdown_mean,
         }
-        print(profile, settings[-1], name, rows[name], flush=True)
-    return rows
+        for arm, one in results.items()
+        if arm != "optimum"
+    }
 
 
 Seeds = Sequence[Mapping[str, Mapping[str, float]]]
@@ -142,16 +150,22 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--profiles", default=",".join(PROFILES))
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--quick", action="store_true", help="40 jobs, nothing is written")
     args = parser.parse_args()
     arms, quick = args.arms.split(","), ["jobs.count=40", "jobs.hours=77"] if args.quick else []
     profiles: dict[str, list[dict[str, Any]]] = {one: [] for one in args.profiles.split(",")}
-    for seed in range(1 if args.quick else args.seeds):
-        for profile, rows in profiles.items():
-            rows.append(rows_of(profile, arms, [*quick, *args.settings, f"seed={seed}"]))
-        if not args.quick:  # after each seed: it may be stopped
-            write_result("cluster_beyond", {"settings": args.settings, "profiles": profiles})
+    with ProcessPoolExecutor(args.workers) as pool:
+        for seed in range(1 if args.quick else args.seeds):
+            settings = (*quick, *args.settings, f"seed={seed}")
+            works = [(one, arm, settings) for one in profiles for arm in ("optimum", *arms)]
+            results = dict(zip(works, pool.map(run, works), strict=True))
+            for profile, rows in profiles.items():
+                own = {arm: one for (other, arm, _), one in results.items() if other == profile}
+                rows.append(rows_of(own))
+            if not args.quick:  # after each seed: it may be stopped
+                write_result("cluster_beyond", {"settings": args.settings, "profiles": profiles})
     print(table(profiles))
 
 

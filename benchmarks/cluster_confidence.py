@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from machine import ROOT, write_result
@@ -41,8 +42,9 @@ Cell = tuple[str, float, float]
 """Arm, growth, and the share that was stated."""
 
 
-def trace(cell: Cell, seed: int) -> dict[str, Any]:
+def trace(work: tuple[Cell, int]) -> dict[str, Any]:
     """One trace of jobs: how many, who missed the SLO, and the price."""
+    cell, seed = work
     arm, growth, stated = cell
     policy = dataclasses.replace(CheapestWork(confidence=stated), **ARMS[arm])
     began = time.process_time()
@@ -90,6 +92,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"traces of {JOBS} jobs each")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--quick", action="store_true", help="one trace, nothing is written")
     parser.add_argument("--name", default="cluster_confidence", help="of the result")
@@ -101,12 +104,14 @@ def main() -> None:
         for stated in STATED
     }
     cells: list[dict[str, Any]] = []
-    for seed in range(1 if args.quick else args.seeds):
-        for cell, traces in found.items():
-            traces.append(trace(cell, seed))
-        cells = [summed(cell, traces) for cell, traces in found.items()]
-        if not args.quick:  # after each seed: it may be stopped
-            write_result(args.name, {"settings": SETTINGS, "cells": cells})
+    with ProcessPoolExecutor(args.workers) as pool:
+        for seed in range(1 if args.quick else args.seeds):
+            works = [(cell, seed) for cell in found]
+            for cell, one in zip(found, pool.map(trace, works), strict=True):
+                found[cell].append(one)
+            cells = [summed(cell, traces) for cell, traces in found.items()]
+            if not args.quick:  # after each seed: it may be stopped
+                write_result(args.name, {"settings": SETTINGS, "cells": cells})
     print(table(cells))
 
 
