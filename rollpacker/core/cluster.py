@@ -41,7 +41,8 @@ from rollpacker.core.cluster_events import (
     Withdrew,
 )
 from rollpacker.core.coexecution.group import Sharing
-from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
+from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.coexecution.nodes import Node, Nodes, Pool, check_job, memory_gib
 from rollpacker.core.coexecution.placement import Choice, Policy, Rest, Standing, State, is_new
 from rollpacker.core.coexecution.turns import Turns
@@ -87,11 +88,14 @@ class _Running:
     token: int = 0
     """Of its last grant."""
     began_s: float = 0.0
-    """Its first ask."""
+    """Its first ask, or when that would have been if it had not waited for nodes."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
     """The change of the cluster up to which it was asked whether the job should move."""
+    learned: LearnedTimes | None = None
+    rest: Rest | None = None
+    """Once it has committed an iteration."""
     lost_s: tuple[float, ...] = ()
     """When it was lost, since its last commit."""
     is_cancelled: bool = False
@@ -119,6 +123,8 @@ class Cluster:
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, _Running] = {}
         """Of jobs that wait and have run before: what they have done so far."""
+        self._since_s: dict[str, float] = {}
+        """When jobs that had to wait for nodes came, until they first ask for their turn."""
         self._num_groups = 0
         self._num_grants = 0
         self._num_changes = 0
@@ -176,13 +182,17 @@ class Cluster:
             raise ValueError(f"job {job.name} is here already: give each job a name of its own")
         check_job(job, self._pools)
         self._waiting.add(job, event.at_s)
-        return self._start_waiting()
+        commands = self._start_waiting()
+        if job.name not in self._running:
+            self._since_s[job.name] = event.at_s
+        return commands
 
     def _wait_no_more(self, name: str) -> bool:
         """Whether it waited."""
         found = any(one.name == name for one in self._waiting)
         self._waiting.remove(name)
         self._paused.pop(name, None)
+        self._since_s.pop(name, None)
         return found
 
     def _start_waiting(self) -> list[Command]:
@@ -231,6 +241,9 @@ class Cluster:
         before = self._paused.pop(job.name, None) or _Running(job, number, rollout_nodes)
         running = self._running.setdefault(job.name, before)
         running.group, running.rollout_nodes, running.joined = number, rollout_nodes, False
+        if running.rest is not None:  # it is started again, which it waits for
+            spare_s = running.rest.spare_s - job.cold_start_s
+            running.rest = standing.rest[job.name] = running.rest._replace(spare_s=spare_s)
         self._num_changes += 1
         start = Start(job.name, number, rollout_nodes, standing.train_nodes)
         return [Open(opened), start] if opened else [start]
@@ -247,6 +260,7 @@ class Cluster:
             return []
         commands = self._detach(running, at_s)
         del self._running[job]
+        self._since_s.pop(job, None)
         return commands
 
     def _detach(self, running: _Running, at_s: float) -> list[Command]:
@@ -337,7 +351,9 @@ class Cluster:
         turns = self._turns[running.group]
         if not running.joined:
             running.joined = True
-            running.began_s = running.began_s or event.at_s
+            came_s = self._since_s.pop(event.job, math.inf)
+            due_s = min(came_s + running.job.cold_start_s, event.at_s)
+            running.began_s = running.began_s or due_s
             turns.join(event.job, running.rollout_nodes, running.job.slo)
         granted = turns.ask(event.job, event.phase, event.at_s)
         return [self._grant(job, phase) for job, phase in granted]
@@ -375,19 +391,38 @@ class Cluster:
         iterations = running.job.steps - running.steps
         if iterations <= 0:
             return []
-        mean_s = running.work_s / running.steps
-        allowed_s = running.job.slo * mean_s * running.job.steps - (event.at_s - running.began_s)
-        rest = Rest(allowed_s / (iterations * mean_s), iterations)
-        self.state.groups[running.group].rest[event.job] = rest
+        if event.times is not None and self._policy.learns:
+            self._learn(running, event.kind, event.times)
+        standing = self.state.groups[running.group]
+        elapsed_s = event.at_s - running.began_s
+        rest = Rest(running.job.slo * running.work_s - elapsed_s, iterations)
+        running.rest = standing.rest[event.job] = rest
         if running.is_cancelled or running.token:  # who holds nodes stays on them
             return []
         if self._is_drained(running):
             return self._displace(running, event.at_s)
-        if running.looked == self._num_changes:
+        if running.looked == self._num_changes and not self._policy.is_endangered(standing):
             return []
         running.looked = self._num_changes
         choice = self._policy.move(self.state, running.group, running.job, rest=rest)
         if choice is None:
             return []
+        if choice.group == running.group:
+            self._turns[running.group].order = standing.order = choice.order
+            standing.changed()
+            return []
         commands = self._detach(running, event.at_s)
         return commands + self._start(running.job, choice) + self._start_waiting()
+
+    def _learn(self, running: _Running, kind: str, times: Times) -> None:
+        """From an iteration; where that changes the job's times, its group is looked at anew."""
+        if running.learned is None:
+            running.learned = LearnedTimes(running.job)
+        changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))
+        if changed is not None:
+            running.job = changed
+            standing = self.state.groups[running.group]
+            standing.layout = standing.layout.with_times(changed)
+            standing.changed()
+            for job in standing.layout.jobs:
+                self._running[job.name].looked = -1

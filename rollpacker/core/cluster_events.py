@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
 from rollpacker.core.coexecution.nodes import Node
 
 # -- events ------------------------------------------------------------------------
@@ -44,6 +44,11 @@ class Committed:
     job: str
     work_s: float
     """What the iteration took without waits for nodes and without switches."""
+    times: Times | None = None
+    """The same by phase, as it was measured on the job's nodes, weights handed over in training.
+    None: nobody says, and nothing is learned."""
+    kind: str = "plain"
+    """Of its round."""
 
 
 @dataclass(frozen=True, slots=True)

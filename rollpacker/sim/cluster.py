@@ -61,8 +61,8 @@ class _Life:
     asked_s: float = 0.0
     steps: int = 0
     waited_s: float = 0.0
-    work_s: float = 0.0
-    """Of this iteration."""
+    seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
+    """This iteration without waits and switches, on the nodes that it was on."""
     has_moved: bool = False
 
 
@@ -153,7 +153,7 @@ class Simulation:
             self._push(self.now_s, "end", name)
             return
         life.has_moved = False
-        self._tell(Committed(self.now_s, name, life.work_s))
+        self._tell(Committed(self.now_s, name, sum(life.seen), life.seen))
         if not life.has_moved:
             self._push(self.now_s, "ask rollout", name)
 
@@ -196,21 +196,26 @@ class Simulation:
         life.token = grant.token
         life.sharing = sharing = self.cluster.sharing(life.job.name)
         if grant.phase == "rollout":
-            life.times = life.job.draw(life.rng.random(), life.rng.random())
-            life.work_s = life.times.rollout_s * sharing.rollout_scale
+            life.times = self._times(life)
+            life.seen = sharing.here(life.times)
             held_s = sharing.holds(life.times).rollout_s
             switch_s, pool = sharing.rollout_switch_s, life.rollout_nodes[0].pool
             count = len(life.rollout_nodes)
         else:
             times = life.times
-            life.work_s += times.train_s * sharing.train_scale + sharing.publish_s
-            life.work_s += times.between_s + times.after_s
+            life.seen = life.seen._replace(train_s=sharing.here(times).train_s)
             held_s = sharing.holds(times).train_s
             switch_s, pool = sharing.train_switch_s, life.train_pool
             count = life.num_train_nodes
         life.waited_s += self.now_s - life.asked_s + switch_s
         self._bill.work(pool, (held_s - switch_s) * count)
         self._push(self.now_s + held_s, "leave", life.job.name)
+
+    def _times(self, life: _Life) -> Times:
+        """Of its next iteration."""
+        times = life.job.draw(life.rng.random(), life.rng.random())
+        grown = 1 + self._spec.jobs.growth * life.steps / life.job.steps
+        return times.longer(grown)
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:

@@ -70,6 +70,9 @@ class JobsSpec:
     """Each job's lies between these, all alike."""
     variation: float = 0.1
     """Of iterations: standard deviation over mean of how long their phases are."""
+    growth: float = 0.0
+    """Rollouts and training take longer by this share at the end of a job's life than at its begin,
+    and all the more the later: what nobody knows beforehand."""
     tail_share: float = 0.2
     """The last part of a rollout that needs only an eighth of the devices."""
 
@@ -88,6 +91,8 @@ class JobsSpec:
             )
         if not 0 <= self.variation <= 1:
             raise ValueError(f"variation must be from 0 to 1, not {self.variation}")
+        if not (math.isfinite(self.growth) and self.growth > -1):
+            raise ValueError(f"growth must be above -1, not {self.growth}")
         if not 0 <= self.tail_share < 1:
             raise ValueError(f"tail_share must be 0 or more and below 1, not {self.tail_share}")
 

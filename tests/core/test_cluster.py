@@ -290,14 +290,14 @@ def test_what_a_layout_would_bring_is_found_out_once_until_its_group_changes() -
     standing = state.groups[0]
     (choice, *_) = state.in_group(0, comes)
     outlook = standing.outlook(choice, comes, "first_come")
-    found = outlook.forecasts()
+    found = outlook.confirmed()
     assert found == foresee(choice.layout, "first_come")
     (again, *_) = state.in_group(0, comes)
     assert standing.outlook(again, comes, "first_come") is outlook
     assert standing.outlook(again, comes, "round_robin") is not outlook
     other = varied("b", 300)  # a later job of that name
     (choice, *_) = state.in_group(0, other)
-    assert standing.outlook(choice, other, "first_come").forecasts() != found
+    assert standing.outlook(choice, other, "first_come").confirmed() != found
     standing.changed()
     assert standing.outlook(again, comes, "first_come") is not outlook
 
@@ -308,7 +308,7 @@ def test_an_early_look_changes_nothing_that_is_foreseen() -> None:
     watched.tell(Submitted(0.0, first))
     (choice, *_) = watched.cluster.state.in_group(0, varied("b", 80))
     for order in ORDERS:
-        whole = foresee(choice.layout, order)
+        whole = Outlook(choice.layout, order).forecasts()
         for limit in (0.5, 9.0):  # given up after a third, or gone on with
             outlook = Outlook(choice.layout, order)
             assert outlook.is_hopeless([limit] * 2) == (limit < 1)

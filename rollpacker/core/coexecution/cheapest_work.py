@@ -7,11 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollpacker.core.coexecution.forecast import Forecast
+from rollpacker.core.coexecution.forecast import Forecast, foresee
 from rollpacker.core.coexecution.group import cycle_s, load_s
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout
-from rollpacker.core.coexecution.placement import Choice, Rest, Standing, State, rest_of
+from rollpacker.core.coexecution.placement import (
+    Choice,
+    Rest,
+    Standing,
+    State,
+    limits,
+    rest_of,
+)
 from rollpacker.core.coexecution.turns import ORDERS, Order
 
 MAX_GROUPS = 12
@@ -20,6 +27,11 @@ MAX_FORESEEN = 4
 """Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
 WORTH = 2.0
 """A job moves if that saves so many times what its restart costs."""
+DANGER = 0.8
+"""A promise is in danger once it is kept with less than this probability. (It was made with more:
+at its edge luck alone would have jobs move.)"""
+RETRY = 0.9
+"""A job tries again to save one after a tenth of its iterations, or once its group has changed."""
 MIN_BETTER = 0.002
 """Another order of turns is taken if it is cheaper by this share."""
 
@@ -37,12 +49,20 @@ class CheapestWork:
     moves: bool = True
     """Whether a job moves at a commit, if that pays for its restart."""
     tail_release: bool = True
+    learns: bool = True
+    """Whether iterations correct a job's profile."""
+    mends: bool = True
+    """Whether a job makes room, or turns are ordered anew, where a promise is in danger."""
 
     def place(self, state: State, job: ClusterJob) -> Choice | None:
         found = self._cheapest(state, job)
         return None if found is None else found[1]
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
+        if self.is_endangered(state.groups[number]):
+            mended = self._mend(state, number, job, rest)
+            if mended is not None:
+                return mended
         if not self.moves:
             return None
         saved = state.groups[number].saved_without(job.name)
@@ -54,16 +74,45 @@ class CheapestWork:
             ),
             default=math.inf,
         )
-        if least >= saved:
-            return None
         # Its restart is a wait, which the rest of its life has to make good.
-        left_s = rest.iterations * sum(job.mean)
-        then = rest._replace(slowdown=rest.slowdown - job.cold_start_s / left_s)
-        found = self._cheapest(state, job, besides=number, rest=then)
-        if found is None or found[1].group is None:
+        left_s = rest.iterations * math.fsum(job.mean)
+        below = saved * (1 - WORTH * job.cold_start_s / left_s)
+        if least >= below:
             return None
-        paid_s = WORTH * job.cold_start_s
-        return found[1] if (saved - found[0]) * left_s > saved * paid_s else None
+        then = rest._replace(spare_s=rest.spare_s - job.cold_start_s)
+        found = self._cheapest(state, job, besides=number, rest=then, below=below)
+        return None if found is None or found[1].group is None else found[1]
+
+    def is_endangered(self, standing: Standing) -> bool:
+        return self.mends and bool(_endangered(standing))
+
+    def _mend(self, state: State, number: int, job: ClusterJob, rest: Rest) -> Choice | None:
+        """Another order of turns that keeps all promises; else another place for the job, if the
+        others' are kept then, and its own in spite of its restart."""
+        standing = state.groups[number]
+        if rest.iterations > RETRY * standing.tried.get(job.name, math.inf):
+            return None
+        standing.tried[job.name] = rest.iterations
+        layout = standing.layout
+        best: tuple[float, Order] | None = None
+        for order in self.orders:
+            if order == standing.order:
+                continue
+            forecasts = foresee(layout, order)
+            if kept(layout, forecasts, standing.rest, self.confidence):
+                price = layout.price_of_work([one.iteration_s for one in forecasts])
+                best = min(best or (price, order), (price, order))
+        if best is not None:
+            pin = layout.pins[layout.jobs.index(job)]
+            return Choice(group=number, layout=layout, pin=pin, order=best[1])
+        others = layout.minus(job.name)
+        if not others.jobs or _in_danger(others, foresee(others, standing.order), standing.rest):
+            return None
+        then = rest._replace(spare_s=rest.spare_s - job.cold_start_s)
+        found = self._cheapest(state, job, besides=number, rest=then)
+        if found is None or limits(found[1].layout, {job.name: then})[_index(found[1], job)] < 1:
+            return None
+        return found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
         """Quickly."""
@@ -76,9 +125,10 @@ class CheapestWork:
         *,
         besides: int | None = None,
         rest: Rest | None = None,
+        below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """The smallest rise of the price of work, and where. `besides`: a group that is left out.
-        `rest`: of the job, if it moves."""
+        """The smallest rise of the price of work that is `below` that, and where. `besides`: a
+        group that is left out. `rest`: of the job, if it moves."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -102,48 +152,82 @@ class CheapestWork:
         best: tuple[float, Choice] | None = None
         for choice in state.alone(job):
             price = choice.layout.price_per_h * choice.layout.works_s()[0] / sum(job.mean)
-            if best is None or price < best[0]:
-                best = (price, choice)
+            if price < below:
+                below, best = price, (price, choice)
         tried = 0
         for least, number, _, choice in rises:
-            if tried == MAX_FORESEEN or (best is not None and least >= best[0]):
+            if tried == MAX_FORESEEN or least >= below:
                 break  # the others are dearer still
             if not self.saturate and _is_over_saturated(choice.layout):
                 continue
             tried += 1
             standing = state.groups[number]
-            priced = self._best_order(standing, choice, job, {**standing.rest, **own})
-            if priced is None:
-                continue
-            rise = priced[0] - standing.summary.price_of_work
-            if best is None or rise < best[0]:
-                best = (rise, replace(choice, order=priced[1]))
+            now = standing.summary.price_of_work
+            priced = self._best_order(standing, choice, job, {**standing.rest, **own}, now + below)
+            if priced is not None:
+                rise = priced[0] - now
+                below, best = rise, (rise, replace(choice, order=priced[1]))
         return best
 
     def _best_order(
-        self, standing: Standing, choice: Choice, job: ClusterJob, rest: Mapping[str, Rest]
+        self,
+        standing: Standing,
+        choice: Choice,
+        job: ClusterJob,
+        rest: Mapping[str, Rest],
+        below: float,
     ) -> tuple[float, Order] | None:
         """The price of work and the order of turns that keeps every SLO and is cheapest, if the job
-        comes; None: no order keeps them."""
+        comes; None: no order keeps them for a price `below` that."""
         layout = choice.layout
         best: tuple[float, Order] | None = None
-        limits = [rest_of(one, rest).slowdown for one in layout.jobs]
+        allowed = limits(layout, rest)
         period = layout.closed_period_s()
         hopeless = any(
-            period > limit * work for limit, work in zip(limits, layout.works_s(), strict=True)
+            period > limit * work for limit, work in zip(allowed, layout.works_s(), strict=True)
         )
         for order in self.orders:
             if hopeless and order == "round_robin":
                 continue  # varied iterations take longer than mean ones
             outlook = standing.outlook(choice, job, order)
-            if outlook.is_hopeless(limits):
+            if outlook.is_hopeless(allowed, below):
                 continue
-            forecasts = outlook.forecasts()
-            if kept(layout, forecasts, rest, self.confidence):
-                price = layout.price_of_work([one.iteration_s for one in forecasts])
-                if best is None or price < best[0] * (1 - MIN_BETTER):
-                    best = (price, order)
+            # The longer run decides, where the short one finds nothing against it.
+            price = self._price(layout, outlook.forecasts(), rest)
+            if price < below:
+                price = self._price(layout, outlook.confirmed(), rest)
+            if price < below:
+                best, below = (price, order), price * (1 - MIN_BETTER)
         return best
+
+    def _price(
+        self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
+    ) -> float:
+        """Of work; endless, if a promise is not kept."""
+        if not kept(layout, forecasts, rest, self.confidence):
+            return math.inf
+        return layout.price_of_work([one.iteration_s for one in forecasts])
+
+
+def _index(choice: Choice, job: ClusterJob) -> int:
+    return [one.name for one in choice.layout.jobs].index(job.name)
+
+
+def _endangered(standing: Standing) -> list[str]:
+    if len(standing.layout.jobs) == 1:
+        return []
+    return _in_danger(standing.layout, standing.forecasts, standing.rest)
+
+
+def _in_danger(
+    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
+) -> list[str]:
+    """Whose promise is likely to be broken, and could be kept if nobody made them wait."""
+    return [
+        job.name
+        for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
+        if 1 <= limit < one.bound(DANGER, rest_of(job, rest).iterations)
+    ]
 
 
 def _number(choice: Choice) -> int:
@@ -175,9 +259,9 @@ def kept(
     """Whether every job's SLO is kept, for `rest` as in `Standing`. Who joins turns that are under
     way makes everybody wait once more, by an iteration at most."""
     joins = len(layout.jobs) > 1
-    for job, one in zip(layout.jobs, forecasts, strict=True):
-        allowed = rest_of(job, rest)
-        once = one.slowdown / allowed.iterations if joins else 0.0
-        if one.bound(confidence, allowed.iterations) + once > allowed.slowdown + 1e-9:
+    for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True):
+        iterations = rest_of(job, rest).iterations
+        once = one.slowdown / iterations if joins else 0.0
+        if one.bound(confidence, iterations) + once > limit + 1e-9:
             return False
     return True

@@ -6,12 +6,15 @@ is a ratio of two sums; it is kept below its SLO with the stated confidence if
 
     mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
 
-The deviation comes from sums over stretches of `STRETCH` iterations, since neighbours wait for the
-same long iteration of somebody else.
+The deviation comes from sums over stretches of iterations, since neighbours wait for the same long
+iteration of somebody else, and since two jobs of nearly the same length meet for many iterations in
+a row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
+longer one (`confirmed`) decides.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,6 +29,8 @@ from rollpacker.core.coexecution.turns import Order
 
 STRETCH = 4
 NUM_STRETCHES = 7
+LONG_STRETCH = 8
+NUM_LONG_STRETCHES = 6
 WARM_UP = 2
 """Iterations that are left out: all jobs begin at once, which they do once."""
 HOPELESS = 1.1
@@ -49,8 +54,12 @@ class Forecast:
         """The slowdown over so many iterations, which is not passed with this confidence."""
         if self.deviation == 0.0:
             return self.slowdown
-        z = NormalDist().inv_cdf(confidence)
-        return self.slowdown + z * self.deviation / math.sqrt(max(iterations, 1))
+        return self.slowdown + _z(confidence) * self.deviation / math.sqrt(max(iterations, 1))
+
+
+@functools.cache
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf(confidence)
 
 
 class Outlook:
@@ -61,8 +70,9 @@ class Outlook:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
         """By job and iteration: its seconds without waits and switches, and what it holds."""
-        self._early: list[float] | None = None
+        self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
+        self._confirmed: list[Forecast] | None = None
         self._timeline: GroupTimeline | None = None
         """While it runs."""
         self._order: Order = order
@@ -70,14 +80,18 @@ class Outlook:
             # Fixed iterations in round robin need no run: their period is known.
             period = layout.period_s()
             self._forecasts = [Forecast(period, period / work, 0.0) for work in layout.works_s()]
-            self._early = [one.slowdown for one in self._forecasts]
+            self._early = self._confirmed = self._forecasts
 
-    def is_hopeless(self, limits: Sequence[float]) -> bool:
-        """Whether some job's slowdown is far beyond its limit after a third of the run already."""
+    def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
+        """Whether some job's slowdown is far beyond its limit after a third of the run already, or
+        the price of work far above `most`."""
         if self._early is None:
-            self._early = [one.slowdown for one in self._run(NUM_STRETCHES // 3)]
+            self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
-        is_hopeless = any(slowdown > HOPELESS * limit for slowdown, limit in pairs)
+        is_hopeless = any(one.slowdown > HOPELESS * limit for one, limit in pairs)
+        if not is_hopeless and most < math.inf:
+            price = self.layout.price_of_work([one.iteration_s for one in self._early])
+            is_hopeless = price > HOPELESS * most
         if is_hopeless:
             self._stop()
         return is_hopeless
@@ -85,19 +99,26 @@ class Outlook:
     def forecasts(self) -> list[Forecast]:
         """By job."""
         if self._forecasts is None:
-            self._forecasts = self._run(NUM_STRETCHES)
+            self._forecasts = self._run(STRETCH, NUM_STRETCHES)
             self._stop()
         return self._forecasts
 
-    def _run(self, stretches: int) -> list[Forecast]:
+    def confirmed(self) -> list[Forecast]:
+        """By job, of a longer run."""
+        if self._confirmed is None:
+            self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
+            self._stop()
+        return self._confirmed
+
+    def _run(self, stretch: int, count: int) -> list[Forecast]:
         if self._timeline is None:
             pins = [sorted(pin, key=str) for pin in self.layout.pins]
             slos = [job.slo for job in self.layout.jobs]
             self._drawn = [[] for _ in pins]
             self._timeline = GroupTimeline(pins, self._holds, order=self._order, slos=slos)
-        self._timeline.run_until(WARM_UP + STRETCH * stretches + 1)
+        self._timeline.run_until(WARM_UP + stretch * count + 1)
         return [
-            _forecast(begins, [self._draw(job, n)[0] for n in range(len(begins))])
+            _forecast(begins, [self._draw(job, n)[0] for n in range(len(begins))], stretch)
             for job, begins in enumerate(self._timeline.begins_s)
         ]
 
@@ -119,8 +140,8 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """By job."""
-    return Outlook(layout, order).forecasts()
+    """By job, of the longer run."""
+    return Outlook(layout, order).confirmed()
 
 
 def _is_fixed(job: ClusterJob) -> bool:
@@ -133,12 +154,12 @@ def _point(job: int, number: int) -> tuple[float, float]:
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
 
-def _forecast(begins_s: Sequence[float], works_s: Sequence[float]) -> Forecast:
-    count = (len(begins_s) - 1 - WARM_UP) // STRETCH
-    cuts = [WARM_UP + STRETCH * n for n in range(count + 1)]
+def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int) -> Forecast:
+    count = (len(begins_s) - 1 - WARM_UP) // stretch
+    cuts = [WARM_UP + stretch * n for n in range(count + 1)]
     elapsed = [begins_s[b] - begins_s[a] for a, b in itertools.pairwise(cuts)]
     works = [math.fsum(works_s[a:b]) for a, b in itertools.pairwise(cuts)]
     ratio = math.fsum(elapsed) / math.fsum(works)
     spread = math.fsum((e - ratio * w) ** 2 for e, w in zip(elapsed, works, strict=True))
-    deviation = math.sqrt(spread / max(count - 1, 1)) / fmean(works) * math.sqrt(STRETCH)
-    return Forecast(fmean(elapsed) / STRETCH, ratio, deviation)
+    deviation = math.sqrt(spread / max(count - 1, 1)) / fmean(works) * math.sqrt(stretch)
+    return Forecast(fmean(elapsed) / stretch, ratio, deviation)

@@ -70,13 +70,19 @@ class Sharing:
 
     def work_s(self, times: Times) -> float:
         """Elapsed without any wait for a pool or for a switch: what a slowdown is measured by."""
-        return (
-            times.rollout_s * self.rollout_scale
-            + times.between_s
-            + times.train_s * self.train_scale
-            + self.publish_s
-            + times.after_s
-        )
+        return sum(self.here(times))
+
+    def here(self, times: Times) -> Times:
+        """Without waits and switches; weights cross while the training pool is held."""
+        rollout_s = times.rollout_s * self.rollout_scale
+        train_s = times.train_s * self.train_scale + self.publish_s
+        return times._replace(rollout_s=rollout_s, train_s=train_s)
+
+    def alone(self, here: Times) -> Times:
+        """The times of which `here` makes these, but for what was measured to cross faster."""
+        rollout_s = here.rollout_s / self.rollout_scale
+        train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
+        return here._replace(rollout_s=rollout_s, train_s=train_s)
 
     @property
     def tail_move_s(self) -> float:

@@ -24,6 +24,10 @@ class Times(NamedTuple):
     train_s: float
     after_s: float
 
+    def longer(self, factor: float) -> Times:
+        """With both phases so many times as long."""
+        return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTimes:
@@ -166,7 +170,10 @@ class ClusterJob:
 
     def draw(self, which: float, quantile: float) -> Times:
         """An iteration for two numbers from 0 to below 1: which kind of round, how long of it."""
+        return self.round_at(which).at(quantile)
+
+    def round_at(self, which: float) -> RoundTimes:
+        """The kind of round for a number from 0 to below 1."""
         if len(self.rounds) == 1:
-            return self.rounds[0].at(quantile)
-        number = min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)
-        return self.rounds[number].at(quantile)
+            return self.rounds[0]
+        return self.rounds[min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)]

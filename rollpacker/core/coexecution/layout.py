@@ -60,6 +60,10 @@ class Layout:
         kept = [(j, p) for j, p in zip(self.jobs, self.pins, strict=True) if j.name != name]
         return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
 
+    def with_times(self, job: ClusterJob) -> Layout:
+        """With other times of a job that is in it."""
+        return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
+
     # -- what it costs -----------------------------------------------------------------
 
     @cached_property

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rollpacker.core.coexecution.forecast import Outlook, foresee
+from rollpacker.core.coexecution.forecast import Forecast, Outlook, foresee
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout, Pin
 from rollpacker.core.coexecution.nodes import Node, Nodes, pairs
@@ -51,14 +51,27 @@ def is_new(node: object) -> bool:
 class Rest(NamedTuple):
     """The rest of a job's life."""
 
-    slowdown: float
-    """That it may have, so that the whole keeps the SLO."""
+    spare_s: float
+    """That it may wait, besides what its SLO lets it wait in the iterations that are left. Below 0:
+    so much longer than its SLO allows has it waited."""
     iterations: int
+
+    def slowdown(self, slo: float, work_s: float) -> float:
+        """That it may have, so that the whole keeps the SLO; `work_s`: of an iteration to come."""
+        return slo + self.spare_s / (self.iterations * work_s)
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
     """All of it, if nothing is known."""
-    return rest.get(job.name) or Rest(job.slo, job.steps)
+    return rest.get(job.name) or Rest(0.0, job.steps)
+
+
+def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
+    """By job: the slowdown that the rest of its life may have."""
+    return [
+        rest_of(job, rest).slowdown(job.slo, work)
+        for job, work in zip(layout.jobs, layout.works_s(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +126,8 @@ def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[f
         train_share=math.fsum(shares),
         rollout_share=min(busy.values()),
         needed_share=math.fsum(
-            share / rest_of(job, rest).slowdown
-            for job, share in zip(layout.jobs, shares, strict=True)
+            share / max(limit, 1.0)
+            for share, limit in zip(shares, limits(layout, rest), strict=True)
         ),
         spare_devices=layout.num_train_nodes * layout.train_pool.devices_per_node,
     )
@@ -129,6 +142,9 @@ class Standing:
     train_nodes: tuple[Node, ...]
     rest: dict[str, Rest] = field(default_factory=dict)
     """Of jobs that have committed an iteration."""
+    tried: dict[str, int] = field(default_factory=dict)
+    """Iterations that jobs had left when they last tried to save a promise that is in danger."""
+    _forecasts: list[Forecast] | None = None
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
@@ -137,16 +153,22 @@ class Standing:
     @property
     def summary(self) -> Summary:
         if self._summary is None:
-            layout = self.layout
-            forecasts = foresee(layout, self.order)
-            seconds = [one.iteration_s for one in forecasts]
-            self._summary = summary_of(layout, self.rest, seconds)
+            seconds = [one.iteration_s for one in self.forecasts]
+            self._summary = summary_of(self.layout, self.rest, seconds)
         return self._summary
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """As the group is, by job."""
+        if self._forecasts is None:
+            self._forecasts = foresee(self.layout, self.order)
+        return self._forecasts
 
     def changed(self) -> None:
         """What was found out about the group is made anew when it is next asked for."""
-        self._summary = None
+        self._summary = self._forecasts = None
         self._without.clear()
+        self.tried.clear()
         self._outlooks.clear()
 
     def saved_without(self, job: str) -> float:
@@ -240,12 +262,25 @@ class Policy(Protocol):
     def place(self, state: State, job: ClusterJob) -> Choice | None:
         """None: it has to wait for nodes."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether what iterations show replaces a job's profile."""
+
+    def is_endangered(self, standing: Standing) -> bool:
+        """Whether a promise is likely to be broken if everybody stays."""
+
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Where a job of the group should go at a commit; None: it stays."""
+        """Where a job of the group should go at a commit; into its own: another order of turns is
+        to be taken there. None: it stays."""
 
 
 class Stays:
     """Of policies that never move a job."""
+
+    learns = False
+
+    def is_endangered(self, standing: Standing) -> bool:
+        return False
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
         return None

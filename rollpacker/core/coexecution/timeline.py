@@ -30,10 +30,13 @@ class GroupTimeline:
         """By job: when each iteration was over, with what comes after its training."""
         self._holds = holds
         self._turns = Turns(order)
+        self._names = [str(number) for number in range(len(pins))]
+        self._now: list[Holds] = [Holds(0.0, 0.0, 0.0, 0.0)] * len(pins)
+        """By job: what it holds in the iteration that is under way."""
         self._heap: list[tuple[float, int, int, str]] = []
         self._num_pushed = 0
         for number, pinned in enumerate(pins):
-            self._turns.join(str(number), pinned, slos[number] if slos else 1.0)
+            self._turns.join(self._names[number], pinned, slos[number] if slos else 1.0)
         for number in range(len(pins)):
             self._push(0.0, number, "rollout")
 
@@ -50,27 +53,30 @@ class GroupTimeline:
         heapq.heappush(self._heap, (at_s, self._num_pushed, number, what))
 
     def _step(self) -> bool:
-        """Whether anything was granted."""
+        """Whether anybody has begun an iteration by this."""
         now_s, _, number, what = heapq.heappop(self._heap)
-        if what in ("rollout", "train"):
-            phase: Phase = "rollout" if what == "rollout" else "train"
-            granted = self._turns.ask(str(number), phase, now_s)
+        name = self._names[number]
+        if what == "rollout" or what == "train":
+            granted = self._turns.ask(name, what, now_s)
+        elif what == "left rollout":
+            granted = self._turns.leave(name, "rollout", now_s)
+            self._push(now_s + self._now[number].between_s, number, "train")
         else:
-            phase = "rollout" if what == "left rollout" else "train"
-            own = self._holds(number, len(self.begins_s[number]) - 1)
-            granted = self._turns.leave(str(number), phase, now_s)
-            if phase == "rollout":
-                self._push(now_s + own.between_s, number, "train")
-            else:
-                self.ends_s[number].append(now_s + own.after_s)
-                self._push(now_s + own.after_s, number, "rollout")
-        for name, given in granted:
-            self._granted(int(name), given, now_s)
-        return bool(granted)
+            granted = self._turns.leave(name, "train", now_s)
+            over_s = now_s + self._now[number].after_s
+            self.ends_s[number].append(over_s)
+            self._push(over_s, number, "rollout")
+        return self._granted(granted, now_s)
 
-    def _granted(self, number: int, phase: Phase, now_s: float) -> None:
-        if phase == "rollout":
-            self.begins_s[number].append(now_s)
-        own = self._holds(number, len(self.begins_s[number]) - 1)
-        held_s = own.rollout_s if phase == "rollout" else own.train_s
-        self._push(now_s + held_s, number, f"left {phase}")
+    def _granted(self, granted: Sequence[tuple[str, Phase]], now_s: float) -> bool:
+        has_begun = False
+        for name, phase in granted:
+            number = int(name)
+            if phase == "rollout":
+                self._now[number] = self._holds(number, len(self.begins_s[number]))
+                self.begins_s[number].append(now_s)
+                self._push(now_s + self._now[number].rollout_s, number, "left rollout")
+                has_begun = True
+            else:
+                self._push(now_s + self._now[number].train_s, number, "left train")
+        return has_begun

@@ -161,6 +161,9 @@ class Turns:
     def _grant(self, now_s: float) -> list[tuple[str, Phase]]:
         if not self._waiting:
             return []
+        if len(self._waiting) == 1:  # in all orders the same, and most often so
+            ((job, member),) = self._waiting.items()
+            return [self._give(job, member, now_s)] if self._is_due(member) else []
         waiting = [*self._waiting.items()]
         if self._order == "round_robin":
             return self._grant_round_robin(waiting, now_s)
@@ -177,6 +180,17 @@ class Turns:
             else:
                 granted.append(self._give(job, member, now_s))
         return granted
+
+    def _is_due(self, member: _Member) -> bool:
+        """Whether its nodes are free, and in round robin it is its turn."""
+        phase = member.waits_for
+        assert phase is not None
+        is_in_turn = self._order == "round_robin" and not member.is_extra
+        for node in member.nodes[phase]:
+            seat = self._seats[node]
+            if seat.holder is not None or (is_in_turn and seat.due(phase) is not member):
+                return False
+        return True
 
     def _grant_round_robin(
         self, waiting: Sequence[tuple[str, _Member]], now_s: float
