@@ -211,10 +211,12 @@ def _on_cluster(
     for host in used:
         if host != own:
             remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
+    own_host = OwnHost(spread, cluster.get, address=own)
     ended = threading.Event()
 
     def close() -> None:
         ended.set()
+        own_host.close()
         for host in remote.values():
             host.close()
         cluster.close()
@@ -223,7 +225,7 @@ def _on_cluster(
         is_there=cluster.has_head,
         _ended=ended,
         plan=plan,
-        by_name={**remote, own: OwnHost(spread, cluster.get)},
+        by_name={**remote, own: own_host},
         interfaces={
             host: facts[host].interfaces[host]
             for host in used

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import IO
 
 from rollpacker.weight_buffer import BufferLayout, Memory
 
@@ -29,18 +30,28 @@ class Copies:
             self._by_source[key] = source.memory()
         return source.at(self._by_source[key])
 
+    def memory(self, source: BufferLayout) -> Memory:
+        """Of a copy that there is."""
+        return self._by_source[source.host, source.path, source.inode]
+
     def write(self, source: BufferLayout, start: int, data: bytes) -> None:
         """Bytes of the source from `start` on."""
-        memory = self._by_source[source.host, source.path, source.inode]
-        assert os.pwrite(memory.descriptor, data, start) == len(data)
+        assert os.pwrite(self.memory(source).descriptor, data, start) == len(data)
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
     """Bytes of a buffer of this host. Raises `OSError` if it is gone."""
-    with open(layout.path, "rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_ino != layout.inode:
-            raise FileNotFoundError(f"{layout.path} is another file")
+    with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
+
+
+def opened(layout: BufferLayout) -> IO[bytes]:
+    """The memory of a buffer of this host, to be read. Raises `OSError` if it is gone."""
+    descriptor = os.open(layout.path, os.O_RDONLY)
+    if os.fstat(descriptor).st_ino != layout.inode:
+        os.close(descriptor)
+        raise FileNotFoundError(f"{layout.path} is another file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 Read = Callable[[BufferLayout, int, int], bytes]
