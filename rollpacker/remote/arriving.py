@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
+from rollpacker.remote.copies import opened
 from rollpacker.remote.weight_port import PortAddress, take
-from rollpacker.weight_buffer import ALIGNMENT, BufferLayout, Memory, StaleWeightsError
+from rollpacker.weight_buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 
 RETRY_S = 0.5
 """Before the trainer's host is asked again that did not answer."""
@@ -70,15 +71,15 @@ def shards_of(shipment: Shipment) -> list[Shard]:
 class Arriving:
     """One shipment on a host that takes it; meets `Streamed`, since it is passed on."""
 
-    def __init__(self, shipment: Shipment, own: int, memory: Memory) -> None:
-        """`own`: which of the takers this host is. `memory`: where it goes."""
+    def __init__(self, shipment: Shipment, own: int, there: BufferLayout) -> None:
+        """`own`: which of the takers this host is. `there`: where it goes."""
         self.shipment = shipment
-        self._own, self._memory = own, memory
+        self._own, self._there = own, there
         self._shards = shards_of(shipment)
         self._ends = [shard.start for shard in self._shards]
         """Up to where each shard is there."""
         self._changed = threading.Condition()
-        self._error: OSError | StaleWeightsError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weights arrive", daemon=True)
 
     def begin(self) -> None:
@@ -99,7 +100,7 @@ class Arriving:
     # -- for the hosts after this one --------------------------------------------------------------
 
     def open(self) -> IO[bytes]:
-        return os.fdopen(os.dup(self._memory.descriptor), "rb", buffering=0)
+        return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
@@ -111,24 +112,27 @@ class Arriving:
     # -- from the hosts before it ------------------------------------------------------------------
 
     def _run(self) -> None:
-        whole = memoryview(mmap.mmap(self._memory.descriptor, self.shipment.layout.size_bytes))
-        whole[:ALIGNMENT] = self.shipment.head
-        threads = [
-            threading.Thread(target=self._bring, args=(number, whole), daemon=True)
-            for number, shard in enumerate(self._shards)
-            if shard.start < shard.end
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        behind = bytearray(ALIGNMENT)
         try:
+            with opened(self._there, os.O_RDWR) as file:
+                whole = memoryview(mmap.mmap(file.fileno(), self._there.size_bytes))
+            whole[:ALIGNMENT] = self.shipment.head
+            threads = [
+                threading.Thread(target=self._bring, args=(number, whole), daemon=True)
+                for number, shard in enumerate(self._shards)
+                if shard.start < shard.end
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self._go_on()
+            behind = bytearray(ALIGNMENT)
             # A source gives these only if it still holds what it held when the first byte left.
             for source in reversed(self.shipment.sources):
                 self._from_source(source, memoryview(behind), len(whole) - ALIGNMENT, self._go_on)
+            assert self._ends == [shard.end for shard in self._shards]
             whole[-ALIGNMENT:] = behind
-        except (OSError, StaleWeightsError) as error:
+        except Exception as error:  # for `wait`
             self._fail(error)
 
     def _bring(self, number: int, whole: memoryview) -> None:
@@ -144,7 +148,7 @@ class Arriving:
             start = self._ends[number]
             into, took = whole[start : shard.end], partial(self._took, number, start)
             self._from_source(shard.source, into, start, took)
-        except (OSError, StaleWeightsError) as error:
+        except Exception as error:  # for `wait`
             self._fail(error)
 
     def _takers_before(self, shard: Shard) -> list[PortAddress]:
@@ -192,9 +196,9 @@ class Arriving:
         if isinstance(self._error, StaleWeightsError):
             raise StaleWeightsError("the weights changed on their way") from self._error
         if self._error is not None:
-            raise OSError(str(self._error)) from self._error
+            raise OSError(str(self._error) or repr(self._error)) from self._error
 
-    def _fail(self, error: OSError | StaleWeightsError) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

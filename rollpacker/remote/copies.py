@@ -30,13 +30,10 @@ class Copies:
             self._by_source[key] = source.memory()
         return source.at(self._by_source[key])
 
-    def memory(self, source: BufferLayout) -> Memory:
-        """Of a copy that there is."""
-        return self._by_source[source.host, source.path, source.inode]
-
     def write(self, source: BufferLayout, start: int, data: bytes) -> None:
         """Bytes of the source from `start` on."""
-        assert os.pwrite(self.memory(source).descriptor, data, start) == len(data)
+        memory = self._by_source[source.host, source.path, source.inode]
+        assert os.pwrite(memory.descriptor, data, start) == len(data)
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
@@ -45,9 +42,9 @@ def read(layout: BufferLayout, start: int, size: int) -> bytes:
         return os.pread(file.fileno(), size, start)
 
 
-def opened(layout: BufferLayout) -> IO[bytes]:
-    """The memory of a buffer of this host, to be read. Raises `OSError` if it is gone."""
-    descriptor = os.open(layout.path, os.O_RDONLY)
+def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
+    """The memory of a buffer of this host, as a file. Raises `OSError` if it is gone."""
+    descriptor = os.open(layout.path, flags)
     if os.fstat(descriptor).st_ino != layout.inode:
         os.close(descriptor)
         raise FileNotFoundError(f"{layout.path} is another file")

@@ -56,8 +56,7 @@ class HostWeights:
                 if arriving is not None:
                     arriving.give_up()
                 assert self._port is not None
-                memory = self._copies.memory(shipment.layout)
-                self._arriving = arriving = Arriving(shipment, own, memory)
+                self._arriving = arriving = Arriving(shipment, own, there)
                 self._port.stream(shipment.number, arriving)
                 arriving.begin()
         arriving.wait()

@@ -166,11 +166,14 @@ class RemoteHost:
         """See `Host`."""
         if source.layout.host == self.name:
             return source
-        return self._spread.bring(source, *self.agent())
+        session = self._session
+        return self._spread.bring(source, session, partial(self._call, session))
 
     def agent(self) -> tuple[object, Call]:
         """See `Member`."""
         session = self._session
+        if not session.is_there():
+            raise OSError(f"{self.name} cannot be reached now")
         return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
@@ -250,6 +253,9 @@ class _Session:
             if self.is_over:
                 raise Gone(self._why)
         return self._patiently(method, *arguments, patience_s=float("inf"))
+
+    def is_there(self) -> bool:
+        return self._connected.is_set() and not self.is_over
 
     def is_silent(self) -> bool:
         return self._connected.is_set() and time.monotonic() - self._heard_s > SILENT_S

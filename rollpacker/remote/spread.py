@@ -52,7 +52,7 @@ class Member(Protocol):
 
     def agent(self) -> tuple[object, Call]:
         """What stands for the agent that it has now, and that one's calls, which raise
-        `OSError`."""
+        `OSError`; as this does if it has none."""
         ...
 
 
@@ -61,9 +61,9 @@ class _Taker:
     """A host that a version is published to."""
 
     name: str
-    address: str
     agent: object
     call: Call
+    port: PortAddress
 
 
 @dataclass(slots=True)
@@ -125,30 +125,23 @@ class Spread:
                 takers=(),
                 patience_s=PATIENCE_S,
             )
-            others = [host for host in hosts if host not in writers]
-            takers = [_Taker(host.name, host.address, *host.agent()) for host in others]
-            takers = [one for one in takers if not self._place(one.agent).has(first, head)]
-            return self._ship(shipment, first, takers)
+            return self._ship(shipment, first, [host for host in hosts if host not in writers])
 
     def _ship(
-        self, shipment: Shipment, source: WeightSource, takers: Sequence[_Taker]
+        self, shipment: Shipment, source: WeightSource, hosts: Sequence[Member]
     ) -> dict[str, Exception]:
         """See `publish`."""
-        ports = _each([partial(one.call, "port", one.address) for one in takers], PORT_S)
-        failed, there = {}, []
-        for taker, port in zip(takers, ports, strict=True):
-            if isinstance(port, Exception):
-                failed[taker.name] = port
-            else:
-                there.append((taker, port))
-        shipment = replace(shipment, takers=tuple(port for _, port in there))
-        ended = _each(
-            [
-                partial(self._take, shipment, source, own, taker)
-                for own, (taker, _) in enumerate(there)
-            ]
-        )
-        for (taker, _), error in zip(there, ended, strict=True):
+        failed, takers = {}, []
+        reached = _each([partial(_reach, host) for host in hosts], PORT_S)
+        for host, taker in zip(hosts, reached, strict=True):
+            if isinstance(taker, Exception):
+                failed[host.name] = taker
+            elif not self._place(taker.agent).has(source, shipment.head):
+                takers.append(taker)
+        shipment = replace(shipment, takers=tuple(taker.port for taker in takers))
+        take = partial(self._take, shipment, source)
+        ended = _each([partial(take, own, taker) for own, taker in enumerate(takers)])
+        for taker, error in zip(takers, ended, strict=True):
             if isinstance(error, StaleWeightsError):
                 raise error
             if isinstance(error, Exception):
@@ -233,6 +226,11 @@ class Spread:
                 while len(self._buckets) > KEPT:
                     self._buckets.popitem(last=False)
             return self._buckets[start]
+
+
+def _reach(host: Member) -> _Taker:
+    agent, call = host.agent()
+    return _Taker(host.name, agent, call, call("port", host.address))
 
 
 def _each(

@@ -110,20 +110,21 @@ class WeightPort:
         with line.released() as connection, contextlib.suppress(OSError, struct.error):
             connection.settimeout(SILENT_S)
             version, start, end = _REQUEST.unpack(hello)
-            ending = _FAILED
-            streamed = self._find(version, connection)
-            if streamed is not None:
-                ending = _send(connection, streamed, start, end)
-            connection.sendall(_LENGTH.pack(ending))
+            connection.sendall(_LENGTH.pack(self._send(connection, version, start, end)))
 
-    def _find(self, version: int, connection: socket.socket) -> Streamed | None:
+    def _send(self, connection: socket.socket, version: int, start: int, end: int) -> int:
+        """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
         until = time.monotonic() + UNKNOWN_S
         while time.monotonic() < until:
             with self._changed:
-                if self._changed.wait_for(lambda: self._version >= version, BEAT_S):
-                    return self._streamed if self._version == version else None
+                known = self._changed.wait_for(lambda: self._version >= version, BEAT_S)
+                streamed, newest = self._streamed, self._version
+            if newest > version:
+                return _CHANGED
+            if known and streamed is not None:
+                return _send(connection, streamed, start, end)
             connection.sendall(_LENGTH.pack(0))
-        return None
+        return _FAILED
 
 
 def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -> int:
