@@ -1,6 +1,6 @@
 """A port at which a host streams weights to other hosts of the run, and how they take them from it.
 
-    hello     token, which version, from which byte to which
+    hello     token, number of the shipment, from which byte to which
     answer    pieces, each after its length: as they come to this host themselves
               0: nothing yet; said every `BEAT_S`, so that silence means a host that is lost
               CHANGED or FAILED: the rest never comes
@@ -30,7 +30,7 @@ BEAT_S = 1.0
 SILENT_S = 5.0
 """A host that says nothing for so long is lost to the one that asks."""
 UNKNOWN_S = 5.0
-"""So long those that ask too early wait until a version is known here."""
+"""So long those that ask too early wait until a shipment is known here."""
 _REQUEST = struct.Struct(">QQQ")
 _LENGTH = struct.Struct(">I")
 _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
@@ -46,7 +46,7 @@ class PortAddress:
 
 
 class Streamed(Protocol):
-    """Weights of one version."""
+    """Weights of one version, whole or on their way here."""
 
     def open(self) -> IO[bytes]:
         """The memory that they are in. Raises `OSError` and `StaleWeightsError`."""
@@ -78,22 +78,22 @@ class Written:
 
 
 class WeightPort:
-    """Of one host. It knows one version at a time, the newest."""
+    """Of one host. It knows one shipment at a time, the newest."""
 
     def __init__(self, host: str) -> None:
         """Listen on any free port of this address. Raises `OSError`."""
         self._listener = Listener(host)
         self.address = PortAddress(host, self._listener.port, self._listener.token)
         self._changed = threading.Condition()
-        self._version = 0
+        self._newest = 0
         self._streamed: Streamed | None = None
         self._is_closed = False
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
-    def stream(self, version: int, streamed: Streamed) -> None:
-        """Stream this to those who ask for that version, until the next one."""
+    def stream(self, number: int, streamed: Streamed) -> None:
+        """Give this to those who ask for the shipment of that number, until the next one."""
         with self._changed:
-            self._version, self._streamed = version, streamed
+            self._newest, self._streamed = number, streamed
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -109,19 +109,19 @@ class WeightPort:
     def _answer(self, line: Line, hello: bytes) -> None:
         with line.released() as connection, contextlib.suppress(OSError, struct.error):
             connection.settimeout(SILENT_S)
-            version, start, end = _REQUEST.unpack(hello)
-            connection.sendall(_LENGTH.pack(self._send(connection, version, start, end)))
+            number, start, end = _REQUEST.unpack(hello)
+            connection.sendall(_LENGTH.pack(self._send(connection, number, start, end)))
 
-    def _send(self, connection: socket.socket, version: int, start: int, end: int) -> int:
+    def _send(self, connection: socket.socket, number: int, start: int, end: int) -> int:
         """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
         until = time.monotonic() + UNKNOWN_S
         while time.monotonic() < until:
             with self._changed:
-                known = self._changed.wait_for(lambda: self._version >= version, BEAT_S)
-                streamed, newest = self._streamed, self._version
-            if newest > version:
+                self._changed.wait_for(lambda: self._newest >= number, BEAT_S)
+                streamed, newest = self._streamed, self._newest
+            if newest > number:
                 return _CHANGED
-            if known and streamed is not None:
+            if newest == number and streamed is not None:
                 return _send(connection, streamed, start, end)
             connection.sendall(_LENGTH.pack(0))
         return _FAILED
@@ -144,24 +144,25 @@ def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -
             except OSError:
                 return _FAILED
             connection.sendall(_LENGTH.pack(arrived - start))
-            if arrived > start and connection.sendfile(file, start, arrived - start) == 0:
-                raise OSError("the memory ends before the weights do")
+            if arrived > start:
+                num_sent = connection.sendfile(file, start, arrived - start)
+                assert num_sent == arrived - start, "the memory has all of them"
             start = arrived
     return 0
 
 
 def take(
     source: PortAddress,
-    version: int,
+    number: int,
     into: memoryview,
     start: int,
     took: Callable[[int], None],
 ) -> None:
-    """Take the bytes from `start` on that fill `into`. `took` is told, again and again, how many
-    are there by now; what it raises ends this. Raises `OSError`, and `StaleWeightsError` if they
-    are not of that version any more."""
+    """Take those bytes of a shipment from `start` on that fill `into`. `took` is told, again and
+    again, how many are there by now; what it raises ends this. Raises `OSError`, and
+    `StaleWeightsError` if there are newer ones."""
     num_taken = 0
-    request = _REQUEST.pack(version, start, start + len(into))
+    request = _REQUEST.pack(number, start, start + len(into))
     try:
         line = connect(source.host, source.port, source.token, request, within_s=SILENT_S)
     except LineEnded as error:
