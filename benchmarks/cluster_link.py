@@ -11,8 +11,8 @@ trainer's interface; contents are compared by SHA-256, and differ in each transf
     gloo, each      torch.distributed over gloo: the trainer sends the model to each host at once
     gloo broadcast  its broadcast
 
-Then, with the most hosts, amid it: the link is cut for 3 s, one host is cut off for as long, one is
-killed. Calls to hosts go by pipes here, by ray in a run, and are not among the bytes. As root.
+Then, with the most hosts, amid it: the link is cut for 3 and 12 s, one host for 3 s, one is killed.
+Calls to hosts go by pipes here, by ray in a run, and are not among the bytes. As root.
 
     python benchmarks/cluster_link.py [--megabytes 200] [--mbit 400] [--hosts 1,2,4] [--rounds 3]
 """
@@ -48,8 +48,8 @@ from tests.cluster.netns import Network, why_impossible
 
 GLOO_PORT = 6400
 ARMS = ("published", "each pulls", "gloo, each", "gloo broadcast")
-FAULTS = ("link cut", "host cut off", "host killed")
-CUT_S = 3.0
+FAULTS = ("link cut, 3 s", "link cut, 12 s", "host cut off, 3 s", "host killed")
+"""The last one leaves one host less."""
 
 
 # -- a host ----------------------------------------------------------------------------------------
@@ -324,15 +324,16 @@ class Pools:
         """What follows one in the middle of a transfer."""
         last = len(self.hosts)
         amid = {
-            "link cut": lambda: self._cut(0),
-            "host cut off": lambda: self._cut(last),
+            "link cut, 3 s": lambda: self._cut(0, 3.0),
+            "link cut, 12 s": lambda: self._cut(0, 12.0),
+            "host cut off, 3 s": lambda: self._cut(last, 3.0),
             "host killed": lambda: self.network.kill_all(last),
         }
         return {"fault": name, **self.transfer("published", amid[name])}
 
-    def _cut(self, host: int) -> None:
+    def _cut(self, host: int, seconds: float) -> None:
         self.network.cut(host)
-        time.sleep(CUT_S)
+        time.sleep(seconds)
         self.network.mend(host)
 
 

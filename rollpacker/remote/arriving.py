@@ -26,6 +26,8 @@ from rollpacker.remote.copies import opened
 from rollpacker.remote.weight_port import PortAddress, take
 from rollpacker.weight_buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 
+PASS_ON_BYTES = 256 << 10
+"""Others are told after so many."""
 RETRY_S = 0.5
 """Before the trainer's host is asked again that did not answer."""
 
@@ -184,8 +186,10 @@ class Arriving:
     def _took(self, number: int, start: int, count: int) -> None:
         with self._changed:
             self._check()
-            if count:
-                self._ends[number] = start + count
+            before, end = self._ends[number], max(self._ends[number], start + count)
+            self._ends[number] = end
+            # Not for every packet: each time all that wait wake up.
+            if before // PASS_ON_BYTES < end // PASS_ON_BYTES or end == self._shards[number].end:
                 self._changed.notify_all()
 
     def _go_on(self, _: int = 0) -> None:

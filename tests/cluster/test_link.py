@@ -39,7 +39,7 @@ def test_one_model_crosses_the_link_for_four_hosts(pools):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_amid_it(pools, fault):
-    """In this order: the last one kills a host."""
+    """In this order: the last one leaves one host less."""
     found = pools.fault(fault)
     assert found["failed"] == (["host 4"] if fault == "host killed" else [])
     assert found["models_across"] < 1.26
