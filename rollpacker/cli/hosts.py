@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollpacker.remote.facts import HostFacts
     from rollpacker.remote.ray_agents import Cluster
     from rollpacker.trainer.launch import RankPlace
-    from rollpacker.weight_buffer import BufferLayout
+    from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 LOOK_S = 2.0
 HEAD_S = 15.0
@@ -41,6 +41,8 @@ class Hosts:
     """By host: the network interface by which its processes reach others."""
     address: str = "127.0.0.1"
     """Of this machine, as processes on others reach it."""
+    publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
+    """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
     close: Callable[[], None] = lambda: None
     is_there: Callable[[], bool] | None = None
     """Whether what all hosts need, ray's head, answers. None: nothing is needed."""
@@ -224,10 +226,14 @@ def _on_cluster(
     for host in used:
         if host != own:
             remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
+    own_host = OwnHost(spread, cluster.get, address=own)
+    members: dict[str, RemoteHost | OwnHost] = {**remote, own: own_host}
+    engines = {plan.devices[device].host for unit in plan.of("rollout") for device in unit.devices}
     ended = threading.Event()
 
     def close() -> None:
         ended.set()
+        own_host.close()
         for host in remote.values():
             host.close()
         cluster.close()
@@ -236,7 +242,10 @@ def _on_cluster(
         is_there=cluster.has_head,
         _ended=ended,
         plan=plan,
-        by_name={**remote, own: OwnHost(spread, cluster.get)},
+        by_name=members,
+        publish=lambda source: spread.publish(
+            [source], [members[name] for name in sorted(engines)]
+        ),
         interfaces={
             host: facts[host].interfaces[host]
             for host in used

@@ -3,6 +3,7 @@
     the run                                             a host
     RemoteHost --say(items), hear() -- ray --> Agent -- lines --> engines, the trainer's processes
     Spread     --read, write --------- ray --> Copies             map the weights
+               --take -- ray --> HostWeights <-- WeightPort of the trainer's host, and of others
 
 `ray_agents.py` is the only file that imports ray. What ray does: it knows the hosts, reserves their
 devices, starts one agent on each and carries its calls. What it does not: nothing is restarted or

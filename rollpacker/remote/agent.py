@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from rollpacker.processes.child import Child
 from rollpacker.processes.frames import Message
 from rollpacker.processes.host import ThisHost
-from rollpacker.remote.copies import Copies, read
+from rollpacker.remote.arriving import Shipment
+from rollpacker.remote.copies import read
 from rollpacker.remote.facts import HostFacts, facts
+from rollpacker.remote.host_weights import HostWeights
 from rollpacker.remote.pump import Pump
+from rollpacker.remote.weight_port import PortAddress
 from rollpacker.weight_buffer import BufferLayout
 
 HEAR_S = 0.5
@@ -122,7 +125,7 @@ class Agent:
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
-        self._copies = Copies()
+        self._weights = HostWeights()
         self._lease_s = lease_s
         self._end = end or (lambda: os._exit(0))
         self._host = ThisHost()
@@ -171,11 +174,23 @@ class Agent:
 
     def copy(self, source: BufferLayout) -> BufferLayout:
         """See `Copies.layout`."""
-        return self._copies.layout(source)
+        return self._weights.copy(source)
 
     def write(self, source: BufferLayout, start: int, data: bytes) -> None:
         """See `Copies.write`."""
-        self._copies.write(source, start, data)
+        self._weights.write(source, start, data)
+
+    def port(self, address: str) -> PortAddress:
+        """See `HostWeights.port`."""
+        return self._weights.port(address)
+
+    def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
+        """See `HostWeights.send`."""
+        self._weights.send(number, layout, head)
+
+    def take(self, shipment: Shipment, own: int) -> BufferLayout:
+        """See `HostWeights.take`."""
+        return self._weights.take(shipment, own)
 
     def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
         """See `read` (copies.py)."""
@@ -184,6 +199,7 @@ class Agent:
     def close(self) -> None:
         """End all processes of this host."""
         self._is_over = True
+        self._weights.close()
         children = [child for child, _ in list(self._own.values())]
         for child in children:
             child.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import IO
 
 from rollpacker.weight_buffer import BufferLayout, Memory
 
@@ -37,10 +38,17 @@ class Copies:
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
     """Bytes of a buffer of this host. Raises `OSError` if it is gone."""
-    with open(layout.path, "rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_ino != layout.inode:
-            raise FileNotFoundError(f"{layout.path} is another file")
+    with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
+
+
+def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
+    """The memory of a buffer of this host, as a file. Raises `OSError` if it is gone."""
+    descriptor = os.open(layout.path, flags)
+    if os.fstat(descriptor).st_ino != layout.inode:
+        os.close(descriptor)
+        raise FileNotFoundError(f"{layout.path} is another file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 Read = Callable[[BufferLayout, int, int], bytes]

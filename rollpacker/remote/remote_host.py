@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from rollpacker.processes.child import END_S
@@ -33,7 +34,7 @@ from rollpacker.remote.agent import (
 )
 from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
-from rollpacker.remote.spread import Spread
+from rollpacker.remote.spread import Call, Spread
 from rollpacker.weight_buffer import BufferLayout, WeightSource
 
 SLICE_S = 0.25
@@ -119,11 +120,21 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """See `Host` (processes/host.py)."""
+    """See `Host` (processes/host.py), and `Member` (spread.py)."""
 
-    def __init__(self, name: str, connect: Connect, spread: Spread, *, heartbeat_s: float) -> None:
-        """An agent that does not answer for `heartbeat_s` is lost, with all that it has."""
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        connect: Connect,
+        spread: Spread,
+        *,
+        heartbeat_s: float,
+        address: str | None = None,
+    ) -> None:
+        """An agent that does not answer for `heartbeat_s` is lost, with all that it has. `address`:
+        where other hosts reach it; its name, if it has none."""
+        self.name, self.address = name, address or name
+        spread.add(name, self)
         self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
         self._lock = threading.Lock()
         self._session = _Session(name, connect, 0, heartbeat_s)
@@ -156,10 +167,14 @@ class RemoteHost:
         if source.layout.host == self.name:
             return source
         session = self._session
-        try:
-            return self._spread.bring(source, session, session.call)
-        except Gone as error:
-            raise OSError(f"{self.name} is lost: {error}") from error
+        return self._spread.bring(source, session, partial(self._call, session))
+
+    def agent(self) -> tuple[object, Call]:
+        """See `Member`."""
+        session = self._session
+        if not session.is_there():
+            raise OSError(f"{self.name} cannot be reached now")
+        return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
         """What there is on this host; waits until it can be reached. Raises `OSError`."""
@@ -238,6 +253,9 @@ class _Session:
             if self.is_over:
                 raise Gone(self._why)
         return self._patiently(method, *arguments, patience_s=float("inf"))
+
+    def is_there(self) -> bool:
+        return self._connected.is_set() and not self.is_over
 
     def is_silent(self) -> bool:
         return self._connected.is_set() and time.monotonic() - self._heard_s > SILENT_S

@@ -150,6 +150,22 @@ def test_weights_take_as_long_as_the_slowest_link_does(hosts):
     assert took <= limit_s
 
 
+def test_published_weights_leave_this_host_once(cluster, hosts):
+    """The interface's bytes, with all that ray says meanwhile."""
+    spread = hosts[0]._spread
+    own, asked = OwnHost(spread, cluster.get, address=cluster.own_address), written(1)
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    before = int(counter.read_text())
+    assert spread.publish([asked.source(1)], hosts) == {}
+    across = int(counter.read_text()) - before
+    print(f"{across / MODEL_BYTES:.4f} models have left for {len(hosts)} hosts")
+    for host in hosts:
+        with WeightReader().reading(host.weights(asked.source(1))) as tensors:
+            assert torch.equal(tensors["weights"], asked.tensors["weights"])
+    own.close()
+    assert MODEL_BYTES <= across <= 1.01 * MODEL_BYTES
+
+
 def test_a_host_that_is_cut_off_in_the_middle_of_an_update_has_no_weights(hosts):
     if "ROLLPACKER_CUT" not in os.environ:
         pytest.skip("no link can be cut")
