@@ -32,13 +32,8 @@ class SharedGRPOTrainer(GRPOTrainer):
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         self._told_step = -1
-        # The optimizer is made later. On a CPU tensors are parked too, for nothing but the proof.
-        self._hooks = cluster.parking(
-            self.model,
-            self.ref_model,
-            lambda: self.optimizer,
-            device=self.accelerator.device.type,
-        )
+        # The optimizer is made later.
+        self._hooks = cluster.parking(self.model, self.ref_model, lambda: self.optimizer)
         self._pool: str | None = None
         with ExitStack() as self._held:
             self._hold("train")

@@ -3,7 +3,8 @@
     python -m tests.cluster_phase.file_seat SCRIPT ARGUMENTS...
 
 runs a script with ROLLPACKER_SEAT=FOLDER#JOB. A file `stop-JOB` in the folder is the cluster's wish
-that the job stops, and `lost-JOB` takes its lease.
+that the job stops, and `lost-JOB` takes its lease. Nobody enters before all jobs that the file
+`all` names have come. What is parked is parked on a CPU too, so that who reads it there crashes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import Tensor
+
+from rollpacker import host_store
 from rollpacker.cluster import phases
 from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost
 
@@ -30,6 +34,12 @@ class FileSeat:
         self.lost: str | None = None
 
     def enter(self, pool: str, purpose: str, *, given_up: threading.Event) -> bool:
+        (self.folder / f"here-{self.job}").touch()
+        everyone = self.folder / "all"
+        while everyone.exists() and not all(
+            (self.folder / f"here-{job}").exists() for job in everyone.read_text().split()
+        ):
+            time.sleep(0.002)
         lock = (self.folder / pool).open("a")
         while not given_up.is_set():
             if self.lost is not None:
@@ -98,7 +108,18 @@ def turns(folder: Path, pool: str) -> list[str]:
     return jobs
 
 
+class AlsoOnCpu(host_store.HostStore):
+    """Of storages of a CPU, those that were read from a file cannot be emptied."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__("cpu")
+
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        return super().offload(one for one in tensors if one.untyped_storage().resizable())
+
+
 if __name__ == "__main__":
     phases.open_seat = open_seat
+    host_store.HostStore = AlsoOnCpu
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
