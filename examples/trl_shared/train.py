@@ -11,7 +11,6 @@ phase are the engine's `sleep` and `wake_up`.
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,9 @@ class SharedGRPOTrainer(GRPOTrainer):
         super()._maybe_log_save_evaluate(*arguments, **keywords)
         self._let_go()
         step = self.state.global_step
-        if step == self._told_step:  # the end of an epoch, right after a step
-            return
-        self._told_step = step
-        cluster.committed(step)
-        if cluster.should_stop():
-            if not Path(self.args.output_dir, f"checkpoint-{step}").exists():
-                self._save_checkpoint(self.model, trial=None)
-            self.control.should_training_stop = True
+        if step != self._told_step:  # an epoch's end comes right after its last step
+            self._told_step = step
+            cluster.committed(step)
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -105,7 +99,8 @@ def make_trainer(output: Path, steps: int, seed: int) -> SharedGRPOTrainer:
         args=GRPOConfig(
             output_dir=str(output),
             max_steps=steps,
-            save_steps=2,
+            save_steps=1,  # a job goes on after the last step that is saved
+            save_total_limit=1,
             per_device_train_batch_size=12,
             gradient_accumulation_steps=2,
             num_generations=4,
@@ -132,9 +127,6 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(arguments.output, arguments.steps, arguments.seed)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(arguments.output)))
-    if cluster.should_stop() and trainer.state.global_step < arguments.steps:
-        print(f"stopped after step {trainer.state.global_step}; the same command goes on")
-        sys.exit(cluster.STOPPED)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cluster.phases import STOPPED, Turn, committed, parking, phase, should_stop
+    from rollpacker.cluster.phases import Stopped, Turn, committed, parking, phase
     from rollpacker.cluster.seat import LeaseLost
 
-__all__ = ["STOPPED", "LeaseLost", "Turn", "committed", "parking", "phase", "should_stop"]
+__all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
 
 
 def __getattr__(name: str) -> Any:

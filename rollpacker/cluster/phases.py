@@ -10,8 +10,6 @@
         with cluster.phase("train", park=park, wake=wake):
             ...                        # update the weights, save a checkpoint
         cluster.committed(step)
-        if cluster.should_stop():
-            sys.exit(cluster.STOPPED)
 
 The environment says whether the process is a job of a cluster (`seat.py`). If not, nothing waits
 and no hook is called. docs/many-jobs.md has the page.
@@ -41,14 +39,22 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-STOPPED = 130
-"""Exit code of a program that ended because it `should_stop`: it is not done, and goes on from its
-checkpoint when it is started again. `rollpacker train` has the same."""
+_LOST = 6
+"""Exit code, as of `rollpacker train`: it can be resumed."""
 UNTOLD_ITERATIONS = 3
 """So many without a call of `committed` are warned about."""
 _PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
 
 _logger = logging.getLogger(__name__)
+
+
+class Stopped(SystemExit):
+    """The cluster wants the program to end here: it is to go on elsewhere or later, or was
+    cancelled. Unless it is caught the process ends with exit code 130, as of `rollpacker train`,
+    which says that it is not done."""
+
+    def __init__(self, code: int = 130) -> None:
+        super().__init__(code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,13 @@ def phase(
 
     A process is in one phase at a time, whatever its threads: another inside it is a `ValueError`.
     An exception of a hook, or on one of several ranks, leaves unknown what is on the devices: the
-    pool is then kept until the process ends, and every later phase is a `ValueError`. Raises
-    `LeaseLost` if the cluster has given the pool to another job, and `OSError` if it cannot be
-    reached for long. A lease that is lost inside a phase ends the process at once, with exit
-    code 1 and a line on stderr: no Python exception stops what a device computes already."""
+    pool is then kept until the process ends, and every later phase is a `ValueError`.
+
+    Raises `Stopped` in place of waiting if the cluster wants the program to end, or somebody by a
+    SIGTERM that the program does not handle itself (a second one ends it at once); `OSError` if the
+    cluster cannot be reached for long; `LeaseLost` if it has given a pool that was held to another
+    job. A lease that is lost inside a phase ends the process at once, with exit code 6 and a line
+    on stderr: no Python exception stops what a device computes already."""
     program = _opened()
     turn = program.enter(pool, wake)
     try:
@@ -93,18 +102,11 @@ def phase(
 
 
 def committed(step: int, *, kind: str = "plain") -> None:
-    """The iteration `step` is over, and what it made is where it outlives the process: after its
-    phases, on every rank. The cluster learns from it how long iterations take (`kind` tells kinds
-    apart that differ in length), and moves or stops jobs only here. What comes before a program's
-    first rollout phase belongs to no iteration. Raises as `phase` does."""
+    """The iteration `step` is over, and a program that is started again would go on after it: call
+    it when that is saved, after its phases, on every rank. The cluster learns from it how long
+    iterations take (`kind` tells kinds apart that differ in length), and moves jobs only here. What
+    comes before a program's first rollout phase belongs to no iteration. Raises `LeaseLost`."""
     _opened().committed(step, kind)
-
-
-def should_stop() -> bool:
-    """Whether the cluster wanted, at the last `committed`, that the program ends: all ranks have
-    the same answer. It then saves what it needs to go on and exits with `STOPPED`. SIGTERM is such
-    a wish too, unless the program handles that itself; a second one ends it at once."""
-    return _program is not None and _program.stops
 
 
 def parking(
@@ -200,7 +202,7 @@ class _Ranks:
         if self.rank == 0:
             try:
                 said = [question(), None]
-            except (LeaseLost, OSError, ValueError) as error:
+            except (LeaseLost, OSError, Stopped, ValueError) as error:
                 said = [None, error]
         sys.modules["torch.distributed"].broadcast_object_list(said, src=0, group=self._group)
         answer, problem = said
@@ -213,8 +215,6 @@ class _Program:
     """This process's part in the cluster."""
 
     def __init__(self) -> None:
-        self.stops = False
-        """As of the last commit."""
         self._lock = threading.Lock()
         self._phase: PoolName | None = None
         """That some thread is in, or waits to enter."""
@@ -292,7 +292,8 @@ class _Program:
         if self._ranks is None:
             return
         iteration = self._seconds.iteration(step, kind)
-        self.stops = self._ranks.ask_first(lambda: self._tell(iteration))
+        if iteration is not None:
+            self._ranks.ask_first(lambda: self._tell(iteration))
 
     def _check(self, pool: str) -> None:
         if pool not in get_args(PoolName):
@@ -311,8 +312,8 @@ class _Program:
         if self._seat is None:
             return
         self._raise_if_lost()
-        entered = self._seat.enter(pool, _PURPOSES[pool], given_up=threading.Event())
-        assert entered, "a wait that nobody gave up"
+        if self._wish.is_set() or not self._seat.enter(pool, _PURPOSES[pool], given_up=self._wish):
+            raise Stopped
         with self._lock:
             self._raise_if_lost()
             self._holds = True
@@ -324,11 +325,10 @@ class _Program:
             self._raise_if_lost()
             self._seat.leave(pool)
 
-    def _tell(self, iteration: Iteration | None) -> bool:
+    def _tell(self, iteration: Iteration) -> None:
         self._raise_if_lost()
-        if self._seat is not None and iteration is not None:
+        if self._seat is not None:
             self._seat.committed(iteration)
-        return self._wish.is_set()
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -403,7 +403,7 @@ class _Seconds:
                 self._warn_once(
                     "rollpacker.cluster: %d iterations, and no call of "
                     "rollpacker.cluster.committed(step): without it the cluster cannot tell how "
-                    "long they take, nor stop or move the job",
+                    "long they take, nor move the job",
                     self._num_untold,
                 )
         self._last = pool
@@ -450,7 +450,7 @@ def _settle() -> None:
 def _end_at_once(why: str) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, f"rollpacker.cluster: {why}. The process ends at once.\n".encode())
-    os._exit(1)
+    os._exit(_LOST)
 
 
 _program: _Program | None = None

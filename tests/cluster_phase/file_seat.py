@@ -3,8 +3,9 @@
     python -m tests.cluster_phase.file_seat SCRIPT ARGUMENTS...
 
 runs a script with ROLLPACKER_SEAT=FOLDER#JOB. A file `stop-JOB` in the folder is the cluster's wish
-that the job stops, and `lost-JOB` takes its lease. Nobody enters before all jobs that the file
-`all` names have come. What is parked is parked on a CPU too, so that who reads it there crashes.
+that the job stops once it has committed the step in there, and `lost-JOB` takes its lease. Nobody
+enters before all jobs that the file `all` names have come. What is parked is parked on a CPU too,
+so that who reads it there crashes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class FileSeat:
         self.folder, self.job = folder, job
         self.held: dict[str, TextIO] = {}
         self.lost: str | None = None
+        self.last_step = 0
 
     def enter(self, pool: str, purpose: str, *, given_up: threading.Event) -> bool:
         (self.folder / f"here-{self.job}").touch()
@@ -59,6 +61,7 @@ class FileSeat:
         self.held.pop(pool).close()
 
     def committed(self, iteration: Iteration) -> None:
+        self.last_step = iteration.step
         self.write("committed", **asdict(iteration))
 
     def watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
@@ -73,7 +76,8 @@ class FileSeat:
 
     def _watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
         while True:
-            if (self.folder / f"stop-{self.job}").exists():
+            wish = self.folder / f"stop-{self.job}"
+            if wish.exists() and (text := wish.read_text()) and self.last_step >= int(text):
                 stop("the test wants it")
             if self.lost is None and (self.folder / f"lost-{self.job}").exists():
                 self.lost = "the test took it"

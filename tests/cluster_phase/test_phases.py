@@ -88,15 +88,14 @@ def test_outside_of_a_cluster_nothing_happens(fresh: None) -> None:
         with cluster.phase("train", park=never, wake=never):
             pass
     cluster.committed(1)
-    assert not cluster.should_stop()
 
 
 def test_it_loads_no_torch() -> None:
     code = "import sys, rollpacker.cluster as c\n"
     code += "with c.phase('train'): pass\n"
-    code += "c.committed(1); print(c.should_stop(), 'torch' in sys.modules)"
+    code += "c.committed(1); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.stdout.split(), done.stderr) == (["False", "False"], "")
+    assert (done.stdout.split(), done.stderr) == (["False"], "")
 
 
 def test_the_alone_seat_calls_the_hooks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +219,24 @@ def test_no_such_seat(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- stopping, and losing a lease ------------------------------------------------------
 
 
-def test_a_wish_to_stop_is_heard_at_a_commit(seat: Seat) -> None:
+def test_a_wish_to_stop_is_heard_where_the_next_phase_begins(seat: Seat) -> None:
     with cluster.phase("rollout"):
         seat.stop("another job is more important")
-    assert not cluster.should_stop()
-    cluster.committed(1)
-    assert cluster.should_stop()
-    with cluster.phase("train"):  # to save, if it is not saved
+    cluster.committed(1)  # the last one: the program is done, and not stopped
+    with pytest.raises(SystemExit) as caught, cluster.phase("train", wake=never):
+        pass
+    assert isinstance(caught.value, cluster.Stopped) and caught.value.code == 130
+    assert seat.said == ["enter rollout round", "leave rollout"]
+
+
+def test_a_wish_to_stop_ends_a_wait(seat: Seat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(pool: str, purpose: str, *, given_up: threading.Event) -> bool:
+        threading.Timer(0.1, lambda: seat.stop("it moves")).start()
+        assert given_up.wait(20)
+        return False
+
+    monkeypatch.setattr(seat, "enter", wait)
+    with pytest.raises(cluster.Stopped), cluster.phase("rollout", wake=never):
         pass
 
 
@@ -234,8 +244,8 @@ def test_sigterm_is_a_wish_to_stop(seat: Seat) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with cluster.phase("rollout"):
         signal.raise_signal(signal.SIGTERM)
-    cluster.committed(1)
-    assert cluster.should_stop()
+    with pytest.raises(cluster.Stopped), cluster.phase("train"):
+        pass
     # A second one ends the process.
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -277,7 +287,7 @@ def test_a_lease_lost_inside_a_phase_ends_the_process(tmp_path: Path) -> None:
         command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=50
     )
     expected = "rollpacker.cluster: the train pool is another job's now: the test took it. "
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (6, "")
     assert done.stderr == expected + "The process ends at once.\n"
     assert [entry["what"] for entry in journal(tmp_path)] == ["entered"]
 

@@ -74,10 +74,14 @@ with cluster.phase("rollout", wake=lambda: say("wake"), park=lambda: say("park")
     if RANK == 1:
         time.sleep(1.0)
     say("work")
-(FOLDER / "stop-job").touch()
-time.sleep(0.5)
 cluster.committed(1)
-say("stops" if cluster.should_stop() else "goes on")
+if RANK == 0:
+    (FOLDER / "stop-job").write_text("1")
+    time.sleep(0.5)
+try:
+    cluster.phase("train").__enter__()
+except cluster.Stopped as error:
+    say(f"stops with {error.code}")
 if RANK == 0:
     time.sleep(0.5)  # who has the group's store ends last
 """
@@ -95,10 +99,10 @@ if RANK == 0:
     entries = journal(tmp_path)
     for rank in (0, 1):
         mine = [entry["what"] for entry in entries if entry.get("rank") == rank]
-        assert mine == ["wake", "work", "park", "stops"]
+        assert mine == ["wake", "work", "park", "stops with 130"]
     said = [entry["what"] for entry in entries]
     assert said[0] == "entered" and said[7] == "left"
-    assert sorted(said[8:]) == ["closed", "committed", "stops", "stops"]
+    assert sorted(said[8:]) == ["closed", "committed", "stops with 130", "stops with 130"]
 
 
 def test_what_the_seat_raises_all_raise(tmp_path: Path) -> None:

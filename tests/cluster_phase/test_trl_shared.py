@@ -9,10 +9,10 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from rollpacker.cluster import STOPPED
 from tests.cluster_phase.file_seat import journal, turns
 
 ROOT = Path(__file__).parents[2]
+STOPPED = 130
 SCRIPT = "examples/trl_shared/train.py"
 
 
@@ -48,10 +48,10 @@ def test_scripts_that_take_turns_compute_the_same(tmp_path: Path) -> None:
     assert ended(begin(alone), alone) == 0
     assert not any(entry.name.startswith("here") for entry in seat.iterdir())
 
-    # The other is to stop at its first commit, and goes on while the first one trains.
-    (seat / "stop-other").touch()
+    # The other is to stop after a commit, and goes on while the first one trains.
+    (seat / "stop-other").write_text("1")
     assert ended(begin(other, seat), other) == STOPPED
-    assert (other / "checkpoint-1").is_dir() and not (other / "checkpoint-2").exists()
+    assert [path.name for path in other.glob("checkpoint-*")] == ["checkpoint-1"]
     (seat / "stop-other").unlink()
     (seat / "here-other").unlink()
     (seat / "all").write_text("one other")
