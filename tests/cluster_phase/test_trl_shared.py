@@ -16,10 +16,10 @@ STOPPED = 130
 SCRIPT = "examples/trl_shared/train.py"
 
 
-def begin(output: Path, seat: Path | None = None) -> subprocess.Popen[bytes]:
+def begin(output: Path, seat: Path | None = None, steps: int = 4) -> subprocess.Popen[bytes]:
     """The script, as the job named as its output folder if there is a seat."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, SCRIPT, "--output", str(output), "--steps", "4"]
+    command = [sys.executable, SCRIPT, "--output", str(output), "--steps", str(steps)]
     if seat is not None:
         environ["ROLLPACKER_SEAT"] = f"{seat}#{output.name}"
         command[1:1] = ["-m", "tests.cluster_phase.file_seat"]
@@ -33,9 +33,9 @@ def ended(process: subprocess.Popen[bytes], output: Path) -> int:
     return code
 
 
-def sums(output: Path) -> dict[str, str]:
+def sums(output: Path, steps: int = 4) -> dict[str, str]:
     """SHA-256 of weights and optimizer after the last step."""
-    last = output / "checkpoint-4"
+    last = output / f"checkpoint-{steps}"
     return {
         name: hashlib.sha256((last / name).read_bytes()).hexdigest()
         for name in ("model.safetensors", "optimizer.pt")
