@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("algo", "host_store", "processes", "weight_buffer", "weight_probe"),
     ),
     "remote": ("cluster", "processes", "weight_buffer"),
-    "cluster": ("core", "processes"),
+    "cluster": ("core", "host_store", "processes"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
     "chat_template": (),

@@ -8,5 +8,29 @@
 
 The service may die at any moment, and so may a job: letters and events outlive both. What they talk
 through (a file on one host, an actor behind ray) and who starts a job (this host, ray) are one
-protocol each.
+protocol each. What a program of another framework calls is in `phases.py`, and here by name.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.cluster.phases import Stopped, Turn, committed, parking, phase
+    from rollpacker.cluster.seat import LeaseLost
+
+__all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded at first use: most who import a part of this package want none of it."""
+    if name in __all__:
+        import importlib
+
+        place = "seat" if name == "LeaseLost" else "phases"
+        return getattr(importlib.import_module(f"rollpacker.cluster.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,169 @@
+"""`rollpacker.cluster.phase` in a program of two ranks: rank 0 asks, all enter and leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rollpacker.cluster import phases
+from tests.cluster_phase.file_seat import journal, turns
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import os, pathlib, sys, time, datetime
+import torch.distributed as dist
+import rollpacker.cluster as cluster
+
+FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+
+def say(what):
+    with (FOLDER / "journal").open("a") as file:
+        file.write('{"what": "%s", "rank": %d}\\n' % (what, RANK))
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.002)
+
+# Less patient than a turn is long.
+dist.init_process_group(
+    "gloo", f"file://{FOLDER}/meet", timeout=datetime.timedelta(seconds=5), world_size=2, rank=RANK
+)
+"""
+
+
+def run(folder: Path, body: str) -> list[tuple[int, str]]:
+    """Exit codes and stderr of the ranks that run it. What is left after one has failed is ended,
+    as torchrun does."""
+    script = folder / "script.py"
+    script.write_text(BEGIN + body)
+    command = [sys.executable, "-m", "tests.cluster_phase.file_seat", str(script), str(folder)]
+    environ = {**os.environ, "ROLLPACKER_SEAT": f"{folder}#job", "WORLD_SIZE": "2"}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environ, "RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    try:
+        for rank in ranks:
+            said = rank.communicate(timeout=100)[1]
+            found.append((rank.returncode, said))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return found
+
+
+def test_all_enter_and_leave_together_and_hear_the_same(tmp_path: Path) -> None:
+    # Another job has the pool for longer than the ranks' own patience.
+    (tmp_path / "all").write_text("job other")
+    body = """
+with cluster.phase("rollout", wake=lambda: say("wake"), park=lambda: say("park")):
+    if RANK == 1:
+        time.sleep(1.0)
+    say("work")
+cluster.committed(1)
+if RANK == 0:
+    (FOLDER / "stop-job").write_text("1")
+    time.sleep(0.5)
+try:
+    cluster.phase("train").__enter__()
+except cluster.Stopped as error:
+    say(f"stops with {error.code}")
+if RANK == 0:
+    time.sleep(0.5)  # who has the group's store ends last
+"""
+
+    def have_it() -> None:
+        while not (tmp_path / "here-job").exists():
+            time.sleep(0.01)
+        time.sleep(7.0)
+        (tmp_path / "here-other").touch()
+
+    threading.Thread(target=have_it, daemon=True).start()
+    codes = run(tmp_path, body)
+    assert [code for code, _ in codes] == [0, 0], codes
+    assert turns(tmp_path, "rollout") == ["job"]
+    entries = journal(tmp_path)
+    for rank in (0, 1):
+        mine = [entry["what"] for entry in entries if entry.get("rank") == rank]
+        assert mine == ["wake", "work", "park", "stops with 130"]
+    said = [entry["what"] for entry in entries]
+    assert said[0] == "entered" and said[7] == "left"
+    assert sorted(said[8:]) == ["closed", "committed", "stops with 130", "stops with 130"]
+
+
+def test_what_the_seat_raises_all_raise(tmp_path: Path) -> None:
+    (tmp_path / "lost-job").touch()
+    body = """
+try:
+    with cluster.phase("rollout"):
+        pass
+except cluster.LeaseLost as error:
+    say(str(error))
+if RANK == 0:
+    time.sleep(0.5)
+"""
+    codes = run(tmp_path, body.replace("    with", "    time.sleep(0.3)\n    with", 1))
+    assert [code for code, _ in codes] == [0, 0], codes
+    told = sorted((e["rank"], e["what"]) for e in journal(tmp_path) if "rank" in e)
+    assert told == [(0, "the test took it"), (1, "the test took it")]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_on_one_rank_ends_all_and_keeps_the_pool(tmp_path: Path, failing: int) -> None:
+    body = f"""
+with cluster.phase("train", park=lambda: say("park")):
+    if RANK == {failing}:
+        raise KeyError("mine")
+"""
+    codes = run(tmp_path, body)
+    assert [code for code, _ in codes] == [1, 1], codes
+    assert "KeyError: 'mine'" in codes[failing][1]
+    assert "KeyError" not in codes[1 - failing][1]
+    said = [entry["what"] for entry in journal(tmp_path)]
+    # Who holds a pool lets go of it by its end.
+    assert sorted(said) == ["entered", "park", "park"]
+
+
+def test_the_phase_after_an_exception_on_one_rank_is_refused(tmp_path: Path) -> None:
+    body = """
+try:
+    with cluster.phase("train"):
+        raise KeyError("both")
+except KeyError:
+    pass
+try:
+    with cluster.phase("rollout"):
+        pass
+except ValueError as error:
+    say(str(error).replace('"', "'"))
+"""
+    codes = run(tmp_path, body)
+    assert [code for code, _ in codes] == [0, 0], codes
+    expected = "phase('rollout'): an exception ended phase('train') on one of several ranks; "
+    told = [entry["what"] for entry in journal(tmp_path) if "rank" in entry]
+    assert told == [expected + "end the process"] * 2
+
+
+def test_ranks_that_do_not_know_each_other_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_program", None)
+    monkeypatch.setenv("ROLLPACKER_SEAT", "alone")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(ValueError, match=r"torch\.distributed is not initialised"),
+        phases.phase("train"),
+    ):
+        pass
