@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from rollpacker.processes.host import Host
     from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.rollout.messages import EngineSetup
+    from rollpacker.trainer.model import LoadedModel
     from rollpacker.trainer.trainer import ModelConfig
 
 
-def build_engines(config: RunConfig, policy: Policy, hosts: Hosts | None = None) -> Engines:
-    """Those that the config asks for, on these hosts, or on this machine.
+def build_engines(
+    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, sleeps: bool = False
+) -> Engines:
+    """Those that the config asks for, on these hosts, or on this machine. `sleeps`: they will have
+    to let go of their devices.
 
     Processes begin to load at once. Raises `ValueError` if there are fewer devices, or if the model
     cannot be cut in as many parts.
@@ -33,8 +37,11 @@ def build_engines(config: RunConfig, policy: Policy, hosts: Hosts | None = None)
 
     count, planner = config.rollout.engines, config.parallelism_planner
     if not config.engines_are_apart:
-        give_adapter(config, policy.loaded.model)
-        return Engines([policy.engine])
+        loaded = policy.loaded
+        give_adapter(config, loaded.model)
+        if not sleeps:
+            return Engines([policy.engine])
+        return Engines([_engine(loaded, config.rollout.engine, sleeps=True)])
     if planner.of_several:
         check_heads(policy.loaded.model.config, planner)
     num_devices = count * planner.initial
@@ -42,7 +49,7 @@ def build_engines(config: RunConfig, policy: Policy, hosts: Hosts | None = None)
     if policy.loaded.device.type == "cuda":
         import torch
 
-        if config.train.colocate:  # names and shapes are all that is asked of it from now on
+        if sleeps:  # names and shapes are all that is asked of it from now on
             model: torch.nn.Module = policy.loaded.model
             model.to("cpu")
             torch.cuda.empty_cache()
@@ -63,7 +70,7 @@ def build_engines(config: RunConfig, policy: Policy, hosts: Hosts | None = None)
                 config.rollout.engine,
                 threads=max(policy.threads * tensor_parallel // num_devices, 1),
                 tensor_parallel=tensor_parallel,
-                sleeps=config.train.colocate,
+                sleeps=sleeps,
             ),
             name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
@@ -150,8 +157,6 @@ def make_engine(
     of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
     import torch
 
-    from rollpacker.imports import load_function
-    from rollpacker.rollout.table import ENGINES, TOLD_TO_SLEEP
     from rollpacker.trainer.model import load_model
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 
@@ -163,8 +168,16 @@ def make_engine(
         from rollpacker.trainer.lora import add_adapter
 
         add_adapter(loaded.model, lora)
-    make: Any = load_function(ENGINES[config.name])
     own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+    return _engine(loaded, config, sleeps=sleeps, **own)
+
+
+def _engine(loaded: LoadedModel, config: EngineConfig, *, sleeps: bool, **own: Any) -> Engine:
+    """In this process."""
+    from rollpacker.imports import load_function
+    from rollpacker.rollout.table import ENGINES, TOLD_TO_SLEEP
+
+    make: Any = load_function(ENGINES[config.name])
     if sleeps and config.name in TOLD_TO_SLEEP:
         own["sleeps"] = True
     engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **own)

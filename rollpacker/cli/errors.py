@@ -24,8 +24,8 @@ EXIT_CODES = {
     3: "NaN or infinity in the loss, a log-prob or the gradient; no update was applied",
     DEADLINE_EXIT_CODE: "a wait passed its deadline; the run can be resumed",
     5: "a file could not be written or read (full disk, permissions)",
-    6: "trainer processes, engines or reward hosts ended again and again, or the cluster is gone;"
-    " the run can be resumed",
+    6: "trainer processes, engines or reward hosts ended again and again, or the cluster is gone or"
+    " gave the run's devices to another job; the run can be resumed",
     7: "samples get no verdicts, as of a reward that always fails; mended, the run can be resumed",
     75: "another run is at work in this folder; try again later",
     130: "interrupted",
@@ -43,6 +43,7 @@ _BY_NAME = {
     "rollpacker.trainer.trainer.TrainerProcessError": 6,
     "rollpacker.controller.errors.EnginesLost": 6,
     "rollpacker.controller.errors.HostsLost": 6,
+    "rollpacker.cluster.seat.LeaseLost": 6,
     "rollpacker.rewards.hosts.RewardHostsLost": 6,
     "rollpacker.controller.errors.RewardsFailed": 7,
     "rollpacker.controller.errors.FolderInUse": 75,

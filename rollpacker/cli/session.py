@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
     from rollpacker.cli.hosts import Hosts
     from rollpacker.cli.parts import Policy
+    from rollpacker.cli.seats import RunSeat
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.audience import Audience
     from rollpacker.controller.checkpoint import Checkpoint
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rollpacker.core.records import Observer
     from rollpacker.report.live import LiveReport
     from rollpacker.rewards.hosts import HostedReward
+    from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Session:
     folder: RunFolder
     stack: ExitStack
     _: KW_ONLY
+    seat: RunSeat
     resume: bool
     overwrite: bool
     is_command: bool
@@ -51,7 +54,6 @@ class Session:
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
     _caller: Caller = field(default_factory=Caller, init=False)
-    _audience: Audience | None = field(default=None, init=False)
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
@@ -62,7 +64,6 @@ class Session:
         from rollpacker.cli import parts as build
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
-        from rollpacker.controller.hand_over import hand_over_weights
         from rollpacker.controller.samples import SampleWriter
 
         config, folder = self.config, self.folder
@@ -75,24 +76,23 @@ class Session:
         ranks = build.start_trainer_processes(config, self.hosts)
         if ranks is not None:
             self.stack.callback(ranks.close)
-        policy = self._load_policy(before.get("threads"))
-        identity = build.identity(config, policy)
-        if checkpoint is not None:
-            self._check_resume(before, identity, checkpoint)
-        cursor = build.build_cursor(config, policy, checkpoint)
-        job = self._job(checkpoint, cursor, policy)
-        tokenizer = build.tokenizer_fingerprint(policy)
-        carried = build.build_carried(config, checkpoint, job, tokenizer)
-        engines, reward_hosts = self._engines_and_reward_hosts(policy)
+        with self.seat.holding("rollout"):
+            policy = self._load_policy(before.get("threads"))
+            identity = build.identity(config, policy)
+            if checkpoint is not None:
+                self._check_resume(before, identity, checkpoint)
+            cursor = build.build_cursor(config, policy, checkpoint)
+            job = self._job(checkpoint, cursor, policy)
+            tokenizer = build.tokenizer_fingerprint(policy)
+            carried = build.build_carried(config, checkpoint, job, tokenizer)
+            engines, reward_hosts = self._engines_and_reward_hosts(policy)
         salvage = self._take_folder(checkpoint, identity, job.version)
-        trainer = build.build_trainer(config, policy, ranks, folder.path)
-        self.stack.callback(trainer.close)
-        _load(trainer, checkpoint)
-        Caller().run(hand_over_weights(trainer, engines, trainer.version))
+        trainer = self._begin_training(checkpoint, policy, ranks, engines)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
-        live, self._audience = self._report_and_audience(checkpoint, policy)
-        watching, log = [live, *self.observers], LogWriter(folder.events)
+        log = LogWriter(folder.events)
         self.stack.callback(log.close)
+        live, audience = self._report_and_audience(checkpoint, policy)
+        watching = [live, *self.observers, *self.seat.observers()]
         for observer in watching:
             self.stack.callback(observer.close)
         samples = SampleWriter(folder.samples, folder.evaluations)
@@ -112,7 +112,7 @@ class Session:
             carried=carried,
             tokenizer=tokenizer,
             observers=watching,
-            audience=self._audience,
+            audience=audience,
         )
         self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts), salvage)
 
@@ -123,13 +123,29 @@ class Session:
         from rollpacker.controller.shared_devices import let_go_of_all
 
         reward_hosts = start_reward_hosts(self.config, policy, self.hosts, self.stack)
-        engines = build_engines(self.config, policy, self.hosts)
+        parks = self.config.train.colocate or self.seat.shares_pools
+        engines = build_engines(self.config, policy, self.hosts, sleeps=parks)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
-        if self.config.train.colocate:  # until weights are handed over: the trainer is to load
+        if parks:  # until weights are handed over: the trainer is to load
             Caller().run(let_go_of_all(engines))
         wait_for_reward_hosts(reward_hosts, policy)
         return engines, reward_hosts
+
+    def _begin_training(
+        self, checkpoint: Checkpoint | None, policy: Policy, ranks: Ranks | None, engines: Engines
+    ) -> Trainer:
+        """With the checkpoint's state. Engines have its weights then, or will when they wake up."""
+        from rollpacker.cli.parts import build_trainer
+        from rollpacker.controller.hand_over import hand_over_weights, publish_weights
+
+        with self.seat.holding("train"):
+            trainer = build_trainer(self.config, policy, ranks, self.folder.path)
+            self.stack.callback(trainer.close)
+            _load(trainer, checkpoint)
+            bring = publish_weights if self.seat.shares_pools else hand_over_weights
+            Caller().run(bring(trainer, engines, trainer.version))
+        return trainer
 
     def _open(
         self,
@@ -148,6 +164,7 @@ class Session:
             checkpoints=self.folder.checkpoints,
             time_s=time_s + seconds,
             salvage=salvage,
+            seat=self.seat.seat,
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
@@ -189,6 +206,7 @@ class Session:
         first = self._controller.parts.job.step
         self.has_begun = True
         self.hosts.watch(self._controller.fail)
+        self.seat.watch_over(self._controller)
         reason = drive(self._controller, self._caller, is_command=self.is_command)
         if self.resume and self._controller.parts.job.step == first and reason != INTERRUPTED:
             logger.warning("nothing was left to do: %s", reason)
@@ -209,8 +227,8 @@ class Session:
 
     def end(self, reason: str | None) -> None:
         """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
-        if self._audience is not None:
-            self._audience.end(reason)
+        if self._controller is not None:
+            self._controller.parts.audience.end(reason)
 
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
@@ -283,6 +301,7 @@ class Session:
         config = self.config.job(
             prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
         )
+        config = replace(config, shares_pools=self.seat.shares_pools)
         if checkpoint is None:
             return make_job(config)
         return restore_job(config, checkpoint.state["job"], data_ended=cursor.ended)

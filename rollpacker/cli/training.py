@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from rollpacker.imports import silence_noise
 if TYPE_CHECKING:
     from rollpacker.cli.given import Overrides, Reward
     from rollpacker.cli.hosts import Hosts
+    from rollpacker.cli.seats import RunSeat
     from rollpacker.cli.session import Session
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
@@ -169,12 +171,13 @@ def run_to_end(
                 summary = _finish(folder.path, display=display, is_done=True)
                 return Run(folder.path, reason=done, summary=summary)
             look_for_hub(config)
-            config, hosts = _on_hosts(config, stack)
+            config, hosts, seat = _on_hosts(config, stack)
             session = Session(
                 config,
                 hosts,
                 folder,
                 stack,
+                seat=seat,
                 resume=resume,
                 overwrite=overwrite,
                 is_command=is_command,
@@ -197,15 +200,18 @@ def run_to_end(
     return run
 
 
-def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts]:
-    """The hosts, and the config on them. What it has without effect is said."""
+def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
+    """The hosts, the config on them, and the seat among other jobs there. What the config has
+    without effect is said."""
     from rollpacker.cli.hosts import open_hosts
+    from rollpacker.cli.seats import take_seat
 
     config, hosts = open_hosts(config)
     stack.callback(hosts.close)
+    seat = take_seat(config, os.environ, stack)
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)
-    return config, hosts
+    return config, hosts, seat
 
 
 def _end_in_error(session: Session) -> None:

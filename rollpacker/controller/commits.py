@@ -18,6 +18,7 @@ from rollpacker.controller.desk import Desk
 from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.pools import Pools
 from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.salvage import Salvage
 from rollpacker.controller.samples import SampleWriter
@@ -48,6 +49,7 @@ class Commits:
     _: KW_ONLY
     recovery: Recovery
     """Knows the folder of the checkpoints, of which the last `keep_last` stay."""
+    pools: Pools
     keep_last: int
     devices: SharedDevices
     """And the trainer on them."""
@@ -85,6 +87,7 @@ class Commits:
 
     async def _checkpoint(self, step: int, job_state: Mapping[str, Any], waiting: Waiting) -> None:
         """Done again where the trainer was lost meanwhile; evaluation and callbacks are not."""
+        await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
         try:
             await self.watch.by("checkpoint_s", write)

@@ -27,11 +27,13 @@ made here: what to do is the core's business. What is known of a sample lies on 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.bus import Bus, OwnPools, Port, Recorded
+from rollpacker.bus import Bus, Port, Recorded
+from rollpacker.cluster.seat import Seat
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience, nobody
 from rollpacker.controller.carried import CarriedTokens
@@ -47,6 +49,7 @@ from rollpacker.controller.generation import Generation
 from rollpacker.controller.hand_over import HandingOver
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
+from rollpacker.controller.pools import open_pools
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.recovery import Recovery
 from rollpacker.controller.salvage import Salvage
@@ -106,9 +109,11 @@ class Controller:
         checkpoints: Path,
         time_s: float,
         salvage: Salvage | None = None,
+        seat: Seat | None = None,
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
-        found of the round that was interrupted."""
+        found of the round that was interrupted. `seat`: where the run waits for devices that it
+        shares with other jobs, engines and trainer being parked. None: they are its own."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -117,17 +122,23 @@ class Controller:
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._devices = SharedDevices(
-            *(bus, watch), config=config, trainer=parts.trainer, engines=parts.engines
+            *(bus, watch),
+            config=config,
+            trainer=parts.trainer,
+            engines=parts.engines,
+            shares_pools=seat is not None,
+        )
+        self._pools = pools = open_pools(
+            seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
         )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._salvage = salvage or Salvage(
             checkpoints.parent, in_order=config.rollout.is_repeatable
         )
-        num_steps = config.num_steps(len(parts.prompts.rows))
         self._scoring = Scoring(
             *(bus, main, desk, watch),
-            num_steps=num_steps,
+            num_steps=config.num_steps(len(parts.prompts.rows)),
             reward=parts.reward,
             rows=parts.prompts.rows,
             decode=parts.decode,
@@ -142,18 +153,8 @@ class Controller:
             sampling=config.sampling,
             checkpoints=checkpoints,
         )
-        self._evaluator = Evaluator(
-            *(bus, watch),
-            config=config,
-            num_steps=num_steps,
-            prompts=parts.eval_prompts,
-            generate=self._generation.collect,
-            reward=parts.reward,
-            decode=parts.decode,
-            audience=parts.audience,
-            rows=self._evaluation_rows(),
-        )
-        self._recovery = Recovery(*(bus, desk, watch), parts.trainer, checkpoints)
+        self._evaluator = self._make_evaluator()
+        self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
@@ -179,7 +180,8 @@ class Controller:
         """Drive the run to its end. Returns the reason why it ended.
 
         Raises `RunError`, `EnginesLost`, `DeadlineExceeded`, `NonFiniteError`, `EngineError`,
-        `OSError` and whatever a part died of; the run can then be resumed from its last checkpoint.
+        `LeaseLost`, `OSError` and whatever a part died of; the run can then be resumed from its
+        last checkpoint.
         """
         self._main.open()
         self._generation.start()
@@ -193,6 +195,9 @@ class Controller:
                 if isinstance(todo, Finish):
                     return self._reasons.reason_of(todo)
                 await self._recovery.through(todo)
+        except asyncio.CancelledError:
+            self._main.raise_why()
+            raise
         finally:
             self._scoring.close()
 
@@ -204,8 +209,13 @@ class Controller:
         """End at once with this error. Thread-safe."""
         self._main.post(self._main.fail, error)
 
+    def end_at_once(self, error: BaseException) -> None:
+        """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
+        self._main.end_at_once(error)
+
     async def close(self) -> None:
         """Let go of engines, rewards and trainer. What the log holds is made durable."""
+        self._pools.close()
         await self.parts.engines.close()
         await self.parts.reward.close()
         self.parts.trainer.close()
@@ -234,6 +244,7 @@ class Controller:
         commits = Commits(
             *(bus, main, desk, self._scoring, watch, self._evaluator),
             recovery=self._recovery,
+            pools=self._pools,
             keep_last=self.config.checkpoint.keep_last,
             devices=self._devices,
             cursor=parts.cursor,
@@ -254,14 +265,30 @@ class Controller:
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
+                publishes=self._pools.are_shared,
             ),
             commits,
             self._recovery,
             main,
             self._carried,
             Recorded(Drop),
-            OwnPools(bus.take),
+            self._pools,
         ]
+
+    def _make_evaluator(self) -> Evaluator:
+        parts = self.parts
+        return Evaluator(
+            *(self.bus, self._watch),
+            config=self.config,
+            num_steps=self.config.num_steps(len(parts.prompts.rows)),
+            prompts=parts.eval_prompts,
+            generate=self._generation.collect,
+            pools=self._pools,
+            reward=parts.reward,
+            decode=parts.decode,
+            audience=parts.audience,
+            rows=self._evaluation_rows(),
+        )
 
     def _evaluation_rows(self) -> EvaluationRows | None:
         parts = self.parts

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.controller.held import (
     Ended,
+    Ending,
     Handle,
     Held,
     Layout,
@@ -78,6 +78,7 @@ class Engines:
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """By slot, the last that filled it."""
         self.layout = Layout(0, tensor_parallel)
+        self.ending = Ending()
         self._coming: dict[int, Engine] = {}
         """By slot: the one that is being made for it, or was last."""
         self.weights = Weights(0, None)
@@ -315,7 +316,7 @@ class Engines:
                 held.at = held.moves_to = None
             elif held.moves_to == handle.number:  # until the core says where else
                 held.moves_to, held.anew = NOWHERE, True
-        end(handle.engine)
+        self.ending.close(handle.engine)
         self._tell(
             EngineLost(
                 time_s=0.0, engine=handle.number, incarnation=handle.incarnation, reason=reason
@@ -348,6 +349,7 @@ class Engines:
         assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
         self._listen(handle)
         del self._coming[handle.number]
+        handle.version = self.weights.version
         self.handles[handle.number] = handle
         self._tell(
             EngineReady(
@@ -436,13 +438,3 @@ def _moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
         incarnation=to.incarnation,
         num_tokens=num_tokens,
     )
-
-
-def end(engine: Engine) -> None:
-    """Close it without waiting for that."""
-
-    def close() -> None:
-        with contextlib.suppress(Exception):  # it is lost, whatever it says
-            asyncio.run(engine.close())
-
-    threading.Thread(target=close, name="rollpacker-lost-engine", daemon=True).start()

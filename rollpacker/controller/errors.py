@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rollpacker.core.ids import SampleId
@@ -51,6 +52,18 @@ class EnginesLost(RuntimeError):
 
 class HostsLost(RuntimeError):
     """The cluster that the run's processes are on has gone. The message says which part of it."""
+
+
+@contextlib.contextmanager
+def reaching_the_cluster() -> Iterator[None]:
+    """Raises `HostsLost` where the cluster that the run's devices belong to is out of reach."""
+    try:
+        yield
+    except OSError as error:
+        raise HostsLost(
+            f"the cluster that the run's devices belong to cannot be reached: {error}. Once it is "
+            "there again, the run goes on with --resume"
+        ) from error
 
 
 class RewardsFailed(RunError):

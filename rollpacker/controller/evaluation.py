@@ -14,6 +14,7 @@ from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
+from rollpacker.controller.pools import Pools
 from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
@@ -82,6 +83,7 @@ class Evaluator:
     reward: Reward
     decode: Decode
     audience: Audience
+    pools: Pools
     rows: EvaluationRows | None = None
     """Keeps the samples' texts."""
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
@@ -90,11 +92,11 @@ class Evaluator:
         """The result is a note in the log, and its texts are a file."""
         if self.prompts is None:
             return
-        began = self.bus.clock.now()
+        began, waited_s = self.bus.clock.now(), self.pools.waited_s
         result = await evaluate(
             self.config,
             self.prompts,
-            generate=self.generate,
+            generate=self._generate,
             score=self._judge,
             decode=self.decode,
             progress=Progress(step, self.num_steps),
@@ -108,8 +110,12 @@ class Evaluator:
         if self.rows is not None:
             self.rows.write(step, result.judged)
         logged = await self.audience.evaluated(step, result.metrics)
-        seconds = self.bus.clock.now() - began
+        seconds = self.bus.clock.now() - began - (self.pools.waited_s - waited_s)
         self.bus.note("evaluation", seconds, step, {**result.metrics, **logged})
+
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
+        async with self.pools.borrowed("rollout", "evaluation"):
+            return await self.generate(requests)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""

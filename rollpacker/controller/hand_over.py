@@ -1,7 +1,8 @@
 """The way of new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and of new engines
 to the weights: `Replace` or `Resize` in, `EngineReady` out.
 
-    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own
+    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own; where
+                   pools are shared, when it wakes up (`pools.py`)
     Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
                    came meanwhile -> fills its place
     Resize      -> all engines are closed -> the same for each of the new ones
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
-from rollpacker.controller.engines import Engines, Weights, end
+from rollpacker.controller.engines import Engines, Weights
 from rollpacker.controller.held import Handle, Layout
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.shared_devices import SharedDevices, take_all_back
@@ -43,6 +44,8 @@ class HandingOver:
     trainer: Trainer
     engines: Engines
     devices: SharedDevices
+    publishes: bool
+    """Engines take the weights when they wake up, on devices that are other jobs' until then."""
 
     def routes(self) -> Routes:
         return {
@@ -59,6 +62,10 @@ class HandingOver:
         with self.bus.lock:
             self.engines.expect(Weights(version, None))
         weights = Weights(version, await self.trainer.hand_over())
+        if self.publishes:
+            with self.bus.lock:
+                self.engines.expect(weights)
+            return
         await self.devices.to_engines()
         with self.bus.lock:
             living = self.engines.expect(weights)
@@ -81,7 +88,7 @@ class HandingOver:
             for number, incarnation in enumerate(command.incarnations):
                 self._start_filling(number, incarnation, layout)
 
-        threading.Thread(target=work, name="rollpacker-resize", daemon=True).start()
+        self.engines.ending.do(work, "rollpacker-resize")
 
     def _start_filling(self, number: int, incarnation: int, layout: Layout) -> None:
         threading.Thread(
@@ -105,7 +112,7 @@ class HandingOver:
                     time.sleep(WRITTEN_S)
         except Exception as error:
             if engine is not None:
-                end(engine)
+                engines.ending.close(engine)
             with self.bus.lock:
                 engines.failed_to_join(number, incarnation, layout, error)
 
@@ -142,6 +149,13 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
     await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():
         raise error
+
+
+async def publish_weights(trainer: Trainer, engines: Engines, version: int) -> None:
+    """Leave them where engines take them when they wake up, before a run begins that shares its
+    pools; the trainer lets go of its devices."""
+    engines.expect(Weights(version, await trainer.hand_over()))
+    await trainer.offload()
 
 
 async def _bring_all(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +46,8 @@ class Handle:
     """It has let go of its device's memory, or is about to ..."""
     told: list[Callable[[], None]] = field(default_factory=list)
     """... and this is what it was told meanwhile."""
+    version: int | None = None
+    """Of the weights that it was brought to. None: it was not yet."""
     salvage: Salvage | None = None
     """Knows how some of its samples end."""
 
@@ -71,6 +76,33 @@ class Handle:
             self.told.append(call)
         else:
             call()
+
+
+class Ending:
+    """Engines that are closed while nobody waits for that."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_over(self) -> bool:
+        """None of them has a device any more."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self, engine: Engine) -> None:
+        """It is lost, or nobody needs it."""
+
+        def close() -> None:
+            with contextlib.suppress(Exception):  # whatever it says
+                asyncio.run(engine.close())
+
+        self.do(close, "rollpacker-lost-engine")
+
+    def do(self, work: Callable[[], None], name: str) -> None:
+        """In a thread of its own: it closes engines."""
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ any thread --fail(error)--> inbox, or what the main task waits for from the engi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -26,12 +27,16 @@ class MainTask:
         self.awaited: asyncio.Future[Any] | None = None
         """What the main task waits for that no command brings; a failure goes there."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._why_at_once: BaseException | None = None
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
-        """Belong to the running loop from now on."""
+        """Belong to the running loop and task from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_loop_error)
+        self._task = asyncio.current_task()
+        self.raise_why()
 
     def routes(self) -> Routes:
         return {Finish: self._put}
@@ -52,6 +57,18 @@ class MainTask:
             self.awaited.set_exception(error)
         else:
             self._inbox.put_nowait(error)
+
+    def end_at_once(self, error: BaseException) -> None:
+        """End the run with this error, and the deed at hand unfinished. Thread-safe."""
+        self._why_at_once = error
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: the run is over
+                self.post(self._task.cancel)
+
+    def raise_why(self) -> None:
+        """What the run was to end with at once, if it was."""
+        if self._why_at_once is not None:
+            raise self._why_at_once from None
 
     async def next(self, within_s: float) -> Deed | Finish | None:
         """What is to be done next; None if nothing was asked for within these seconds.

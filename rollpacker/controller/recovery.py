@@ -18,6 +18,7 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.controller.checkpoint import has_checkpoint, newest_checkpoint
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.main_task import Deed
+from rollpacker.controller.pools import Pools
 from rollpacker.controller.waiting import in_daemon_thread
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import RestoreTrainer
@@ -34,6 +35,7 @@ class Recovery:
     bus: Bus
     desk: Desk
     watch: Watch
+    pools: Pools
     trainer: Trainer
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
@@ -60,33 +62,42 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Bring it back if it was lost between two deeds: engines work on, and nobody waits yet."""
-        reason = self.trainer.how_lost()
+        """Bring it back if it was lost between two deeds: engines work on, and nobody waits yet.
+        Where other jobs may have its devices, once it has them again."""
+        reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:
             await self._bring_back(reason)
 
     async def _bring_back(self, reason: str) -> bool:
         """False: the run is over."""
-        while True:
-            logger.warning("%s; the trainer is started anew", reason)
-            lost = TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason)
-            self.bus.take(lost)
-            order, self._order = self._order, None
-            if order is None:
-                return False
-            self._incarnation = order.incarnation
-            with self.bus.lock:
-                self.desk.forget_gradients()
-            try:
-                await self._restore(order)
-            except RanksLost as error:
-                reason = error.reason
-                continue
+        order = self._order_after(reason)
+        if order is None:
+            return False
+        async with self.pools.borrowed("train", "recovery"):
+            while True:
+                try:
+                    await self._restore(order)
+                    break
+                except RanksLost as error:
+                    order = self._order_after(error.reason)
+                    if order is None:
+                        return False
             ready = TrainerReady(
                 time_s=0.0, incarnation=order.incarnation, version=self.trainer.version
             )
             self.bus.take(ready)
-            return True
+        return True
+
+    def _order_after(self, reason: str) -> RestoreTrainer | None:
+        """What the core answers to a loss. None: the run is over."""
+        logger.warning("%s; the trainer is started anew", reason)
+        self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
+        order, self._order = self._order, None
+        if order is not None:
+            self._incarnation = order.incarnation
+            with self.bus.lock:
+                self.desk.forget_gradients()
+        return order
 
     async def _restore(self, order: RestoreTrainer) -> None:
         checkpoint = None

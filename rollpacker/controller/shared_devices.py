@@ -3,6 +3,7 @@
     StartGradients, TrainOn, a checkpoint    engines offload, then the replicas reload
     SyncWeights, Launch, an evaluation       the replicas offload, then engines reload
     Replace                                  a new engine loads on a device of the engines' alone
+    pools shared with other jobs             all engines let go of all devices, and take them back
 
 Nothing is decided here: who is to have a device is what `core/devices.py` reads from the commands.
 Engine k has the devices from k times its degree on, process k of the trainer device k. What an
@@ -39,17 +40,30 @@ class SharedDevices:
     """The calls of `async` methods come from the main task, one after the other."""
 
     def __init__(
-        self, bus: Bus, watch: Watch, *, config: RunConfig, trainer: Trainer, engines: Engines
+        self,
+        bus: Bus,
+        watch: Watch,
+        *,
+        config: RunConfig,
+        trainer: Trainer,
+        engines: Engines,
+        shares_pools: bool = False,
     ) -> None:
+        """`shares_pools`: the engines' devices are other jobs' at first."""
         self._bus = bus
         self._watch = watch
         self.trainer = trainer
         self._engines = engines
         train = config.train
-        self._all = range((train.processes or 0) if train.colocate else 0)
+        of_engines = config.rollout.engines * config.parallelism_planner.initial
+        self._is_colocated = train.colocate
+        self._all = range(of_engines if shares_pools or train.colocate else 0)
+        """Those that are not the engines' alone."""
         self._group = (train.processes or 1) // train.replicas
-        self._lent: set[int] = set()
-        """Devices whose memory is the replicas', or will be in a moment."""
+        self._lent: set[int] = {*self._all} if shares_pools else set()
+        """Devices whose memory is the replicas' or other jobs', or will be in a moment."""
+        for handle in engines.living if shares_pools else ():
+            handle.is_away = True
         self._loading: set[int] = set()
         """Devices on which a new engine loads."""
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
@@ -67,14 +81,14 @@ class SharedDevices:
         """Metrics: what the hand-overs since the last call took."""
         found = {f"perf/devices/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        return found if self._all else {}
+        return found if self._is_colocated else {}
 
     async def to_replicas(self, devices: Sequence[int] = ()) -> None:
         """The replicas on these devices may begin when this returns. Empty: all. Engines on them
         finish what they have first; one that does not let go of its memory is lost."""
-        wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
-        if not wanted:
+        if not self._is_colocated:
             return
+        wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
         named = f"devices {sorted(wanted)} to be free"
         leaving = await self._watch.by("generation_s", self._claim(wanted), named)
         if leaving is None:
@@ -88,7 +102,7 @@ class SharedDevices:
     async def to_engines(self) -> None:
         """Replicas let go of all devices, and the engines take them back, with the weights that
         they had. One that cannot is lost."""
-        if not self._lent:
+        if not self._lent or not self._is_colocated:
             return
         with self._timing("to_engines"):
             letting_go = self.trainer.offload()
@@ -97,9 +111,21 @@ class SharedDevices:
                 away = [handle for handle in self._engines.living if handle.is_away]
             failed = await self._each(away, lambda engine: engine.reload())
             await asyncio.gather(*(handle.engine.close() for handle in failed))
+        self.take_back()
+
+    async def lend_all(self) -> list[Handle]:
+        """To other jobs, once nothing runs, loads or ends there. Returns the engines that have to
+        let go, of which nothing may be asked any more."""
+        leaving = await self._claim({*self._all})
+        while not self._engines.ending.is_over:
+            await asyncio.sleep(LOOK_S)
+        return leaving or []
+
+    def take_back(self) -> None:
+        """The devices are the engines', and those that were away have their memory there."""
         with self._bus.lock:
             self._lent.clear()
-            for handle in away:
+            for handle in [one for one in self._engines.living if one.is_away]:
                 try:
                     handle.come_back()
                 except EngineError as error:

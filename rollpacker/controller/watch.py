@@ -11,6 +11,7 @@ from rollpacker.bus import Bus
 from rollpacker.config.schema import DeadlineConfig
 from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import DeadlineExceeded, RewardsFailed
+from rollpacker.core.pooled_job import waits_for_pool
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
 
@@ -49,7 +50,7 @@ class Watch:
         """
         self.check_rewards()
         self.check_engines()
-        if self.engine_works() or self.rewards_wait():
+        if self.engine_works() or self.rewards_wait() or self.pool_is_awaited():
             return
         with self.bus.lock:
             what = self.bus.job.waiting_for()
@@ -82,6 +83,13 @@ class Watch:
     def rewards_wait(self) -> bool:
         """Whether the rewards wait for something outside that is down."""
         if self.reward.outage() is None:
+            return False
+        self.sign()
+        return True
+
+    def pool_is_awaited(self) -> bool:
+        """Whether other jobs have the devices: they have as long as they want."""
+        if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True

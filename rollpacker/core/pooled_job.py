@@ -178,6 +178,11 @@ class PooledJob(Job):
         return None if self._begin is None else ("rollout", "round")
 
 
+def waits_for_pool(job: Job) -> bool:
+    """Nothing goes on before devices are there that other jobs have."""
+    return isinstance(job, PooledJob) and job.entering is not None
+
+
 def make_job(config: JobConfig) -> Job:
     """The job of a new run."""
     return PooledJob(config) if config.shares_pools else Job(config)
