@@ -19,11 +19,18 @@ class Letter:
     """ask, left, committed, beat, ... of a job; grant, stop, ... of the service."""
     facts: Mapping[str, Any]
     """As JSON has it."""
+    key: str
+    """Its sender's for it; an answer says it in `about`."""
 
 
 class Mailbox(Protocol):
     """Boxes of letters, by name, which outlive whoever writes and reads them. All calls may be
     repeated, and come from any thread. They raise `OSError` where the mailbox cannot be reached."""
+
+    @property
+    def address(self) -> str:
+        """By which other processes open it: `open_mailbox` of its module (`seat.MAILBOXES`)."""
+        ...
 
     @property
     def epoch(self) -> str:

@@ -46,6 +46,10 @@ class Runner(Protocol):
         """Its exit code; None: it runs. Of a start that nobody knows: -1."""
         ...
 
+    def last_lines(self, job: str) -> str:
+        """The end of what the job has printed, or nothing if that cannot be read now."""
+        ...
+
     def want(self, num_nodes: Mapping[str, int]) -> None:
         """So many nodes of each pool are wanted, for who can rent or give them back."""
         ...

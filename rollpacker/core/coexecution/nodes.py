@@ -54,6 +54,7 @@ class Nodes:
         }
         self._jobs: dict[Node, dict[str, float]] = {}
         """Of each node that is not free: its jobs, with the GiB that each keeps."""
+        self._drained: set[Node] = set()
 
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
@@ -70,7 +71,29 @@ class Nodes:
         for node in nodes:
             jobs = self._jobs.pop(node)
             assert not jobs, (node, jobs)
-            self._free[node.pool].append(node.number)
+            if node not in self._drained:
+                self._free[node.pool].append(node.number)
+
+    def drain(self, node: Node) -> None:
+        """It is not free any more: at once, or when it is given back. Raises `ValueError` for a
+        node that is not there."""
+        pool = self.pools.get(node.pool)
+        if pool is None or not 0 <= node.number < pool.nodes:
+            known = ", ".join(f"{one.name}/0 to {one.nodes - 1}" for one in self.pools.values())
+            raise ValueError(f"there is no node {node.pool}/{node.number}; there are {known}")
+        self._drained.add(node)
+        if node.number in self._free[node.pool]:
+            self._free[node.pool].remove(node.number)
+
+    def restore(self, node: Node) -> None:
+        """Jobs may come to it again."""
+        if node in self._drained:
+            self._drained.remove(node)
+            if node not in self._jobs:
+                self._free[node.pool].append(node.number)
+
+    def is_drained(self, node: Node) -> bool:
+        return node in self._drained
 
     def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
         """The job keeps so much host memory on each of these nodes."""

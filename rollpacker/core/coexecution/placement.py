@@ -205,6 +205,8 @@ class State:
         layout = standing.layout
         if len(layout.jobs) >= self.max_group:
             return
+        if any(map(self.nodes.is_drained, standing.train_nodes)):
+            return
         train = layout.train_pool
         if job.train_devices > layout.num_train_nodes * train.devices_per_node:
             return
@@ -224,7 +226,8 @@ class State:
 
     def _has_room(self, node: object, job: ClusterJob) -> bool:
         assert isinstance(node, Node)
-        return self.nodes.free_gib(node) >= job.rollout_memory_gib
+        free_gib = self.nodes.free_gib(node)
+        return free_gib >= job.rollout_memory_gib and not self.nodes.is_drained(node)
 
 
 class Policy(Protocol):

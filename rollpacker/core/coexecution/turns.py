@@ -6,7 +6,9 @@ A job holds the nodes of one phase at most, so nobody who holds anything waits f
 is no circular wait. Orders:
 
     round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
-                  waited for. Its period has a closed form (`group.period_s`).
+                  waited for. Its period has a closed form (`group.period_s`). What a job asks for
+                  besides (a second rollout before its training: a refill, an evaluation; training
+                  before a rollout: to begin, to mend) is no turn: it is first come, first served.
     first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
                   a job of many nodes does not starve.
     least_slack   as first_come, but who is closest to breaking its SLO comes first.
@@ -38,6 +40,8 @@ class _Member:
     turns: dict[Phase, int]
     """How many of each phase it was granted, counted from those of the others when it joined."""
     waits_for: Phase | None = None
+    is_extra: bool = False
+    """What it waits for is not its turn's."""
     holds: Phase | None = None
     asked: int = 0
     """Number of its last ask, among all asks of the group."""
@@ -132,7 +136,15 @@ class Turns:
             member.since_s = now_s
         self._num_asked += 1
         self._waiting[job] = member
+        has_rolled_out = member.turns["rollout"] > member.turns["train"]
+        member.is_extra = (phase == "rollout") == has_rolled_out
         member.waits_for, member.asked, member.asked_s = phase, self._num_asked, now_s
+        return self._grant(now_s)
+
+    def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
+        """The job waits for nothing any more. Returns what is granted to others by that."""
+        if self._waiting.pop(job, None) is not None:
+            self._members[job].waits_for = None
         return self._grant(now_s)
 
     def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
@@ -169,13 +181,17 @@ class Turns:
     def _grant_round_robin(
         self, waiting: Sequence[tuple[str, _Member]], now_s: float
     ) -> list[tuple[str, Phase]]:
-        granted = []
+        granted, blocked = [], set[Node]()
         for job, member in waiting:
             assert member.waits_for is not None
-            seats = [self._seats[node] for node in member.nodes[member.waits_for]]
-            phase = member.waits_for
-            if all(seat.holder is None and seat.due(phase) is member for seat in seats):
+            nodes, phase = member.nodes[member.waits_for], member.waits_for
+            seats = [self._seats[node] for node in nodes]
+            if not (member.is_extra or all(seat.due(phase) is member for seat in seats)):
+                continue
+            if blocked.isdisjoint(nodes) and all(seat.holder is None for seat in seats):
                 granted.append(self._give(job, member, now_s))
+            else:
+                blocked.update(nodes)
         return granted
 
     def _give(self, job: str, member: _Member, now_s: float) -> tuple[str, Phase]:
@@ -187,7 +203,7 @@ class Turns:
             seat.holder = job
         del self._waiting[job]
         member.waits_for, member.holds = None, phase
-        member.turns[phase] += 1
+        member.turns[phase] += not member.is_extra
         member.waited_s += max(now_s - member.asked_s, 0.0)
         return job, phase
 

@@ -1,0 +1,222 @@
+"""What the service knows of its jobs besides what the core does: a fold over events and commands.
+
+It is made anew from the stored events when a service starts, by the very same code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rollpacker.core.cluster import (
+    Asked,
+    Cancelled,
+    Command,
+    Committed,
+    Drained,
+    Ended,
+    Event,
+    GiveUp,
+    Grant,
+    Left,
+    Lost,
+    Restored,
+    Start,
+    Stop,
+    Submitted,
+    Withdrew,
+)
+from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.nodes import Node
+
+Facts = Mapping[str, Any]
+NUM_NOTES = 200
+
+
+class Note(NamedTuple):
+    """Something that a person wants to know."""
+
+    at_s: float
+    text: str
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the job's incarnation asked for last."""
+
+    ask: int = 0
+    """The job's number of it; 0: it has not asked yet."""
+    phase: Phase | None = None
+    """Awaited or held; None: neither."""
+    token: int = 0
+    """Of the grant that stands."""
+    since_s: float = 0.0
+    """It was asked for, or granted."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A job since it was submitted."""
+
+    job: ClusterJob
+    facts: Facts
+    """As they were submitted: command, folder, ..."""
+    submitted_s: float
+    starts: list[Start]
+    """Of all its incarnations, numbered from 1."""
+    is_placed: bool = False
+    """It has nodes: those of the last start."""
+    turn: Turn = field(default_factory=Turn)
+    steps: int = 0
+    work_s: float = 0.0
+    waited_s: float = 0.0
+    """For pools, for nodes, and for starts after the first."""
+    waits_since_s: float = 0.0
+    """For nodes, or for its next start to ask."""
+    is_cancelled: bool = False
+    outcome: str = ""
+    """done, failed, cancelled; empty: not yet."""
+    ended_s: float = 0.0
+    told: Facts = field(default_factory=dict)
+    """Of its end or its last loss: exit code, last lines, why."""
+
+    @property
+    def incarnation(self) -> int:
+        return len(self.starts)
+
+    def nodes(self, incarnation: int) -> frozenset[Node]:
+        start = self.starts[incarnation - 1]
+        return frozenset((*start.rollout_nodes, *start.train_nodes))
+
+
+class Book:
+    """All jobs by name, and what has happened of late."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
+        self.drained: set[Node] = set()
+
+    def placed(self) -> Sequence[Record]:
+        """Jobs that have nodes."""
+        return [one for one in self.records.values() if one.is_placed]
+
+    def write(self, event: Event, facts: Facts, commands: Sequence[Command]) -> None:
+        """Enter what happened, and what the core said to it. `facts`: what the core does not need
+        to know of it."""
+        at_s = event.at_s
+        match event:
+            case Submitted():
+                self._submitted(event, facts)
+            case Drained() | Restored():
+                self._node(event)
+            case _ if event.job in self.records:
+                self._of_job(self.records[event.job], event, facts)
+        for command in commands:
+            self._command(command, at_s)
+        if isinstance(event, Cancelled):
+            self._cancelled(self.records[event.job], at_s)
+
+    def note(self, at_s: float, text: str) -> None:
+        self.notes.append(Note(at_s, text))
+
+    # -- events ------------------------------------------------------------------------
+
+    def _submitted(self, event: Submitted, facts: Facts) -> None:
+        name = event.job.name
+        before = self.records.pop(name, None)  # an ended one: starts are counted on
+        starts = [] if before is None else before.starts
+        self.records[name] = Record(event.job, facts, event.at_s, starts, waits_since_s=event.at_s)
+        self.note(event.at_s, f"{name} was submitted")
+
+    def _of_job(self, record: Record, event: Event, facts: Facts) -> None:
+        at_s, turn, name = event.at_s, record.turn, record.job.name
+        match event:
+            case Asked():
+                if turn.ask == 0:
+                    record.waited_s += self._start_waited_s(record, at_s)
+                record.turn = Turn(facts["ask"], event.phase, 0, at_s)
+            case Left() | Withdrew():
+                if isinstance(event, Withdrew) and not turn.token:
+                    record.waited_s += at_s - turn.since_s
+                record.turn = Turn(turn.ask)
+            case Committed():
+                record.steps = max(record.steps, int(facts.get("step", record.steps + 1)))
+                record.work_s += event.work_s
+            case Lost():
+                self.note(at_s, f"{name} was lost: {facts['why']}")
+                record.told = facts
+                record.turn, record.waits_since_s = Turn(), at_s
+            case Ended():
+                self._end(record, at_s, facts)
+
+    def _start_waited_s(self, record: Record, at_s: float) -> float:
+        """How long its start took, which counts after the first."""
+        is_first = not record.told and record.steps == 0
+        return 0.0 if is_first else at_s - record.waits_since_s
+
+    def _end(self, record: Record, at_s: float, facts: Facts) -> None:
+        record.outcome, record.told = str(facts["outcome"]), facts
+        record.is_placed, record.turn, record.ended_s = False, Turn(), at_s
+        why = f": {facts['why']}" if facts.get("why") else ""
+        self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
+
+    def _cancelled(self, record: Record, at_s: float) -> None:
+        """A job without nodes is gone at once."""
+        record.is_cancelled = True
+        if not record.is_placed and not record.outcome:
+            self._end(record, at_s, {"outcome": "cancelled"})
+
+    def _node(self, event: Drained | Restored) -> None:
+        node = event.node
+        if isinstance(event, Drained):
+            self.drained.add(node)
+        else:
+            self.drained.discard(node)
+        what = "gets no more jobs" if isinstance(event, Drained) else "may have jobs again"
+        self.note(event.at_s, f"node {node_name(node)} {what}")
+
+    # -- commands ----------------------------------------------------------------------
+
+    def _command(self, command: Command, at_s: float) -> None:
+        match command:
+            case Start():
+                self._start(self.records[command.job], command, at_s)
+            case Grant():
+                record = self.records[command.job]
+                record.waited_s += at_s - record.turn.since_s
+                record.turn.token, record.turn.since_s = command.token, at_s
+            case Stop():
+                record = self.records[command.job]
+                if not command.of_cancelled:
+                    record.is_placed, record.turn, record.waits_since_s = False, Turn(), at_s
+                self.note(at_s, f"{command.job} is to stop: {command.reason}")
+            case GiveUp():
+                record = self.records[command.job]
+                why = f"{record.told['why']}, once too often"
+                self._end(record, at_s, {**record.told, "outcome": "failed", "why": why})
+
+    def _start(self, record: Record, start: Start, at_s: float) -> None:
+        if not record.is_placed:
+            record.waited_s += at_s - record.waits_since_s
+        record.starts.append(start)
+        record.is_placed, record.turn, record.waits_since_s = True, Turn(), at_s
+        nodes = " ".join(map(node_name, (*start.rollout_nodes, *start.train_nodes)))
+        self.note(at_s, f"{record.job.name} starts on {nodes}")
+
+
+_ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def node_name(node: Node) -> str:
+    return f"{node.pool}/{node.number}"
+
+
+def node_of(name: str) -> Node:
+    """Raises `ValueError` for what is no name of a node."""
+    pool, _, number = name.rpartition("/")
+    if not pool or not number.isdecimal():
+        raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
+    return Node(pool, int(number))

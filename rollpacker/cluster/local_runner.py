@@ -1,0 +1,169 @@
+"""Jobs as processes of this host, which outlive the service.
+
+    FOLDER/jobs/NAME/INCARNATION/    keeper, process, exit: see `keeper.py`
+    FOLDER/jobs/NAME/output          what all its starts have printed
+
+A start's processes are found by their environment, which all have that it started, whatever
+session they are in, and by their parents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rollpacker.cluster import keeper
+from rollpacker.cluster.runner import Order
+from rollpacker.core.coexecution.nodes import Node
+
+MARK = "ROLLPACKER_START"
+"""Of a start's environment: its folder."""
+ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
+"""Of a job's environment: its nodes, POOL/NUMBER, with commas."""
+START_S = 10.0
+GONE_S = 10.0
+LAST_BYTES = 4000
+_LOOK_S = 0.002
+_NUM_LOOKS = 2
+"""So often in a row nothing may be found: a process may be forked while it is looked for."""
+
+
+class LocalRunner:
+    """Meets `Runner`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute() / "jobs"
+
+    def start(self, order: Order) -> None:
+        place = self._place(order.job, order.incarnation)
+        if (place / keeper.KEEPER).exists():
+            return
+        command = [shutil.which(order.command[0]) or order.command[0], *order.command[1:]]
+        place.mkdir(parents=True, exist_ok=True)
+        environ = {
+            **os.environ,
+            **order.environ,
+            MARK: str(place),
+            ROLLOUT_NODES: _names(order.rollout_nodes),
+            TRAIN_NODES: _names(order.train_nodes),
+        }
+        with (place.parent / keeper.OUTPUT).open("ab") as output:
+            kept = subprocess.run(
+                [sys.executable, "-ISB", keeper.__file__, str(place), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                cwd=order.folder,
+                check=False,
+            )
+        if kept.returncode:
+            raise OSError(f"job {order.job}: {self.last_lines(order.job).strip()}")
+        until = time.monotonic() + START_S
+        while not (place / keeper.KEEPER).exists():
+            if time.monotonic() > until:
+                raise OSError(f"job {order.job} has not started within {START_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def stop(self, job: str, incarnation: int) -> None:
+        place = self._place(job, incarnation)
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((place / keeper.PROCESS).read_text())
+            if _is_marked(pid, _mark(place)):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self, job: str, incarnation: int) -> None:
+        place = self._place(job, incarnation)
+        mark = _mark(place)
+        until = time.monotonic() + GONE_S
+        looks = 0
+        while looks < _NUM_LOOKS:
+            found = _family(mark)
+            looks = 0 if found else looks + 1
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                raise OSError(f"job {job}: processes {sorted(found)} do not end")
+            time.sleep(_LOOK_S)
+        if (place / keeper.KEEPER).exists() and _code(place) is None:
+            keeper.write(place / keeper.EXIT, str(-signal.SIGKILL))
+
+    def ended(self, job: str, incarnation: int) -> int | None:
+        place = self._place(job, incarnation)
+        if not (place / keeper.KEEPER).exists():
+            return -1
+        if (code := _code(place)) is not None:
+            return code
+        with (place / keeper.KEEPER).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+        if _code(place) is None:  # somebody has killed the keeper
+            self.kill(job, incarnation)
+        return _code(place)
+
+    def last_lines(self, job: str) -> str:
+        path = self._folder / job / keeper.OUTPUT
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            return file.read().decode(errors="replace")
+        return ""
+
+    def want(self, num_nodes: Mapping[str, int]) -> None:
+        """This host has what it has."""
+
+    def _place(self, job: str, incarnation: int) -> Path:
+        return self._folder / job / str(incarnation)
+
+
+def _code(place: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return int((place / keeper.EXIT).read_text())
+    return None
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ",".join(f"{node.pool}/{node.number}" for node in nodes)
+
+
+# -- processes ---------------------------------------------------------------------
+
+
+def _mark(place: Path) -> bytes:
+    return f"{MARK}={place}".encode()
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    """False for processes of others, and for those that have ended."""
+    with contextlib.suppress(OSError):
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def _family(mark: bytes) -> set[int]:
+    """All that have the mark or a parent that is one of them, ended ones aside."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(path.parent.name)] = int(fields[1])
+    found = {pid for pid in parents if _is_marked(pid, mark)}
+    while more := _children(found, parents):
+        found |= more
+    return found
+
+
+def _children(of: Iterable[int], parents: Mapping[int, int]) -> set[int]:
+    known = set(of)
+    return {pid for pid, parent in parents.items() if parent in known} - known

@@ -1,0 +1,127 @@
+"""Which starts of jobs are alive, as the runner and the letters say: nothing of it is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from rollpacker.cluster.book import Book, Record
+from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.runner import Runner
+from rollpacker.core.coexecution.nodes import Node
+
+SILENT_S = 60.0
+"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
+PRESS_S = 30.0
+"""Who is to leave and has not ended is sent a signal, ..."""
+KILL_S = 300.0
+"""... and ended."""
+
+Start = tuple[str, int]
+"""A job's name, and its incarnation."""
+
+
+class Alive:
+    """Starts whose processes are not known to be gone."""
+
+    def __init__(self, book: Book, runner: Runner) -> None:
+        """Asks the runner about all starts that the book knows. Raises `OSError`."""
+        self._book = book
+        self._runner = runner
+        self.incarnations: set[Start] = set()
+        self.ever_heard: set[str] = set()
+        """Of the jobs' present incarnations."""
+        self._heard_s: dict[str, float] = {}
+        self._leaves_since_s: dict[Start, float] = {}
+        self._pressed: set[Start] = set()
+        now_s = time.monotonic()
+        for name, record in book.records.items():
+            for incarnation in range(1, record.incarnation + 1):
+                if runner.ended(name, incarnation) is None:
+                    self.incarnations.add((name, incarnation))
+            if record.turn.ask:
+                self.ever_heard.add(name)
+                self._heard_s[name] = now_s
+
+    def of(self, name: str) -> list[int]:
+        return [incarnation for one, incarnation in self.incarnations if one == name]
+
+    def started(self, name: str, incarnation: int) -> None:
+        self.incarnations.add((name, incarnation))
+        self.ever_heard.discard(name)
+        self._heard_s.pop(name, None)
+
+    def heard(self, name: str) -> None:
+        """Of the present incarnation."""
+        self.ever_heard.add(name)
+        self._heard_s[name] = time.monotonic()
+
+    def forget(self, name: str, incarnation: int) -> None:
+        """It is gone."""
+        start = (name, incarnation)
+        self.incarnations.discard(start)
+        self._leaves_since_s.pop(start, None)
+        self._pressed.discard(start)
+
+    def is_present(self, start: Start) -> bool:
+        """Whether it is what the job has now, and no earlier one."""
+        record = self._book.records[start[0]]
+        return record.is_placed and record.incarnation == start[1]
+
+    def leaving(self) -> list[Start]:
+        """Those that are to end: their jobs have other nodes, or none."""
+        return [one for one in sorted(self.incarnations) if not self.is_present(one)]
+
+    def nodes_of_leaving(self) -> set[Node]:
+        records = self._book.records
+        return {node for name, n in self.leaving() for node in records[name].nodes(n)}
+
+    def gone(self) -> list[tuple[str, int, int]]:
+        """With their exit codes. Raises `OSError`."""
+        found = []
+        for name, incarnation in sorted(self.incarnations):
+            code = self._runner.ended(name, incarnation)
+            if code is not None:
+                found.append((name, incarnation, code))
+        return found
+
+    def silent(self) -> list[tuple[str, str]]:
+        """Jobs that have not been heard for too long, and why that is too long."""
+        now_s, found = time.monotonic(), []
+        for record in self._book.placed():
+            name = record.job.name
+            if (name, record.incarnation) not in self.incarnations:
+                continue
+            silent_s = now_s - self._heard_s.get(name, now_s)
+            if silent_s > (LEASE_S if record.turn.token else SILENT_S):
+                found.append((name, f"it was silent for {silent_s:.1f} s"))
+        return found
+
+    def press(self) -> None:
+        """Starts that are to leave and do not. Raises `OSError`."""
+        now_s = time.monotonic()
+        for start in self.leaving():
+            since_s = self._leaves_since_s.setdefault(start, now_s)
+            if now_s - since_s > KILL_S:
+                self._runner.kill(*start)
+            elif now_s - since_s > PRESS_S and start not in self._pressed:
+                self._pressed.add(start)
+                self._runner.stop(*start)
+
+    def due(self) -> Iterator[Record]:
+        """Jobs that are to be started now: nothing of their earlier starts is left, and nobody who
+        is to leave is on their nodes."""
+        crowded = self.nodes_of_leaving()
+        for record in self._book.placed():
+            name, incarnation = record.job.name, record.incarnation
+            if record.is_cancelled or self.of(name):
+                continue
+            if crowded.isdisjoint(record.nodes(incarnation)):
+                yield record
+
+
+def why_ended(code: int) -> str:
+    """In words."""
+    if code == -1:
+        return "its processes are gone"
+    return f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended it"

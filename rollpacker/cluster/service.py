@@ -1,0 +1,425 @@
+"""The cluster's service: what jobs and people say becomes events of the core, and its commands are
+obeyed.
+
+    letters, ends of processes, leases -> events -> core/cluster.py -> commands
+                                            |                             |
+                                          Store, first                  letters, Runner
+
+It may die at any moment. A new one replays the events and has the very same state; which processes
+run the runner knows; letters wait; grants stand. No decision is made here, but for when a job is
+lost: its processes are gone, or it was silent for longer than its lease, and then they are ended
+before anybody hears of it. So no two jobs are ever on one device, whatever was stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollpacker.cluster.book import Book, Record, node_name, node_of
+from rollpacker.cluster.losses import Alive, why_ended
+from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
+from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.runner import Order, Runner
+from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
+from rollpacker.cluster.status import job_status, status
+from rollpacker.cluster.store import Entry, Position, Store, checksum
+from rollpacker.core import cluster as core
+from rollpacker.core.cluster import Cluster, Command, Event
+from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.plain import from_plain, to_plain
+
+LOOK_S = 0.1
+"""So often it looks whether processes have ended."""
+FORGET_S = 1.0
+HOPELESS = (2, 3)
+"""Exit codes of `train` that another start would have, too: bad input, NaN."""
+_EVENTS: dict[str, type[Any]] = {
+    one.__name__: one
+    for one in (
+        *(core.Submitted, core.Asked, core.Left, core.Committed, core.Ended, core.Withdrew),
+        *(core.Lost, core.Cancelled, core.Drained, core.Restored),
+    )
+}
+Facts = Mapping[str, Any]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Service:
+    """One at a time for a folder; its caller sees to that."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        name: str,
+        folder: Path,
+        mailbox: Mailbox,
+        runner: Runner,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`cluster`: a fresh one, to which happens again what the folder knows. `tell`: what a
+        person at the service wants to know, a line each.
+
+        Raises `ValueError` if the folder is on a network file system, or was written by another
+        version or for other pools, and `OSError`."""
+        self._cluster = cluster
+        self._name = name
+        self._mailbox = mailbox
+        self._runner = runner
+        self._tell = tell
+        self._book = Book()
+        self._store = Store(folder / "events.db")
+        self._began_s = self._store.began_s(time.time())
+        self._last_s = 0.0
+        self._position = self._store.position
+        self._written: list[Entry] = []
+        self._commands: list[Command] = []
+        self._replay()
+        self._alive = Alive(self._book, runner)
+        self._come_back()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Until that, looked at every `LOOK_S`."""
+        while not is_over():
+            self.step(LOOK_S)
+
+    def step(self, within_s: float) -> None:
+        """Deal with letters, of which some come within these seconds, and with what has ended."""
+        try:
+            self._read(within_s)
+            self._look()
+        except OSError as error:  # of the mailbox or the runner: it is asked again
+            self._say(f"{error}")
+            time.sleep(within_s)
+
+    # -- the past ----------------------------------------------------------------------
+
+    def _replay(self) -> None:
+        for number, entry in enumerate(self._store.entries(), start=1):
+            plain = entry.event
+            event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+            commands = self._cluster.handle(event)
+            if checksum(commands) != entry.checksum:
+                raise ValueError(
+                    f"{self._store.path}: event {number} ({plain['kind']}) leads to something else "
+                    "now than when it was written: the cluster's file or the version of rollpacker "
+                    "has changed. Serve it as it was until its jobs have ended, or take another "
+                    "folder"
+                )
+            self._book.write(event, plain["facts"], commands)
+            self._last_s = event.at_s
+
+    def _come_back(self) -> None:
+        """Grants stand, and every job has a whole lease to be heard in."""
+        self._say_again()
+        self._want()
+
+    def _say_again(self) -> None:
+        """All that a job has to know, in case that its letter was lost."""
+        for record in self._book.placed():
+            if record.turn.token:
+                self._post_grant(record)
+            if record.is_cancelled:
+                self._post_stop(record, record.incarnation, "it was cancelled")
+        for name, incarnation in self._alive.leaving():
+            self._post_stop(self._book.records[name], incarnation, "it moves")
+
+    # -- events ------------------------------------------------------------------------
+
+    @property
+    def _now_s(self) -> float:
+        """Never less than before, whatever the host's clock does."""
+        self._last_s = max(self._last_s, time.time() - self._began_s)
+        return self._last_s
+
+    def _happen(self, event: Event, facts: Facts | None = None) -> None:
+        """Raises `ValueError` if the core refuses it: then nothing has happened."""
+        commands = self._cluster.handle(event)
+        facts = facts or {}
+        plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
+        self._written.append(Entry(plain, checksum(commands)))
+        before = len(self._book.notes) and self._book.notes[-1]
+        self._book.write(event, facts, commands)
+        self._commands += commands
+        self._tell_since(before)
+
+    def _tell_since(self, before: object) -> None:
+        new = []
+        for note in reversed(self._book.notes):
+            if note is before:
+                break
+            new.append(note.text)
+        for text in reversed(new):
+            self._tell(text)
+
+    def _say(self, text: str) -> None:
+        """What is no event. The same is said once."""
+        notes = self._book.notes
+        if not notes or notes[-1].text != text:
+            self._book.note(self._now_s, text)
+            self._tell(text)
+
+    def _flush(self) -> None:
+        """Write what has happened, then obey. Raises `OSError`: the next call goes on."""
+        if self._written:
+            self._store.write(self._written, self._position)
+            self._written.clear()
+        changes_nodes = False
+        while self._commands:
+            self._obey(self._commands[0])
+            changes_nodes |= isinstance(self._commands.pop(0), core.Open | core.Close)
+        if changes_nodes:
+            self._want()
+
+    # -- letters -----------------------------------------------------------------------
+
+    def _read(self, within_s: float) -> None:
+        epoch = self._mailbox.epoch
+        if epoch != self._position.epoch:
+            self._position = Position(epoch, 0)
+            self._say_again()
+        letters = self._mailbox.read(SERVICE, self._position.number, within_s)
+        answers: list[tuple[Letter, str, Facts]] = []
+        for letter in letters:
+            self._position = Position(epoch, letter.number)
+            try:
+                if (answer := self._take(letter)) is not None:
+                    answers.append((letter, letter.kind, answer()))
+            except (ValueError, TypeError, KeyError) as error:
+                why = str(error) if isinstance(error, ValueError) else repr(error)
+                answers.append((letter, "refused", {"why": why}))
+        self._flush()
+        for letter, kind, facts in answers:
+            told = {**facts, "about": letter.key}
+            self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", kind, told)
+        if letters:
+            self._mailbox.forget(SERVICE, self._position.number)
+
+    def _take(self, letter: Letter) -> Callable[[], Facts] | None:
+        """Returns what makes the answer, if one is awaited."""
+        facts = letter.facts
+        match letter.kind:
+            case "submit":
+                return self._submit(letter)
+            case "cancel":
+                return self._cancel(str(facts["job"]), now=bool(facts.get("now")))
+            case "drain":
+                return self._drain(str(facts["node"]), restore=bool(facts.get("restore")))
+            case "status":
+                return self._status
+        record = self._book.records.get(letter.sender)
+        if record is None or record.incarnation != facts["incarnation"] or not record.is_placed:
+            return None
+        self._alive.heard(letter.sender)
+        match letter.kind:
+            case "ask":
+                self._asked(record, facts)
+            case "left":
+                self._left(record, facts["ask"])
+            case "beat":
+                self._left(record, facts["left"])
+                if "ask" in facts:
+                    self._asked(record, facts)
+            case "committed":
+                parts = ("rollout_s", "between_s", "train_s", "after_s")
+                work_s = sum(float(facts[part]) for part in parts)
+                self._happen(core.Committed(self._now_s, letter.sender, work_s), facts)
+        return None
+
+    def _asked(self, record: Record, facts: Facts) -> None:
+        """Each ask counts once. The next one says that the one before is over."""
+        number = facts["ask"]
+        if number > record.turn.ask:
+            self._left(record, number - 1)
+            event = core.Asked(self._now_s, record.job.name, facts["pool"])
+            self._happen(event, {"ask": number, "purpose": facts["purpose"]})
+
+    def _left(self, record: Record, upto: int) -> None:
+        """Asks up to this number are over."""
+        turn, name = record.turn, record.job.name
+        if turn.phase is None or turn.ask > upto:
+            return
+        if turn.token:
+            self._happen(core.Left(self._now_s, name, turn.phase, turn.token))
+        else:
+            self._happen(core.Withdrew(self._now_s, name, turn.phase))
+
+    # -- questions ---------------------------------------------------------------------
+
+    def _submit(self, letter: Letter) -> Callable[[], Facts]:
+        facts = letter.facts
+        job = from_plain(ClusterJob, facts["job"])
+        if not _NAME.fullmatch(job.name) or job.name == SERVICE:
+            raise ValueError(
+                f"{job.name!r} is no name for a job: letters, digits, -, _ and . name it"
+            )
+        sent = [letter.sender, letter.key]
+        for one in self._book.records.values():
+            if not one.outcome and one.job.name != job.name and one.facts["run"] == facts["run"]:
+                raise ValueError(
+                    f"run {facts['run']} is here already, as job {one.job.name}: cancel that one, "
+                    "or give this one another name=..."
+                )
+        known = self._book.records.get(job.name)
+        if known is None or known.facts["sent"] != sent:
+            kept = {name: value for name, value in facts.items() if name != "job"}
+            self._happen(core.Submitted(self._now_s, job), {**kept, "sent": sent})
+        return lambda: self._job(job.name)
+
+    def _known(self, name: str) -> Record:
+        record = self._book.records.get(name)
+        if record is None:
+            known = ", ".join(self._book.records) or "none"
+            raise ValueError(f"there is no job {name}; there are {known}")
+        return record
+
+    def _cancel(self, name: str, *, now: bool) -> Callable[[], Facts]:
+        record = self._known(name)
+        if not record.outcome and not record.is_cancelled:
+            self._happen(core.Cancelled(self._now_s, name))
+        if now and record.is_placed:
+            self._runner.kill(name, record.incarnation)
+        return lambda: self._job(name)
+
+    def _drain(self, name: str, *, restore: bool) -> Callable[[], Facts]:
+        node = node_of(name)
+        if restore:
+            self._happen(core.Restored(self._now_s, node))
+        elif node not in self._book.drained:
+            self._happen(core.Drained(self._now_s, node))
+        there = [one for one in self._book.placed() if node in one.nodes(one.incarnation)]
+        return lambda: {"node": node_name(node), "jobs": [one.job.name for one in there]}
+
+    def _status(self) -> Facts:
+        heard = self._alive.ever_heard
+        return status(
+            self._name, self._cluster, self._book, heard, now_s=self._now_s, began_s=self._began_s
+        )
+
+    def _job(self, name: str) -> Facts:
+        record = self._book.records[name]
+        is_heard = name in self._alive.ever_heard
+        return job_status(record, self._cluster, self._book, is_heard, self._now_s)
+
+    # -- commands ----------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case core.Grant():
+                record = self._book.records[command.job]
+                if record.turn.token == command.token:  # it may be over since, or lost
+                    self._post_grant(record)
+            case core.Start():
+                self._leave(command.job, "it moves")
+            case core.Stop():
+                self._leave(command.job, command.reason)
+
+    def _leave(self, name: str, reason: str) -> None:
+        """Incarnations that are not the job's any more have to end, and one that was cancelled."""
+        record = self._book.records[name]
+        for incarnation in self._alive.of(name):
+            if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:
+                self._post_stop(record, incarnation, reason)
+
+    def _post_grant(self, record: Record) -> None:
+        turn, name = record.turn, record.job.name
+        facts = {"ask": turn.ask, "pool": turn.phase, "token": turn.token, "lease_s": LEASE_S}
+        self._post(record, record.incarnation, f"grant {name} {turn.token}", "grant", facts)
+
+    def _post_stop(self, record: Record, incarnation: int, reason: str) -> None:
+        key = f"stop {record.job.name} {incarnation}"
+        self._post(record, incarnation, key, "stop", {"reason": reason})
+
+    def _post(self, record: Record, incarnation: int, key: str, kind: str, facts: Facts) -> None:
+        facts = {**facts, "incarnation": incarnation}
+        self._mailbox.post(record.job.name, SERVICE, f"{self._store.id} {key}", kind, facts)
+
+    # -- processes ---------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Who has ended, and who is silent. What an ended one still wrote counts first."""
+        gone = self._alive.gone()
+        if gone or self._alive.silent():
+            self._read(0.0)
+        for name, incarnation, code in gone:
+            self._gone(name, incarnation, code)
+        for name, why in self._alive.silent():
+            record = self._book.records[name]
+            self._runner.kill(name, record.incarnation)
+            self._alive.forget(name, record.incarnation)
+            self._lost(record, why, None)
+        for record in self._book.placed():
+            if record.is_cancelled and not self._alive.of(record.job.name):
+                self._end(record, "cancelled", None)
+        self._alive.press()
+        self._flush()
+        self._start_due()
+
+    def _gone(self, name: str, incarnation: int, code: int) -> None:
+        self._alive.forget(name, incarnation)
+        record = self._book.records[name]
+        is_current = record.is_placed and incarnation == record.incarnation
+        if record.outcome or (not is_current and code != 0):
+            return
+        if code == 0 or record.is_cancelled or code in HOPELESS:
+            outcome = "cancelled" if code else "done"
+            if code in HOPELESS and not record.is_cancelled:
+                outcome = "failed"
+            self._end(record, outcome, code)
+        else:
+            self._lost(record, why_ended(code), code)
+
+    def _lost(self, record: Record, why: str, code: int | None) -> None:
+        name = record.job.name
+        last_lines = self._runner.last_lines(name)
+        facts = {"why": why, "exit_code": code, "last_lines": last_lines}
+        self._happen(core.Lost(self._now_s, name), facts)
+
+    def _end(self, record: Record, outcome: str, code: int | None) -> None:
+        facts: dict[str, Any] = {"outcome": outcome, "exit_code": code}
+        if outcome == "failed" and code is not None:
+            lines = self._runner.last_lines(record.job.name)
+            facts |= {"why": why_ended(code), "last_lines": lines}
+        self._happen(core.Ended(self._now_s, record.job.name), facts)
+
+    def _start_due(self) -> None:
+        """Jobs whose nodes have nobody on them any more who is to leave."""
+        for record in list(self._alive.due()):
+            name, incarnation = record.job.name, record.incarnation
+            start, facts = record.starts[-1], record.facts
+            command = list(facts["command"])
+            if incarnation > 1:
+                command += facts["resume"]
+            seat = seat_variable(self._mailbox.address, name, incarnation)
+            order = Order(
+                job=name,
+                incarnation=incarnation,
+                command=command,
+                environ={**facts["environ"], SEAT_VARIABLE: seat},
+                folder=facts["folder"],
+                rollout_nodes=start.rollout_nodes,
+                train_nodes=start.train_nodes,
+            )
+            try:
+                self._runner.start(order)
+            except OSError as error:
+                self._say(f"{name} cannot be started yet: {error}")
+            else:
+                self._alive.started(name, incarnation)
+
+    def _want(self) -> None:
+        nodes = {one for record in self._book.placed() for one in record.nodes(record.incarnation)}
+        nodes |= self._alive.nodes_of_leaving()
+        num_nodes = {pool.name: 0 for pool in self._cluster.pools}
+        for node in nodes:
+            num_nodes[node.pool] += 1
+        with contextlib.suppress(OSError):
+            self._runner.want(num_nodes)

@@ -1,0 +1,121 @@
+"""What happened in the cluster, on a local disk: the service's state is what comes of it.
+
+Events are written before their commands are obeyed, together with the number of the last letter
+that was dealt with. Of the commands a checksum is kept: a service whose core would have decided
+otherwise (another version, other pools) must not go on from here.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollpacker.cluster.local_disk import check_local
+
+FORMAT = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT, commands INTEGER
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    event: dict[str, Any]
+    """As JSON has it."""
+    checksum: int
+    """Of the commands that it led to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which letters were dealt with."""
+
+    epoch: str
+    number: int
+
+
+def checksum(commands: object) -> int:
+    return zlib.crc32(repr(commands).encode())
+
+
+class Store:
+    """Raises `ValueError` for a file on a network file system or of a newer version, and `OSError`
+    where it cannot be read or written."""
+
+    def __init__(self, path: Path) -> None:
+        check_local(path.parent)
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors():
+            self._base = sqlite3.connect(path, timeout=5.0, isolation_level=None)
+            self._base.execute("PRAGMA journal_mode = WAL")
+            self._base.execute("PRAGMA synchronous = FULL")
+            self._base.executescript(_TABLES)
+        found = int(self._fact("format", str(FORMAT)))
+        if found > FORMAT:
+            self._base.close()
+            raise ValueError(
+                f"{path} was written by a newer version (format {found}, known: {FORMAT}): update "
+                "rollpacker, or serve from another folder"
+            )
+        self.id = self._fact("id", uuid.uuid4().hex)
+        """Of this cluster, for ever."""
+
+    @property
+    def position(self) -> Position:
+        return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
+
+    def began_s(self, now_s: float) -> float:
+        """When the file was made: the zero of events' times."""
+        return float(self._fact("began_s", repr(now_s)))
+
+    def entries(self) -> Iterator[Entry]:
+        with self._errors():
+            for event, commands in self._base.execute(
+                "SELECT event, commands FROM events ORDER BY number"
+            ):
+                yield Entry(json.loads(event), commands)
+
+    def write(self, entries: Sequence[Entry], position: Position) -> None:
+        """All of it, or nothing."""
+        rows = [(json.dumps(one.event), one.checksum) for one in entries]
+        facts = [("epoch", position.epoch), ("position", str(position.number))]
+        with self._errors():
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                self._base.executemany("INSERT INTO events (event, commands) VALUES (?, ?)", rows)
+                self._base.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts)
+                self._base.execute("COMMIT")
+            except BaseException:
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        self._base.close()
+
+    def _fact(self, name: str, default: str) -> str:
+        """What is there, or this from now on."""
+        with self._errors():
+            self._base.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+            (value,) = self._base.execute(
+                "SELECT value FROM facts WHERE name = ?", (name,)
+            ).fetchone()
+            return str(value)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise OSError(f"{self.path}: {error}") from error

@@ -1,0 +1,151 @@
+"""What happens in a cluster, and what is to be done about it; `core/cluster.py` is between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.nodes import Node
+
+# -- events ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    at_s: float
+    job: ClusterJob
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The job wants the nodes of a phase."""
+
+    at_s: float
+    job: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The job has no use for the nodes any more. With another token than that of its grant it is
+    about a grant that is over, and changes nothing."""
+
+    at_s: float
+    job: str
+    phase: Phase
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An iteration is over."""
+
+    at_s: float
+    job: str
+    work_s: float
+    """What the iteration took without waits for nodes and without switches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    at_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrew:
+    """The job asked for the nodes of a phase, and has no use for them any more."""
+
+    at_s: float
+    job: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """All processes of the job are gone, and it has not ended: it goes on from its last commit."""
+
+    at_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    at_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The node is to have no jobs any more, and gets none until it is `Restored`."""
+
+    at_s: float
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    at_s: float
+    node: Node
+
+
+Event = (
+    Submitted | Asked | Left | Committed | Ended | Withdrew | Lost | Cancelled | Drained | Restored
+)
+
+# -- commands ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """These nodes are wanted, and paid for from now on."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Nobody needs these nodes."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the job, parked, on these nodes. A job that runs is stopped at the commit that it has
+    just made, and goes on from there; a lost one from its last."""
+
+    job: str
+    group: int
+    rollout_nodes: tuple[Node, ...]
+    train_nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The nodes of the phase are the job's until it leaves. Tokens rise, so that a device can
+    refuse whoever comes with an older one."""
+
+    job: str
+    phase: Phase
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The job is to end at its next commit if it was cancelled. Else it has lost its nodes, is to
+    end at the commit that it has just made, and waits."""
+
+    job: str
+    reason: str
+    of_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The job was lost too often; it has left the cluster."""
+
+    job: str
+
+
+Command = Open | Close | Start | Grant | Stop | GiveUp

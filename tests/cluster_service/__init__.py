@@ -1,0 +1,1 @@
+"""The cluster's service without ray: letters, leases, processes of this host."""
