@@ -14,11 +14,13 @@ before anybody hears of it. So no two jobs are ever on one device, whatever was 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rollpacker.cluster.book import Book, Record, node_name, node_of
 from rollpacker.cluster.losses import Alive, why_ended
@@ -31,6 +33,7 @@ from rollpacker.cluster.store import Entry, Position, Store, checksum
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
 from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.ids import PoolName
 from rollpacker.core.plain import from_plain, to_plain
 
 LOOK_S = 0.1
@@ -46,6 +49,7 @@ _EVENTS: dict[str, type[Any]] = {
     )
 }
 Facts = Mapping[str, Any]
+_PARTS = ("rollout_s", "between_s", "train_s", "after_s")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -76,9 +80,11 @@ class Service:
         self._store = Store(folder / "events.db")
         self._began_s = self._store.began_s(time.time())
         self._last_s = 0.0
-        self._position = self._store.position
+        self._position = self._forgotten = self._store.position
         self._written: list[Entry] = []
         self._commands: list[Command] = []
+        self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
+        self._looked_s = -math.inf
         self._replay()
         self._alive = Alive(self._book, runner)
         self._come_back()
@@ -93,12 +99,12 @@ class Service:
 
     def step(self, within_s: float) -> None:
         """Deal with letters, of which some come within these seconds, and with what has ended."""
-        try:
-            self._read(within_s)
-            self._look()
-        except OSError as error:  # of the mailbox or the runner: it is asked again
-            self._say(f"{error}")
-            time.sleep(within_s)
+        for work in (partial(self._receive, within_s), self._look, self._send):
+            try:
+                work()
+            except OSError as error:  # of the mailbox or the runner: it is asked again
+                self._say(f"{error}")
+                time.sleep(within_s)
 
     # -- the past ----------------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class Service:
             self._tell(text)
 
     def _flush(self) -> None:
-        """Write what has happened, then obey. Raises `OSError`: the next call goes on."""
+        """Write what has happened, then obey."""
         if self._written:
             self._store.write(self._written, self._position)
             self._written.clear()
@@ -181,27 +187,33 @@ class Service:
 
     # -- letters -----------------------------------------------------------------------
 
-    def _read(self, within_s: float) -> None:
+    def _receive(self, within_s: float) -> None:
+        """Raises `OSError` if the mailbox cannot be read."""
         epoch = self._mailbox.epoch
         if epoch != self._position.epoch:
             self._position = Position(epoch, 0)
             self._say_again()
-        letters = self._mailbox.read(SERVICE, self._position.number, within_s)
-        answers: list[tuple[Letter, str, Facts]] = []
-        for letter in letters:
+        for letter in self._mailbox.read(SERVICE, self._position.number, within_s):
             self._position = Position(epoch, letter.number)
             try:
                 if (answer := self._take(letter)) is not None:
-                    answers.append((letter, letter.kind, answer()))
+                    self._answers.append((letter, letter.kind, answer))
             except (ValueError, TypeError, KeyError) as error:
-                why = str(error) if isinstance(error, ValueError) else repr(error)
-                answers.append((letter, "refused", {"why": why}))
+                why = {"why": str(error) if isinstance(error, ValueError) else repr(error)}
+                self._answers.append((letter, "refused", partial(dict, why)))
+
+    def _send(self) -> None:
+        """Write what has happened, obey, answer. Raises `OSError`: the next call goes on."""
         self._flush()
-        for letter, kind, facts in answers:
-            told = {**facts, "about": letter.key}
+        self._start_due()
+        while self._answers:
+            letter, kind, answer = self._answers[0]
+            told = {**answer(), "about": letter.key}
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", kind, told)
-        if letters:
+            self._answers.pop(0)
+        if self._forgotten != self._position:
             self._mailbox.forget(SERVICE, self._position.number)
+            self._forgotten = self._position
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
         """Returns what makes the answer, if one is awaited."""
@@ -229,14 +241,15 @@ class Service:
                 if "ask" in facts:
                     self._asked(record, facts)
             case "committed":
-                parts = ("rollout_s", "between_s", "train_s", "after_s")
-                work_s = sum(float(facts[part]) for part in parts)
+                work_s = sum(_seconds(facts, part) for part in _PARTS)
                 self._happen(core.Committed(self._now_s, letter.sender, work_s), facts)
         return None
 
     def _asked(self, record: Record, facts: Facts) -> None:
         """Each ask counts once. The next one says that the one before is over."""
         number = facts["ask"]
+        if facts["pool"] not in get_args(PoolName):
+            raise ValueError(f"there is no pool {facts['pool']!r}")
         if number > record.turn.ask:
             self._left(record, number - 1)
             event = core.Asked(self._now_s, record.job.name, facts["pool"])
@@ -346,9 +359,12 @@ class Service:
 
     def _look(self) -> None:
         """Who has ended, and who is silent. What an ended one still wrote counts first."""
+        if time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = time.monotonic()
         gone = self._alive.gone()
         if gone or self._alive.silent():
-            self._read(0.0)
+            self._receive(0.0)
         for name, incarnation, code in gone:
             self._gone(name, incarnation, code)
         for name, why in self._alive.silent():
@@ -360,8 +376,6 @@ class Service:
             if record.is_cancelled and not self._alive.of(record.job.name):
                 self._end(record, "cancelled", None)
         self._alive.press()
-        self._flush()
-        self._start_due()
 
     def _gone(self, name: str, incarnation: int, code: int) -> None:
         self._alive.forget(name, incarnation)
@@ -423,3 +437,10 @@ class Service:
             num_nodes[node.pool] += 1
         with contextlib.suppress(OSError):
             self._runner.want(num_nodes)
+
+
+def _seconds(facts: Facts, name: str) -> float:
+    value = float(facts[name])
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be 0 or more seconds, not {value}")
+    return value

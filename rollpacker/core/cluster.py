@@ -375,7 +375,7 @@ class Cluster:
         allowed_s = running.job.slo * mean_s * running.job.steps - (event.at_s - running.began_s)
         rest = Rest(allowed_s / (iterations * mean_s), iterations)
         self.state.groups[running.group].rest[event.job] = rest
-        if running.is_cancelled:
+        if running.is_cancelled or running.token:  # who holds nodes stays on them
             return []
         if self._is_drained(running):
             return self._displace(running, event.at_s)

@@ -63,7 +63,8 @@ class Withdrew:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """All processes of the job are gone, and it has not ended: it goes on from its last commit."""
+    """All processes of the job are gone, and it has not ended: it goes on from its last commit. A
+    cancelled one has ended by that."""
 
     at_s: float
     job: str

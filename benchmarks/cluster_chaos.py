@@ -1,0 +1,343 @@
+"""Faults of a cluster's service and of its jobs, on this host and without ray.
+
+Eight made-up jobs (`tests/cluster_service/fake_job.py`: a process, an engine in a session of its
+own, a keeper) take turns on 2 + 2 made-up nodes, and come anew as they end. Struck are the service
+(killed, or stopped for up to 8 s), the mailbox (locked for a second), jobs, engines and keepers
+(killed), and jobs that are stopped, within their lease or beyond it, and continued. A third of the
+faults come two at a time. No job is struck again before it has committed.
+
+A witness beside the devices sees whether two jobs are ever on one. Every job's commits must be each
+iteration once, each made of the one before. Measured are: how long after a loss the service knows
+(a stopped job: after its lease of 5 s), and how long a new service takes to answer.
+
+    python benchmarks/cluster_chaos.py [--faults 200] [--quick]      # 200 take about 8 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import write_result
+
+from rollpacker.cluster.local_runner import LocalRunner
+from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.processes.child import children
+from tests.cluster_service import lab
+from tests.cluster_service.witness import violations
+
+NUM_JOBS = 8
+STEPS = 30
+PATIENCE_S = 60.0
+"""A wait that lasts longer is a fault of the service."""
+FREE_S = 1.0
+"""After its lease, or its end, a job's pool is free."""
+BACK_S = 5.0
+SHARES = {
+    "service killed": 0.2,
+    "service stopped": 0.05,
+    "mailbox locked": 0.1,
+    "job killed": 0.2,
+    "engine killed": 0.1,
+    "keeper killed": 0.1,
+    "job stopped within its lease": 0.1,
+    "job stopped beyond its lease": 0.15,
+}
+
+
+@dataclass
+class Lab:
+    folder: Path
+    rng: random.Random
+    desk: lab.Desk = field(init=False)
+    service: Any = field(init=False)
+    struck: Counter[str] = field(default_factory=Counter)
+    noticed_s: dict[str, list[float]] = field(default_factory=dict)
+    back_s: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    submitted: list[str] = field(default_factory=list)
+    struck_at: dict[str, int] = field(default_factory=dict)
+    """By job: its commits when it was struck last."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.desk = lab.Desk(self.folder)
+        self.service = lab.start_service(self.folder)
+
+    # -- jobs --------------------------------------------------------------------------
+
+    def top_up(self) -> dict[str, dict[str, Any]]:
+        """As many jobs as there should be."""
+        with self.lock:
+            known = self.desk.status()
+            alive = {n: one for n, one in known.items() if one["state"] in ("running", "waiting")}
+            for _ in range(NUM_JOBS - len(alive)):
+                name = f"job-{len(self.submitted)}"
+                rollout_s, train_s = (self.rng.choice((0.2, 0.3, 0.4)) for _ in range(2))
+                one = lab.job(name, STEPS, rollout_s, train_s, slo=4.0)
+                self.desk.submit(replace(one, cold_start_s=1.0))
+                self.submitted.append(name)
+            return alive
+
+    def state(self, name: str) -> dict[str, Any]:
+        with self.lock:
+            return self.desk.status()[name]
+
+    def victim(self, *, holding: bool) -> tuple[str, int] | None:
+        """A job that has committed since it was struck, of those that hold a pool if some do."""
+        alive = self.top_up()
+        with self.lock:
+            fit = {
+                name: one
+                for name, one in alive.items()
+                if one["state"] == "running"
+                and one["why"] != "starts"
+                and 0 < one["steps"] < STEPS - 3
+                and one["steps"] > self.struck_at.get(name, 0)
+            }
+            chosen = {n: one for n, one in fit.items() if one["holds"] and holding} or fit
+            if not chosen:
+                return None
+            name = self.rng.choice(sorted(chosen))
+            self.struck_at[name] = chosen[name]["steps"] + 1
+            return name, chosen[name]["incarnation"]
+
+    def pid(self, name: str, incarnation: int, what: str) -> int:
+        place = self.folder / "jobs" / name / str(incarnation)
+        if what == "keeper":
+            return int((place / "keeper").read_text())
+        main = int((place / "process").read_text())
+        return main if what == "job" else children(main)[0]
+
+    def wait_for_loss(self, name: str, incarnation: int, since_s: float) -> float | None:
+        """Seconds until the service has started it anew; None: it ended first."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            one = self.state(name)
+            if one["incarnation"] > incarnation:
+                return time.monotonic() - since_s
+            if one["state"] not in ("running", "waiting"):
+                return None
+            time.sleep(0.02)
+        self.problems.append(f"{name} was not noticed to be lost")
+        return None
+
+    # -- faults ------------------------------------------------------------------------
+
+    def strike(self, kind: str) -> None:
+        """Once, and wait until what follows from it is there."""
+        FAULTS[kind](self, kind)
+
+    def count(self, kind: str) -> None:
+        with self.lock:
+            self.struck[kind] += 1
+
+    def kill_service(self, kind: str) -> None:
+        self.service.kill()
+        self.service.wait()
+        time.sleep(self.rng.choice((0.0, 0.5, 2.0, LEASE_S + 2.0)))
+        began_s = time.monotonic()
+        self.service = lab.start_service(self.folder)
+        lab.Desk(self.folder).ask("status", within_s=PATIENCE_S)
+        self.back_s.append(time.monotonic() - began_s)
+        self.count(kind)
+
+    def stop_service(self, kind: str) -> None:
+        self.service.send_signal(signal.SIGSTOP)
+        time.sleep(self.rng.choice((1.0, 3.0, LEASE_S + 3.0)))
+        self.service.send_signal(signal.SIGCONT)
+        self.count(kind)
+
+    def lock_mailbox(self, kind: str) -> None:
+        base = sqlite3.connect(self.folder / "mail.db", timeout=10.0, isolation_level=None)
+        base.execute("BEGIN EXCLUSIVE")
+        time.sleep(1.0)
+        base.execute("ROLLBACK")
+        base.close()
+        self.count(kind)
+
+    def kill_part(self, kind: str) -> None:
+        if (found := self.victim(holding=kind == "job killed")) is None:
+            return
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it moves, or it has ended
+            pid = self.pid(*found, kind.split()[0])
+            began_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            self.count(kind)
+            self.note(kind, self.wait_for_loss(*found, began_s))
+
+    def stop_job(self, kind: str) -> None:
+        if (found := self.victim(holding=True)) is None:
+            return
+        beyond = kind.endswith("beyond its lease")
+        with contextlib.suppress(OSError, ValueError):
+            pid = self.pid(*found, "job")
+            began_s = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            holds = self.state(found[0])["holds"]
+            if beyond and holds:
+                self.count(kind)
+                self.note(kind, self.wait_for_loss(*found, began_s))
+            else:
+                time.sleep(self.rng.uniform(0.5, 3.0))
+                self.count("job stopped within its lease")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            if not (beyond and holds):
+                self.check_not_silent(found[0], time.time() - (time.monotonic() - began_s))
+
+    def check_not_silent(self, name: str, since_s: float) -> None:
+        with self.lock:
+            events = self.desk.ask("status")["events"]
+        for event in events:
+            if event["at_s"] > since_s and event["text"].startswith(f"{name} was lost: it was sil"):
+                self.problems.append(f"{event['text']}, though it was stopped within its lease")
+
+    def note(self, kind: str, seconds: float | None) -> None:
+        with self.lock:
+            if seconds is not None:
+                self.noticed_s.setdefault(kind, []).append(seconds)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def finish(self) -> dict[str, int]:
+        """Cancel what runs, and check what every job has committed."""
+        states = self.desk.status()
+        for name, one in states.items():
+            if one["state"] in ("running", "waiting"):
+                self.desk.ask("cancel", job=name)
+        until = time.monotonic() + PATIENCE_S
+        while not all(one["state"] in ENDED for one in states.values()):
+            if time.monotonic() > until:
+                self.problems.append(f"not ended: {states}")
+                break
+            time.sleep(0.2)
+            states = self.desk.status()
+        for name, one in states.items():
+            done = len(self.desk.commits(name))
+            self.problems += lab.problems(
+                self.desk, name, STEPS if one["state"] == "done" else done
+            )
+            if one["state"] == "failed":
+                self.problems.append(f"{name} failed: {one['why']} {one['last_lines'][-3:]}")
+        runner = LocalRunner(self.folder)
+        for name, one in states.items():
+            for incarnation in range(1, one["incarnation"] + 1):
+                if runner.ended(name, incarnation) is None:
+                    self.problems.append(f"{name} {incarnation} runs still")
+        self.service.kill()
+        self.service.wait()
+        return dict(Counter(one["state"] for one in states.values()))
+
+
+ENDED = ("done", "failed", "cancelled")
+FAULTS: dict[str, Callable[[Lab, str], None]] = {
+    "service killed": Lab.kill_service,
+    "service stopped": Lab.stop_service,
+    "mailbox locked": Lab.lock_mailbox,
+    "job killed": Lab.kill_part,
+    "engine killed": Lab.kill_part,
+    "keeper killed": Lab.kill_part,
+    "job stopped within its lease": Lab.stop_job,
+    "job stopped beyond its lease": Lab.stop_job,
+}
+
+
+def of_service(kind: str) -> bool:
+    return kind.startswith("service")
+
+
+def run(folder: Path, faults: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    one = Lab(folder, rng)
+    began_s = time.monotonic()
+    one.top_up()
+    undisturbed: dict[str, list[float]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        while sum(one.struck.values()) < faults:
+            first, second = rng.choices([*SHARES], [*SHARES.values()], k=2)
+            kinds = [first]
+            if rng.random() < 1 / 3 and not (of_service(first) and of_service(second)):
+                kinds.append(second)
+            before = {kind: len(times) for kind, times in one.noticed_s.items()}
+            for done in [pool.submit(one.strike, kind) for kind in kinds]:
+                done.result()
+            if not any(kind.startswith(("service", "mailbox")) for kind in kinds):
+                for kind, times in one.noticed_s.items():
+                    undisturbed.setdefault(kind, []).extend(times[before.get(kind, 0) :])
+            time.sleep(rng.uniform(0.0, 0.5))
+            one.top_up()
+    ended = one.finish()
+    late = [
+        f"{kind}: {seconds:.2f} s"
+        for kind, times in undisturbed.items()
+        for seconds in times
+        if seconds > FREE_S + (LEASE_S if "stopped" in kind else 0.0)
+    ]
+    return {
+        "faults": sum(one.struck.values()),
+        "struck": dict(one.struck),
+        "seconds": round(time.monotonic() - began_s, 1),
+        "jobs": ended,
+        "commits": sum(len(one.desk.commits(name)) for name in one.submitted),
+        "two_on_one_device": violations(one.desk.devices),
+        "problems": one.problems,
+        "lost_until_started_anew_s": {kind: spread(times) for kind, times in undisturbed.items()},
+        "late": late,
+        "service_back_s": spread(one.back_s),
+        "service_back_late": sum(seconds > BACK_S for seconds in one.back_s),
+    }
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    if not times:
+        return {}
+    return {
+        "count": len(times),
+        "median": round(statistics.median(times), 3),
+        "largest": round(max(times), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="20 faults, nothing written")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    payload = run(folder, 20 if args.quick else args.faults, args.seed)
+    print(payload)
+    is_fine = not (payload["problems"] or payload["two_on_one_device"])
+    if is_fine:
+        shutil.rmtree(folder)
+    else:
+        print(f"see {folder}")
+    if not args.quick:
+        write_result("cluster_chaos", payload)
+    sys.exit(not is_fine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""A seat over letters: what it says, and what it makes of what it hears."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.cluster import mailbox_seat
+from rollpacker.cluster.mail_file import FileMailbox
+from rollpacker.cluster.mailbox import SERVICE, Letter
+from rollpacker.cluster.mailbox_seat import MailboxSeat
+from rollpacker.cluster.seat import (
+    SEAT_VARIABLE,
+    Alone,
+    Iteration,
+    LeaseLost,
+    open_seat,
+    seat_variable,
+)
+
+NEVER = threading.Event()
+
+
+class Other:
+    """Who reads what the seat writes."""
+
+    def __init__(self, mailbox: FileMailbox) -> None:
+        self.mailbox = mailbox
+        self.after = 0
+        self.letters: list[Letter] = []
+
+    def next(self, kind: str) -> dict[str, Any]:
+        """The next letter of this kind, within 10 s; others are passed over."""
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            self.letters += self.mailbox.read(SERVICE, self.after, 0.1)
+            while self.letters:
+                letter = self.letters.pop(0)
+                self.after = letter.number
+                if letter.kind == kind:
+                    return dict(letter.facts)
+        raise AssertionError(f"no letter of kind {kind}")
+
+    def say(self, kind: str, key: str, incarnation: int = 1, **facts: Any) -> None:
+        facts = {**facts, "incarnation": incarnation}
+        self.mailbox.post("job", SERVICE, key, kind, facts)
+
+
+class Breakable(FileMailbox):
+    broken = False
+
+    def post(self, *letter: Any) -> None:
+        if self.broken:
+            raise OSError("broken")
+        super().post(*letter)
+
+
+@pytest.fixture
+def mailbox(tmp_path: Path) -> Breakable:
+    return Breakable(tmp_path / "mail.db")
+
+
+@pytest.fixture
+def other(mailbox: FileMailbox) -> Other:
+    return Other(mailbox)
+
+
+@pytest.fixture
+def seat(mailbox: FileMailbox) -> Iterator[MailboxSeat]:
+    seat = MailboxSeat(mailbox, "job", 1)
+    yield seat
+    seat.close()
+
+
+def begin(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    answers: list[object] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, answers
+
+
+def hold(seat: MailboxSeat, other: Other) -> None:
+    """Its first ask is granted."""
+    entering, answers = begin(lambda: seat.enter("rollout", "round", given_up=NEVER))
+    other.next("ask")
+    other.say("grant", "g", ask=1)
+    entering.join(5.0)
+    assert answers == [True]
+
+
+def test_it_asks_waits_for_its_grant_and_leaves(seat: MailboxSeat, other: Other) -> None:
+    entering, answers = begin(lambda: seat.enter("rollout", "round", given_up=NEVER))
+    asked = other.next("ask")
+    assert (asked["ask"], asked["pool"], asked["purpose"]) == (1, "rollout", "round")
+    other.say("grant", "of an earlier start", incarnation=0, ask=1)
+    other.say("grant", "of another ask", ask=7)
+    time.sleep(0.1)
+    assert entering.is_alive()
+    other.say("grant", "g", ask=1)
+    entering.join(5.0)
+    assert answers == [True]
+    assert other.next("beat")["ask"] == 1, "what it holds is said once more"
+    seat.leave("train")  # not held
+    seat.leave("rollout")
+    assert other.next("left")["ask"] == 1
+    beat = other.next("beat")
+    assert beat["left"] == 1 and "ask" not in beat
+    seat.leave("rollout")
+    seat.committed(
+        Iteration(step=3, kind="plain", rollout_s=1.0, between_s=2.0, train_s=3.0, after_s=4.0)
+    )
+    assert other.next("committed")["train_s"] == 3.0
+
+
+def test_a_wait_that_is_given_up_ends_and_is_told(seat: MailboxSeat, other: Other) -> None:
+    given_up = threading.Event()
+    entering, answers = begin(lambda: seat.enter("train", "step", given_up=given_up))
+    other.next("ask")
+    given_up.set()
+    entering.join(5.0)
+    assert answers == [False]
+    assert other.next("left")["ask"] == 1
+    other.say("grant", "g", ask=1)  # comes too late
+    entering, answers = begin(lambda: seat.enter("train", "step", given_up=NEVER))
+    assert other.next("ask")["ask"] == 2
+    time.sleep(0.1)
+    assert entering.is_alive()
+    other.say("grant", "h", ask=2)
+    entering.join(5.0)
+    assert answers == [True]
+
+
+def test_letters_that_are_lost_are_said_by_the_next_beat(
+    seat: MailboxSeat, other: Other, mailbox: Breakable
+) -> None:
+    mailbox.broken = True
+    begin(lambda: seat.enter("rollout", "round", given_up=NEVER))
+    time.sleep(0.1)
+    mailbox.broken = False
+    while "ask" not in (beat := other.next("beat")):
+        pass
+    assert (beat["ask"], beat["pool"], beat["left"]) == (1, "rollout", 0)
+
+
+def test_a_lease_that_cannot_be_renewed_is_lost(
+    seat: MailboxSeat, other: Other, mailbox: Breakable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 1.5)
+    told: list[str] = []
+    seat.watch(told.append, told.append)
+    hold(seat, other)
+    mailbox.broken = True
+    until = time.monotonic() + 10.0
+    while not told and time.monotonic() < until:
+        time.sleep(0.05)
+    assert "has not heard of this job for" in told[0]
+    seat.leave("rollout")
+    with pytest.raises(LeaseLost):
+        seat.enter("rollout", "round", given_up=NEVER)
+    late: list[str] = []
+    seat.watch(late.append, late.append)
+    assert late == told, "who watches later hears it, too"
+
+
+def test_who_holds_nothing_loses_nothing(
+    seat: MailboxSeat, mailbox: Breakable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.5)
+    monkeypatch.setattr(mailbox_seat, "UNHEARD_S", 2.0)
+    told: list[str] = []
+    seat.watch(told.append, told.append)
+    mailbox.broken = True
+    with pytest.raises(OSError, match="has not been reached for 2 s"):
+        seat.enter("rollout", "round", given_up=NEVER)
+    assert told == []
+
+
+def test_a_wish_to_stop_is_told_once(seat: MailboxSeat, other: Other) -> None:
+    told: list[str] = []
+    seat.watch(told.append, told.append)
+    other.say("stop", "1", incarnation=2, reason="of another start")
+    other.say("stop", "2", reason="it was cancelled")
+    other.say("stop", "3", reason="it moves")
+    until = time.monotonic() + 5.0
+    while not told and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    assert told == ["it was cancelled"]
+
+
+def test_closing_gives_up_what_is_held(mailbox: FileMailbox, other: Other) -> None:
+    seat = MailboxSeat(mailbox, "job", 1)
+    hold(seat, other)
+    seat.close()
+    seat.close()
+    assert other.next("left")["ask"] == 1
+
+
+def test_the_environment_names_a_seat(mailbox: FileMailbox, other: Other) -> None:
+    assert open_seat({}) is None
+    assert isinstance(open_seat({SEAT_VARIABLE: "alone"}), Alone)
+    seat = open_seat({SEAT_VARIABLE: seat_variable(mailbox.address, "job", 4)})
+    assert isinstance(seat, MailboxSeat)
+    assert other.next("beat")["incarnation"] == 4
+    seat.close()
+
+
+@pytest.mark.parametrize(
+    "value", ["", "yes", "file:/x", "file:/x#job", "disk:/x#job#1", "file:/x##1"]
+)
+def test_what_names_no_seat_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="no such seat; it is set by `rollpacker cluster`"):
+        open_seat({SEAT_VARIABLE: value})
+
+
+def test_a_mailbox_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    where = seat_variable(f"file:{tmp_path}/mail.db", "job", 1)
+    with pytest.raises(OSError, match="there is no mailbox"):
+        open_seat({SEAT_VARIABLE: where})
