@@ -2,12 +2,13 @@
 
 Whole storages move. A tensor keeps its identity and its views, so optimizers, autograd and FSDP's
 `DTensor`s (of which the local shard moves) need not know. Between `offload` and `reload` nobody may
-read or write the tensors.
+read or write the tensors, but for reading inside of `readable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    """What holds the storage: of a `DTensor` its local shard, no view of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class HostStore:
     """Takes storages off devices of type `source`. Tensors elsewhere stay where they are, so on a
     CPU nothing happens."""
@@ -27,15 +33,24 @@ class HostStore:
     def __init__(self, source: str = "cuda") -> None:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._away: dict[int, tuple[Tensor, Tensor]] = {}
+        """By identity: tensors whose storage is empty, each with the copy of that."""
+        self.is_readable = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Copy their storages to page-locked host memory and free them. Returns the bytes moved."""
-        storages = {
-            storage.data_ptr(): storage
-            for storage in (local(tensor).untyped_storage() for tensor in tensors)
-            if storage.device.type == self.source and storage.nbytes() > 0
+        moving = {
+            id(one): one
+            for one in map(_itself, tensors)
+            if one.device.type == self.source and one.untyped_storage().nbytes() > 0
         }
-        copies = [(storage, _host_copy(storage)) for storage in storages.values()]
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage() for one in moving.values()
+        }
+        by_address = {address: _host_copy(storage) for address, storage in storages.items()}
+        for key, one in moving.items():
+            self._away[key] = (one, by_address[one.untyped_storage().data_ptr()])
+        copies = [(storage, by_address[address]) for address, storage in storages.items()]
         if self.source == "cuda" and copies:
             # The copies are asynchronous, and freed memory may be overwritten at once.
             torch.cuda.synchronize()
@@ -52,11 +67,30 @@ class HostStore:
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
-        self._copies = []
+        self.forget()
 
     def forget(self) -> None:
         """Drop the copies; the tensors stay empty."""
         self._copies = []
+        self._away = {}
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, the tensors that wait here are tensors in host memory, to be read where they
+        wait: the device is not touched. The local shards of `DTensor`s are."""
+        homes = [(tensor, tensor.data) for tensor, _ in self._away.values()]
+        try:
+            for tensor, copy in self._away.values():
+                there = torch.empty(0, dtype=tensor.dtype)
+                tensor.data = there.set_(
+                    copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+                )
+            self.is_readable = True
+            yield
+        finally:
+            self.is_readable = False
+            for tensor, home in homes:
+                tensor.data = home
 
 
 def _host_copy(storage: torch.UntypedStorage) -> Tensor:

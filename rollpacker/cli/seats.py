@@ -140,6 +140,11 @@ def check_shares(config: RunConfig) -> None:
             "train.colocate does not go with a job of a cluster, whose engines and trainer are on "
             "devices of two pools: leave train.colocate out"
         )
+    if config.model.quantization is not None:
+        raise ValueError(
+            "a checkpoint of a job of a cluster is written while others have the device, without "
+            f"which model.quantization={config.model.quantization} cannot be merged: leave it out"
+        )
     on_cpu = config.model.device == "cpu"
     for number, reward in enumerate(config.rewards):
         name, arguments = f"rewards.{number}", reward.arguments

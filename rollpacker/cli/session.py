@@ -139,6 +139,8 @@ class Session:
         from rollpacker.cli.parts import build_trainer
         from rollpacker.controller.hand_over import hand_over_weights, publish_weights
 
+        if self.seat.shares_pools and ranks is not None:
+            ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
             trainer = build_trainer(self.config, policy, ranks, self.folder.path)
             self.stack.callback(trainer.close)

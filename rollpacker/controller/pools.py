@@ -134,6 +134,7 @@ class SharedPools(Pools):
 
     async def parked(self) -> None:
         """See `Pools.parked`. The core asks for no pool meanwhile. Raises what that died of."""
+        await asyncio.sleep(0)  # what was just said is begun
         if self._last is not None:
             await asyncio.wait({self._last})
         if self._error is not None:
@@ -175,6 +176,8 @@ class SharedPools(Pools):
         async def work() -> None:
             if before is not None:
                 await asyncio.wait({before})
+            if self._error is not None:  # who did not let go has it still
+                return
             try:
                 await what()
             except Exception as error:

@@ -21,6 +21,7 @@ gradients at rest wait first until nothing is under way.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -252,7 +253,11 @@ class Learner:
     def save(self, folder: Path) -> None:
         """See `Trainer`."""
         self._finish_passes()
-        self._files.save(folder, version=self.version, total_steps=self._total_steps)
+        with contextlib.ExitStack() as reading:
+            offloaded = (one.optimizer.offloaded_state for one in self.trained.values())
+            for store in (self._host, *offloaded):
+                reading.enter_context(store.readable())
+            self._files.save(folder, version=self.version, total_steps=self._total_steps)
         self._offload()
 
     def load(self, folder: Path) -> None:

@@ -86,7 +86,7 @@ class MasterOptimizer:
             matrices = [self._masters[name] for name in self._masters if name in orthogonal]
             self._optimizers.append(_muon(matrices, weight_decay))
         self._orthogonal = frozenset(orthogonal)
-        self._offloaded_state = HostStore(offload_from)
+        self.offloaded_state = HostStore(offload_from)
         self._offloaded_gradients = HostStore(offload_from)
         self._parked_gradients: dict[str, Tensor] = {}
 
@@ -148,8 +148,9 @@ class MasterOptimizer:
         """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, or `momentum_buffer.NAME` where Muon
         works, or with 8 bits `state1.NAME`, `absmax1.NAME` and so on; and `master.NAME` where
         master and weight differ. Not copies; `DTensor`s where the parameters are. Reloads what was
-        offloaded."""
-        self.reload()
+        offloaded, unless it is readable where it is."""
+        if not self.offloaded_state.is_readable:
+            self.reload()
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._state_of(master).items():
@@ -201,7 +202,7 @@ class MasterOptimizer:
             self._masters[name].grad = None
         self._parked_gradients = gradients
         self._offloaded_gradients.offload(gradients.values())
-        self._offloaded_state.offload(
+        self.offloaded_state.offload(
             value
             for name, master in self._masters.items()
             for value in [
@@ -219,7 +220,7 @@ class MasterOptimizer:
             self._masters[name].grad = gradient
         self._parked_gradients = {}
         if state:
-            self._offloaded_state.reload()
+            self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
         """Weights, masters, gradients and state, as far as nothing else has offloaded them."""

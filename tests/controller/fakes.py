@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollpacker.cluster.seat import Seat
 from rollpacker.config.schema import (
     CheckpointConfig,
     DeadlineConfig,
@@ -28,6 +29,7 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.pooled_job import PooledJob
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import DataConfig, DatasetConfig, PromptRow, PromptSet
@@ -394,10 +396,14 @@ def make(
     evaluates: bool = True,
     controller_class: type[Controller] = Controller,
     job_class: type[Job] = Job,
+    seat: Seat | None = None,
 ) -> tuple[Controller, Recorder]:
     """`job`, `cursor`, `salvage` and `carried` are a checkpoint's; None: a new run's. `evaluates`:
-    there are prompts to evaluate on. `engines`: instead of the one."""
+    there are prompts to evaluate on. `engines`: instead of the one. `seat`: the run shares its
+    pools."""
     recorder = Recorder()
+    if seat is not None:
+        job_class = PooledJob
     job = job or job_class(
         JobConfig(
             prompts_per_step=config.rollout.prompts_per_step,
@@ -415,6 +421,7 @@ def make(
             trainer_apart=config.trainer_apart,
             layouts=(config.layout,),
             max_trainer_losses=None if config.train.processes is None else 3,
+            shares_pools=seat is not None,
             cadence=Cadence(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 evaluates=evaluates,
@@ -448,6 +455,7 @@ def make(
         checkpoints=folder / "checkpoints",
         time_s=0.0,
         salvage=salvage,
+        seat=seat,
     )
     controller.open(started_at="2026-01-01T00:00:00+00:00", began_s=0.0)
     return controller, recorder

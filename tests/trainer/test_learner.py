@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rollpacker import algo
@@ -576,7 +577,25 @@ def test_letting_go_of_the_device_changes_no_bit(monkeypatch, tmp_path, dtype, o
             between()
             each.apply()
             between()
-    guest.save(tmp_path)
+    guest.offload()
+    guest.save(tmp_path / "parked")
+    parked = [t for m in guest._modules for t in (*m.parameters(), *m.buffers())]
+    parked += [t for trained in guest.trained.values() for t in trained.tensors()]
+    assert not any(t.untyped_storage().nbytes() for t in parked), "nothing came back for that"
+    guest.reload()
+    guest.save(tmp_path / "guest")
+    plain.save(tmp_path / "plain")
+    saved = {
+        path.relative_to(tmp_path / "plain") for path in tmp_path.glob("plain/**/*.safetensors")
+    }
+    assert {path.parent.name for path in saved} == {"model", "trainer", "critic"}
+    for path in saved:
+        one, *others = (
+            load_file(tmp_path / where / path) for where in ("plain", "guest", "parked")
+        )
+        for other in others:
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one), path
     go()
     assert step(guest, 5, PPO) == step(plain, 5, PPO)
     for what in (weights, optimizer_state):
