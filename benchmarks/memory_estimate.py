@@ -171,10 +171,10 @@ def _measure(setting: Setting, folder: str) -> int:
         total_steps=None,
         gradient_checkpointing=setting.gradient_checkpointing,
     )
-    samples = _samples(setting)
-    learner.accumulate(samples[:1])
+    batch = samples(_num_samples(setting), setting.row_tokens)
+    learner.accumulate(batch[:1])
     learner.apply()
-    learner.accumulate(samples)
+    learner.accumulate(batch)
     return learner.apply().peak_memory_bytes - before.mark_bytes
 
 
@@ -202,10 +202,10 @@ def _num_samples(setting: Setting) -> int:
     return 2 * max(setting.micro_batch_tokens // (setting.row_tokens - 1), 1)
 
 
-def _samples(setting: Setting) -> list[TrainSample]:
+def samples(count: int, row_tokens: int) -> list[TrainSample]:
+    """Rows of this length, of random tokens."""
     draw = torch.Generator().manual_seed(0)
-    size = setting.row_tokens - PROMPT_TOKENS
-    count = _num_samples(setting)
+    size = row_tokens - PROMPT_TOKENS
     return [
         TrainSample(
             sample=SampleId(PromptId("train", 0, 0), index, 0),

@@ -35,12 +35,12 @@ from typing import Any
 
 import torch
 from machine import write_result
+from memory_estimate import PROMPT_TOKENS, VOCABULARY, samples
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.pipeline import Op, StageState
 from rollpacker.core.pipeline_plan import ready_choosers
 from rollpacker.core.pipeline_split import split_layers
@@ -57,10 +57,8 @@ from rollpacker.trainer.pipeline.orders import Ready, SweepChooser
 from rollpacker.trainer.pipeline.peers import GroupPeers
 from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.sharding import join, leave
-from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, TrainConfig, TrainSample
+from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, TrainConfig
 
-VOCABULARY = 32_000
-PROMPT_TOKENS = 16
 ROW_TOKENS = 257
 """Of a prompt and its response; every sample is as long as it may be."""
 ARCHITECTURE = {
@@ -275,10 +273,10 @@ def _as_rank(setting: Setting, folder: str) -> dict[str, int]:
         )
 
     config = _run_config(setting, folder)
-    samples = _samples(setting)
+    batch = samples(_num_samples(setting), ROW_TOKENS)
     # What torch and others load late is no part of the estimate: a step of a tiny model has it all.
     tiny = learner(_new_model(setting, TINY), config)
-    tiny.accumulate(samples[:1])
+    tiny.accumulate(batch[:1])
     tiny.apply()
     del tiny
     gc.collect()
@@ -287,9 +285,9 @@ def _as_rank(setting: Setting, folder: str) -> dict[str, int]:
     assert before.resets, "the peak cannot be set back on this system"
     dtype = getattr(torch, setting.dtype)
     own = learner(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), config)
-    own.accumulate(samples[:1])
+    own.accumulate(batch[:1])
     own.apply()
-    own.accumulate(samples)
+    own.accumulate(batch)
     peak = own.apply().peak_memory_bytes - before.mark_bytes
     connected.close()
     leave()
@@ -334,22 +332,6 @@ def _run_config(setting: Setting, folder: str) -> RunConfig:
 def _num_samples(setting: Setting) -> int:
     """Of each shard."""
     return setting.num_micro_batches * (setting.micro_batch_tokens // (ROW_TOKENS - 1))
-
-
-def _samples(setting: Setting) -> Sequence[TrainSample]:
-    draw = torch.Generator().manual_seed(0)
-    size, count = ROW_TOKENS - PROMPT_TOKENS, _num_samples(setting)
-    return [
-        TrainSample(
-            sample=SampleId(PromptId("train", 0, 0), index, 0),
-            prompt_tokens=(1,) * PROMPT_TOKENS,
-            response_tokens=tuple(torch.randint(VOCABULARY, (size,), generator=draw).tolist()),
-            rollout_log_probs=(-10.0,) * size,
-            advantage=1.0 if index % 2 else -1.0,
-            token_weight=1 / (count * size),
-        )
-        for index in range(count)
-    ]
 
 
 if __name__ == "__main__":

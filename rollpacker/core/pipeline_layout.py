@@ -240,7 +240,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class MeasuredSweep:
     """A step's sweep with gradients, as its stages were measured."""
 
     costs: Sequence[StageCost]
@@ -258,14 +258,14 @@ class Relayouts:
         self._head_layers = head_layers
         self._pairs = PairWatch()
         self._wait_steps = 0
-        self._for: list[Sweep] = []
+        self._for: list[MeasuredSweep] = []
         """Of the last steps, running, that speak for other layers."""
         self._proposed: set[Layout] = set()
 
     def observe(
         self,
         *,
-        sweep: Sweep | None,
+        sweep: MeasuredSweep | None,
         shards: ShardTimes | None,
         slow_links: Collection[Pair] = (),
         left_steps: float,
@@ -300,7 +300,7 @@ class Relayouts:
         self._proposed = set()
         self._for = []
 
-    def _other_layers(self, sweep: Sweep) -> Proposal | None:
+    def _other_layers(self, sweep: MeasuredSweep) -> Proposal | None:
         layers = self.layout.layers
         found = faster_split(
             sweep.costs,
@@ -320,7 +320,7 @@ class Relayouts:
         return Proposal(layout=layout, why=why, saved_s=found.before_s - found.after_s)
 
     def _other_places(
-        self, sweep: Sweep | None, shards: ShardTimes | None, slow_links: Collection[Pair]
+        self, sweep: MeasuredSweep | None, shards: ShardTimes | None, slow_links: Collection[Pair]
     ) -> Proposal | None:
         places, stages = self.layout.places, len(self.layout.layers)
         slow = {*self._pairs.slow, *slow_links}
@@ -344,7 +344,7 @@ class Relayouts:
         )
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
-    def _link_s(self, sweep: Sweep | None, num_bytes: int) -> dict[Pair, float]:
+    def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
         """Seconds of a message there and back over the links between stages."""
         if sweep is None:
             return {}

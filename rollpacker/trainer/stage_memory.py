@@ -42,7 +42,7 @@ MOST_SIMULATED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class LargestSweep:
     """The largest sweep of a process: all responses are as long as they may be."""
 
     micro_batch_tokens: int
@@ -53,7 +53,7 @@ class Sweep:
     """Of each row."""
 
     @classmethod
-    def of(cls, config: RunConfig, shards: int) -> Sweep:
+    def of(cls, config: RunConfig, shards: int) -> LargestSweep:
         """One update of a step, on one of so many shards of its stage."""
         batch = batch_arithmetic(config)
         row = longest_sample(config) - 1  # the last token does not go through the model
@@ -143,7 +143,7 @@ def stages_of(models: TrainingMemory, notes: list[str]) -> Stages | None:
     """
     config = models.config
     pipeline = config.train.pipeline
-    sweep = Sweep.of(config, models.ranks)
+    sweep = LargestSweep.of(config, models.ranks)
     caps = live_token_caps(
         pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
     )
@@ -251,7 +251,7 @@ class _Stage:
         models: TrainingMemory,
         decoders: Sequence[_Decoder],
         stage: int,
-        sweep: Sweep,
+        sweep: LargestSweep,
         live_tokens: int,
     ) -> None:
         self._decoders, self._stage = decoders, stage
@@ -408,7 +408,7 @@ def _widths(counts: dict[str, int], shape: DecoderShape) -> int:
 
 
 def _flops(
-    models: TrainingMemory, decoders: Sequence[_Decoder], stage: int, sweep: Sweep
+    models: TrainingMemory, decoders: Sequence[_Decoder], stage: int, sweep: LargestSweep
 ) -> tuple[float, float, float]:
     """F, I and W of a full micro-batch, all of whose tokens are predicted: 2 FLOPs for each
     parameter of a product, and in F 4 for each width of a query and pair of tokens.

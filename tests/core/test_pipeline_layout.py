@@ -12,10 +12,10 @@ from rollpacker.core.pipeline_layout import (
     CONFIRM_STEPS,
     QUIET_STEPS,
     Layout,
+    MeasuredSweep,
     Proposal,
     Relayouts,
     ShardTimes,
-    Sweep,
     better_places,
     faster_split,
     link_pairs,
@@ -34,8 +34,10 @@ def costs(layers, slowness, head=0.0) -> list[StageCost]:
     return [StageCost(op, op, op) for op in ops]
 
 
-def sweep(layers, slowness, head=0.0) -> Sweep:
-    return Sweep(costs=costs(layers, slowness, head), loads=LOADS, links=LINKS, bytes_per_token=0.0)
+def sweep(layers, slowness, head=0.0) -> MeasuredSweep:
+    return MeasuredSweep(
+        costs=costs(layers, slowness, head), loads=LOADS, links=LINKS, bytes_per_token=0.0
+    )
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def times(pairs, usual_s=1e-3, **slower: float) -> ShardTimes:
     )
 
 
-def until_proposed(relays: Relayouts, slow: Sweep) -> Proposal:
+def until_proposed(relays: Relayouts, slow: MeasuredSweep) -> Proposal:
     found = [observed(relays, sweep=slow) for _ in range(CONFIRM_STEPS)]
     assert found[:-1] == [None] * (CONFIRM_STEPS - 1) and found[-1] is not None
     return found[-1]

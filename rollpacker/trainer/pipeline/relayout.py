@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from rollpacker.core.pipeline_layout import Layout, Proposal, Relayouts, ShardTimes, Sweep
+from rollpacker.core.pipeline_layout import Layout, MeasuredSweep, Proposal, Relayouts, ShardTimes
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.pipeline.overseer import Overseer
 from rollpacker.trainer.pipeline.times import NUM_BYTES, StageTimes
@@ -98,11 +98,11 @@ class Relayout:
         )
 
 
-def _sweep(overseer: Overseer, last: StageTimes) -> Sweep | None:
+def _sweep(overseer: Overseer, last: StageTimes) -> MeasuredSweep | None:
     measured = overseer.arrangement.measured
     if measured is None:
         return None
-    return Sweep(
+    return MeasuredSweep(
         costs=measured.stages,
         loads=[load for load, _ in last.ops["F"]],
         links=measured.links,

@@ -1,0 +1,147 @@
+"""A cluster of this host for `cluster_real.py` and `cluster_size.py`: its service in a thread, its
+jobs in processes, and what their logs say afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollpacker.cluster.local_runner import LocalRunner
+from rollpacker.cluster.mail_file import FileMailbox
+from rollpacker.cluster.mailbox import SERVICE
+from rollpacker.cluster.service import Service
+from rollpacker.cluster.store import Store
+from rollpacker.core.cluster import Cluster
+from rollpacker.core.coexecution.cheapest_work import CheapestWork
+from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.core.plain import to_plain
+from rollpacker.report.log import EventLog
+from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+
+ROOT = Path(__file__).parents[1]
+CONFIDENCE = 0.9
+MAX_GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of a job that has ended."""
+
+    times: list[IterationTimes]
+    """Of each step, as its run tells them: without waits and switches."""
+    commits_s: list[float]
+    """Of each step, by the service's clock, which all jobs have in common."""
+    waits_s: list[float]
+    """Of each step: for pools, with switches."""
+
+
+def pools(rollout_nodes: int, train_nodes: int) -> tuple[Pool, Pool]:
+    """Of one device a node."""
+    return (
+        Pool(
+            name="rollout",
+            phase="rollout",
+            nodes=rollout_nodes,
+            devices_per_node=1,
+            price_per_device_h=1.85,
+            host_memory_gib=1500.0,
+        ),
+        Pool(
+            name="train",
+            phase="train",
+            nodes=train_nodes,
+            devices_per_node=1,
+            price_per_device_h=5.28,
+            host_memory_gib=1500.0,
+        ),
+    )
+
+
+def new_cluster(nodes: tuple[int, int]) -> Cluster:
+    """With so many nodes of each pool, and the shipped policy. Tails are not released: no run
+    does that yet."""
+    policy = CheapestWork(confidence=CONFIDENCE, tail_release=False)
+    return Cluster(pools(*nodes), policy, max_group=MAX_GROUP)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, nodes: tuple[int, int]) -> Iterator[None]:
+    """Serve until all jobs that were submitted inside have ended."""
+    over = threading.Event()
+
+    def serve() -> None:
+        service = Service(
+            new_cluster(nodes),
+            name="benchmark",
+            folder=folder,
+            mailbox=FileMailbox(folder / "mail.db"),
+            runner=LocalRunner(folder),
+        )
+        service.run(over.is_set)
+        service.close()
+
+    folder.mkdir(parents=True)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+        wait(folder)
+    finally:
+        over.set()
+        thread.join()
+
+
+def wait(folder: Path) -> None:
+    """Until all jobs have ended. Raises `RuntimeError` for one that failed."""
+    for own in sorted(folder.glob("runs/*")):
+        code = None
+        while (code := ended(folder, own.name)) is None:
+            time.sleep(0.2)
+        if code:
+            output = (folder / "jobs" / own.name / "output").read_text()
+            raise RuntimeError(f"{own.name} ended with {code}: {output[-2000:]}")
+
+
+def submit(folder: Path, job: ClusterJob, command: Sequence[str]) -> None:
+    """`command`: of the project's Python, run in the job's own folder, FOLDER/runs/NAME."""
+    own = folder / "runs" / job.name
+    own.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "job": to_plain(job),
+        "command": [sys.executable, *command],
+        "resume": ["--resume"],
+        "environ": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        "folder": str(own),
+        "run": str(own),
+    }
+    FileMailbox(folder / "mail.db").post(SERVICE, "benchmark", job.name, "submit", facts)
+
+
+def ended(folder: Path, name: str) -> int | None:
+    """The exit code of a job's first start; None: it runs."""
+    path = folder / "jobs" / name / "1" / "exit"
+    return int(path.read_text()) if path.exists() else None
+
+
+def read(folder: Path, name: str, log: Path) -> Told:
+    """What a job's log and the service's events say."""
+    store = Store(folder / "events.db")
+    commits = [
+        float(entry.event["event"]["at_s"])
+        for entry in store.entries()
+        if entry.event["kind"] == "Committed" and entry.event["event"]["job"] == name
+    ]
+    store.close()
+    phases, times, waits = PhaseTimes(), list[IterationTimes](), list[float]()
+    for entry in EventLog(log):
+        if (found := phases.feed(entry)) is not None:
+            times.append(found)
+            waits.append(phases.waited_s - sum(waits))
+    assert len(times) == len(commits), (name, len(times), len(commits))
+    return Told(times, commits, waits)
