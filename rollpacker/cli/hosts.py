@@ -196,7 +196,6 @@ def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Room]:
 def _on_cluster(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
-    from rollpacker.cluster.local_runner import MARK
     from rollpacker.remote.copies import read
     from rollpacker.remote.own_host import OwnHost
     from rollpacker.remote.remote_host import RemoteHost
@@ -205,15 +204,7 @@ def _on_cluster(
     own = cluster.own_address
     used = [host for host in facts if any(d.host == host and d.units for d in plan.devices)]
     _check(config, cluster, plan, {host: facts[host] for host in used})
-    resource = "CPU" if plan.kind == "cpu" else "GPU"
-    shared = MARK in os.environ  # other jobs have the same devices by turns
-    counts = {
-        host: 0 if shared else sum(1 for d in plan.devices if d.host == host and d.units)
-        for host in used
-    }
-    cluster.reserve(
-        {host: {resource: float(count)} for host, count in counts.items()}, within_s=RESERVE_S
-    )
+    cluster.reserve({host: _devices_on(host, plan) for host in used}, within_s=RESERVE_S)
     remote: dict[str, RemoteHost] = {}
 
     def read_there(layout: BufferLayout, start: int, size: int) -> bytes:
@@ -254,6 +245,16 @@ def _on_cluster(
         address=own if remote else "127.0.0.1",
         close=close,
     )
+
+
+def _devices_on(host: str, plan: Placement) -> dict[str, float]:
+    """To be reserved there: none of what other jobs have by turns."""
+    from rollpacker.cluster.local_runner import MARK
+
+    count = 0
+    if MARK not in os.environ:
+        count = sum(1 for device in plan.devices if device.host == host and device.units)
+    return {"CPU" if plan.kind == "cpu" else "GPU": float(count)}
 
 
 def _check(

@@ -24,7 +24,8 @@ from rollpacker.core.events import Entered
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import Entry, Note, Record
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.phase_times import SWITCH, IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.step_history import POOL_SWITCH
 
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
@@ -242,7 +243,7 @@ class _Book:
                     self._left = command.pool
         elif isinstance(entry, Note) and entry.name == "startup":
             self.start_s = entry.seconds
-        elif isinstance(entry, Note) and entry.name == SWITCH and self._left is not None:
+        elif isinstance(entry, Note) and entry.name == POOL_SWITCH and self._left is not None:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
