@@ -8,7 +8,8 @@
 
 The service may die at any moment, and so may a job: letters and events outlive both. What they talk
 through (a file on one host, an actor behind ray) and who starts a job (this host, ray) are one
-protocol each. What a program of another framework calls is in `phases.py`, and here by name.
+protocol each. What a program of another framework calls is in `phases.py` and `parked.py`, and here
+by name.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cluster.phases import Stopped, Turn, committed, parking, phase
+    from rollpacker.cluster.parked import parking
+    from rollpacker.cluster.phases import Stopped, Turn, committed, phase
     from rollpacker.cluster.seat import LeaseLost
 
 __all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
+
+_PLACES = {"LeaseLost": "seat", "parking": "parked"}
+"""Of those that are not in `phases.py`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -27,8 +32,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        place = "seat" if name == "LeaseLost" else "phases"
-        return getattr(importlib.import_module(f"rollpacker.cluster.{place}"), name)
+        place = f"rollpacker.cluster.{_PLACES.get(name, 'phases')}"
+        return getattr(importlib.import_module(place), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

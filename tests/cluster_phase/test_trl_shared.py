@@ -9,6 +9,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import pytest
+
 from tests.cluster_phase.file_seat import journal, turns
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,7 @@ def sums(output: Path, steps: int = 4) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(900)
 def test_scripts_that_take_turns_compute_the_same(tmp_path: Path) -> None:
     seat, alone, one, other = (tmp_path / name for name in ("seat", "alone", "one", "other"))
     seat.mkdir()
