@@ -203,6 +203,22 @@ def plan_base(scenario: Scenario) -> Base:
             ),
             Idea(name="no speculation", slot="speculation", changes={"rollout.speculation": None}),
         ]
+    return Base(
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        tail_batching=scenario.tail_batching,
+        ideas=tuple(idea for idea in ideas if _is_possible(scenario, idea)),
+        oracle=_oracle(scenario),
+        oracle_period=SYSTEMS["oracle"]["oracle"]["reorder_window"],
+        seed=scenario.seed,
+        mismatch=scenario.carry.mismatch,
+        mismatch_band=scenario.carry.mismatch_band or (),
+        capped_share=Workload(scenario).capped_share(),
+    )
+
+
+def _oracle(scenario: Scenario) -> Candidate:
+    """Which knows all lengths."""
     switches = {
         name: {**to_plain(getattr(scenario, name)), **switch}
         for name, switch in SYSTEMS["oracle"].items()
@@ -210,19 +226,7 @@ def plan_base(scenario: Scenario) -> Base:
     switches["tail_batching"]["debias"] = "none"  # it selects nothing, and it streams
     if scenario.cluster.is_apart:
         switches["stream_trainer"]["enabled"] = False
-    oracle = Idea(name="oracle", slot="oracle", changes=switches)
-    return Base(
-        prompts_per_step=rollout.prompts_per_step,
-        samples_per_prompt=rollout.samples_per_prompt,
-        tail_batching=scenario.tail_batching,
-        ideas=tuple(idea for idea in ideas if _is_possible(scenario, idea)),
-        oracle=Candidate(ideas=(oracle,)),
-        oracle_period=SYSTEMS["oracle"]["oracle"]["reorder_window"],
-        seed=scenario.seed,
-        mismatch=scenario.carry.mismatch,
-        mismatch_band=scenario.carry.mismatch_band or (),
-        capped_share=Workload(scenario).capped_share(),
-    )
+    return Candidate(ideas=(Idea(name="oracle", slot="oracle", changes=switches),))
 
 
 def plan_base_of_run(config: RunConfig, model: RunModel | None = None) -> Base:

@@ -23,11 +23,13 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.sim import plan as planning
 from rollpacker.sim import plan_ideas, plan_result
 from rollpacker.sim.plan_run import RunEvaluate
+from rollpacker.sim.plan_shared import PoolPrices
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.whatif import load_run
 from tests.sim.test_whatif import record
 
+MIXED = Path(__file__).parents[2] / "configs/clusters/mixed.yaml"
 SCENARIO = """\
 name: small
 model: qwen2.5-7b
@@ -96,6 +98,70 @@ def test_a_run_is_planned_beside_what_it_measured(
     assert "trust no smaller difference than that" in text
     # A run of that name is there already.
     assert load_config(out, [], RunConfig).name == f"{model.config.name}-planned"
+
+
+def test_on_shared_pools_a_plan_says_what_they_cost(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = scenario.with_name("best.yaml")
+    command = ["plan", str(scenario), "--budget", "quick", "--jobs", "1", "--shared", str(MIXED)]
+    assert main([*command, "--json", "--write", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shared_pools"] == pytest.approx({"rollout_per_h": 14.8, "train_per_h": 42.24})
+    best, current = found["best"], found["current"]
+    assert best["busy_s"] < current["busy_s"] < current["step_s"]
+    price = best["busy_s"] * (14.8 + 42.24) / 3600 / 8 * 1000
+    assert best["price_per_1k_prompts"] == pytest.approx(price)
+    assert not any("stream" in key for key in best["changes"])
+    written = load_scenario(out)
+    assert (written.cluster.gpu, written.cluster.train_gpu) == ("h20", "h800")
+    assert not written.stream_trainer.enabled
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    for part in ("price/1k", "busy s", "Shared pools: rollout nodes cost 14.80 an hour"):
+        assert part in text
+    assert all(len(line) <= 80 for line in text.split("Best: ")[0].splitlines())
+
+
+def test_a_run_is_planned_for_shared_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(planning.BUDGETS, "quick", SMALL)
+    run = record(tmp_path / "made", race=False)
+    command = ["plan", str(run), "--budget", "quick", "--jobs", "1", "--shared", str(MIXED)]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    prices = PoolPrices(rollout_per_h=14.8, train_per_h=42.24, prompts_per_step=8)
+    steps = load_run(run).measured().steps
+    busy_s = sum(map(prices.busy_s, steps)) / len(steps)
+    assert text.splitlines()[1].split()[:1] == ["measured"]
+    assert f"{busy_s:.3f}" in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [("nowhere.yaml", "nowhere.yaml"), ("configs/scenarios/7b-8k.yaml", "pools")],
+)
+def test_a_file_that_is_no_cluster_is_refused_before_anything_is_simulated(
+    cluster: str, told: str, scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(scenario), "--shared", cluster]) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err and len(shown.err.splitlines()) <= 12
+    assert not shown.out
+
+
+def test_a_run_on_the_same_devices_can_share_no_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record(tmp_path / "made", race=False)
+    config = (run / "config.yaml").read_text()
+    for setting in ("colocate: false", "engines: 1", "processes: null"):
+        assert setting in config
+    config = config.replace("colocate: false", "colocate: true").replace("engines: 1", "engines: 2")
+    (run / "config.yaml").write_text(config.replace("processes: null", "processes: 2"))
+    assert main(["plan", str(run), "--shared", str(MIXED)]) == 2
+    assert "has engines and trainer on the same devices" in capsys.readouterr().err
 
 
 def test_finals_of_a_run_are_what_its_what_if_says(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ import pytest
 from rollpacker.cli.main import main
 from rollpacker.config.load import ConfigError
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.report.job_profile import read_profile
 from rollpacker.sim.cluster import Simulation, hours_alone
 from rollpacker.sim.cluster_jobs import Arrival, arrivals, read_trace
 from rollpacker.sim.cluster_optimum import Columns, OptimumSimulation, cheapest_partition
 from rollpacker.sim.cluster_policies import POLICIES
 from rollpacker.sim.cluster_result import PolicyResult
 from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+from tests.report.test_job_profile import costed, run_folder
 
 ROOT = Path(__file__).parents[2]
 MIXED = ROOT / "configs/clusters/mixed.yaml"
@@ -264,6 +266,24 @@ def test_a_job_may_be_a_scenario(tmp_path: Path) -> None:
     (slower,) = read_trace(trace, [dataclasses.replace(pool, gpu="h20") for pool in pools])
     assert slower.job.mean.train_s > 2 * first.job.mean.train_s
     assert slower.job.mean.rollout_s == pytest.approx(first.job.mean.rollout_s, rel=0.01)
+
+
+def test_a_job_may_be_a_run(tmp_path: Path) -> None:
+    overrides = ("train.processes=2", "train.steps=40", "model.device=cpu")
+    folder = run_folder(tmp_path / "run", costed(8), *overrides, weights=1000)
+    trace = tmp_path / "jobs.jsonl"
+    line = {"arrival_h": 0, "profile": str(folder), "slo": 1.5}
+    lines = [line, line | {"name": "long", "hours": 1, "train_memory_gib": 2, "model": "3b"}]
+    trace.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    pools = load_cluster(ROOT / "configs/clusters/two-cores.yaml").pools
+    first, second = (one.job for one in read_trace(trace, pools))
+    profile = read_profile(folder)
+    assert first.rounds == second.rounds == profile.rounds
+    assert (first.steps, first.train_devices, first.model_gb) == (40, 2, 1e-6)
+    assert second.steps == round(3600 / math.fsum(second.mean))
+    assert (second.train_memory_gib, second.model_gb) == (2, 6.2), "what is said wins"
+    with pytest.raises(ValueError, match=r"line 1: profile .* was made on a CPU"):
+        read_trace(trace, spec_of().pools)
 
 
 def test_who_needs_more_than_his_quota_is_told_before_anything_runs(

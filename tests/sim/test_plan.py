@@ -423,8 +423,8 @@ def test_what_is_best_depends_on_what_is_compared() -> None:
 
 
 def test_with_a_slow_judge_only_shared_pools_make_tail_batching_pay() -> None:
-    """A real scenario. Without it the judge has fewer answers to judge and the step is shorter;
-    with it the rollout pool is free earlier."""
+    """A real scenario. The judge says how long a step is; with tail batching the rollout pool is
+    free earlier."""
     scenario = small(
         cluster=Cluster(gpu="h20", gpus=8, train_gpu="h800"),
         stream_trainer=StreamConfig(enabled=False),
