@@ -5,6 +5,7 @@ It is made anew from the stored events when a service starts, by the very same c
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from rollpacker.core.cluster import (
     Submitted,
     Withdrew,
 )
-from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
 from rollpacker.core.coexecution.nodes import Node
 
 Facts = Mapping[str, Any]
@@ -143,7 +144,7 @@ class Book:
                     record.waited_s += at_s - turn.since_s
                 record.turn = Turn(turn.ask)
             case Committed():
-                record.steps = max(record.steps, int(facts.get("step", record.steps + 1)))
+                record.steps = int(facts["step"])
                 record.work_s += event.work_s
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
@@ -220,3 +221,12 @@ def node_of(name: str) -> Node:
     if not pool or not number.isdecimal():
         raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
     return Node(pool, int(number))
+
+
+def times_of(facts: Facts) -> Times:
+    """Of a committed iteration. Raises `ValueError` for what cannot be seconds."""
+    times = Times(*(float(facts[name]) for name in Times._fields))
+    for name, seconds in zip(Times._fields, times, strict=True):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
+    return times

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.book import Book, Record, node_name, node_of
+from rollpacker.cluster.book import Book, Record, node_name, node_of, times_of
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
 from rollpacker.cluster.mailbox_seat import LEASE_S
@@ -44,7 +44,6 @@ AWAY_S = LEASE_S / 2
 HOPELESS = (2, 3)
 """Exit codes of `train` that another start would have, too: bad input, NaN."""
 Facts = Mapping[str, Any]
-_PARTS = ("rollout_s", "between_s", "train_s", "after_s")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -83,7 +82,8 @@ class Service:
         self._looked_s = time.monotonic()
         self._replay()
         self._alive = Alive(self._book, runner)
-        self._come_back()
+        self._say_again()  # grants stand, and every job has a whole lease to be heard in
+        self._want()
 
     def close(self) -> None:
         self._store.close()
@@ -117,11 +117,6 @@ class Service:
                 )
             self._book.write(event, facts, commands)
             self._last_s = event.at_s
-
-    def _come_back(self) -> None:
-        """Grants stand, and every job has a whole lease to be heard in."""
-        self._say_again()
-        self._want()
 
     def _say_again(self) -> None:
         """All that a job has to know, in case that its letter was lost."""
@@ -170,7 +165,7 @@ class Service:
     def _flush(self) -> None:
         """Write what has happened, then obey."""
         if self._written:
-            self._store.write(self._written, self._position)
+            self._store.write(self._written, self._dealt_with())
             self._written.clear()
         changes_nodes = False
         while self._commands:
@@ -178,6 +173,13 @@ class Service:
             changes_nodes |= isinstance(self._commands.pop(0), core.Open | core.Close)
         if changes_nodes:
             self._want()
+
+    def _dealt_with(self) -> Position:
+        """A question is when it was answered: until then a new service reads it once more, and what
+        came after it, all of which counts once."""
+        if not self._answers:
+            return self._position
+        return Position(self._position.epoch, self._answers[0][0].number - 1)
 
     # -- letters -----------------------------------------------------------------------
 
@@ -235,8 +237,10 @@ class Service:
                 if "ask" in facts:
                     self._asked(record, facts)
             case "committed":
-                work_s = sum(_seconds(facts, part) for part in _PARTS)
-                self._happen(core.Committed(self._now_s, letter.sender, work_s), facts)
+                times = times_of(facts)
+                if facts["step"] > record.steps:
+                    event = core.Committed(self._now_s, letter.sender, sum(times))
+                    self._happen(event, facts)
         return None
 
     def _asked(self, record: Record, facts: Facts) -> None:
@@ -434,10 +438,3 @@ class Service:
             num_nodes[node.pool] += 1
         with contextlib.suppress(OSError):
             self._runner.want(num_nodes)
-
-
-def _seconds(facts: Facts, name: str) -> float:
-    value = float(facts[name])
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be 0 or more seconds, not {value}")
-    return value

@@ -396,6 +396,15 @@ def test_a_pool_without_nodes_lets_jobs_wait_and_says_so(house: House) -> None:
     house.until(lambda: ("a", 2) in house.runner.orders)
 
 
+def test_a_job_that_never_leaves_a_pool_is_shown(house: House) -> None:
+    house.desk.submit(lab.job("a", 100, 0.01, 0.01), ["train", "a.yaml"])
+    house.ask("a", "rollout")
+    time.sleep(0.3)
+    why = house.job("a")["why"]
+    assert why.startswith("has held rollout for 0.")
+    assert "its profile says 0.0: rollpacker cluster cancel a --now ends it" in why
+
+
 def test_who_does_not_leave_is_pressed_and_killed(
     wide: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +470,34 @@ def test_what_was_written_and_not_obeyed_is_obeyed_by_the_next_service(
     assert house.heard("a") == [("grant", 1)]
     house.step()
     assert house.heard("a") == [("grant", 1)], "its letter was dealt with"
+
+
+def test_a_question_is_answered_though_the_service_died_of_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    submit(house, "a")
+    house.commit("a", 1)
+    house.mailbox.post(SERVICE, "somebody", "7", "status", {})
+    house.say("a", "ask", ask=1, pool="rollout", purpose="round")
+    house.say("a", "committed", step=2, rollout_s=9.0, between_s=0.0, train_s=1.0, after_s=0.0)
+    with monkeypatch.context() as dying:
+        dying.setattr(Service, "_start_due", die)
+        with pytest.raises(Killed):
+            house.step()
+    house.service.close()
+    house.new_service()
+    house.step()
+    (answer,) = house.mailbox.read("somebody", 0, 0.0)
+    assert answer.facts["about"] == "7"
+    (one,) = answer.facts["jobs"]
+    assert (one["steps"], one["holds"]) == (2, "rollout")
+    assert house.heard("a") == [("grant", 1)], "what was said besides counts once"
 
 
 def test_other_pools_are_refused(house: House) -> None:
