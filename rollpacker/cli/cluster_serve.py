@@ -130,7 +130,7 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
     if (lacks := missing("ray", extra="ray", what="a cluster on ray")) is not None:
         raise ValueError(f"{lacks}. On this host alone it can do without: --local")
     demand_token()
-    from rollpacker.remote.ray_connection import LOCAL, connect, find_head
+    from rollpacker.remote.ray_connection import LOCAL, connect, find_head, head_address
     from rollpacker.remote.ray_jobs import RayRunner
     from rollpacker.remote.ray_mail import RayMailbox
 
@@ -145,7 +145,7 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
         mailbox = RayMailbox(f"mail-{name}")
     except OSError as error:
         raise ValueError(f"{error}. Start ray again on all hosts, and then this") from error
-    runner = RayRunner(name, folder=folder)
+    runner = RayRunner(name, head=head_address(), folder=folder)
     num_hosts = len(runner.hosts())
     hosts = f"{num_hosts} host{'s' * (num_hosts > 1)}"
     return Ground(

@@ -104,8 +104,8 @@ def _why(record: Record, cluster: Cluster, book: Book, is_heard: bool, now_s: fl
         longest_s = worst.rollout_s if record.turn.phase == "rollout" else worst.train_s
         if held_s > LONG_HELD * longest_s:
             return (
-                f"has held {record.turn.phase} for {held_s:,.0f} s, and its profile says "
-                f"{longest_s:,.0f}: rollpacker cluster cancel {record.job.name} --now ends it"
+                f"has held {record.turn.phase} for {held_s:,.1f} s, and its profile says "
+                f"{longest_s:,.1f}: rollpacker cluster cancel {record.job.name} --now ends it"
             )
         return ""
     if record.turn.phase is None and not is_heard:

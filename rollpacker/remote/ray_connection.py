@@ -73,6 +73,12 @@ def find_head() -> str | None:
     return os.environ.get("RAY_ADDRESS") or _running()
 
 
+def head_address() -> str:
+    """Of the head that this process is connected to, as all hosts reach it."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
 def check_version() -> None:
     """Raises `ValueError` for a ray without token authentication."""
     found = tuple(int(part) for part in ray.__version__.split(".")[:2])

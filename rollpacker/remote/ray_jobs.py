@@ -57,12 +57,12 @@ def pool_resource(pool: str) -> str:
 class RayRunner:
     """See `Runner`. This process is connected to ray."""
 
-    def __init__(self, name: str, *, folder: str | Path) -> None:
-        """`name`: of the cluster, for its wardens. What is known of jobs, and what they print, is
-        in `folder`, on the host of each."""
+    def __init__(self, name: str, *, head: str, folder: str | Path) -> None:
+        """`name`: of the cluster, for its wardens. `head`: ray's, as all hosts reach it. What is
+        known of jobs, and what they print, is in `folder`, on the host of each."""
         self._name = name
         self._folder = Path(folder).resolve()
-        self._head: str = ray.get_runtime_context().gcs_address
+        self._head = head
         self._folder.mkdir(parents=True, exist_ok=True)
         self._nodes: dict[str, str] = {}
         """Addresses of nodes, by POOL/NUMBER."""

@@ -17,7 +17,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rollpacker.cluster.mailbox import Letter
 from rollpacker.remote.boxes import Boxes
-from rollpacker.remote.ray_connection import check_answers, connect, say_short
+from rollpacker.remote.ray_connection import (
+    check_answers,
+    connect,
+    head_address,
+    say_short,
+)
 
 NAMESPACE = "rollpacker"
 SCHEME = "ray:"
@@ -40,7 +45,7 @@ class RayMailbox:
         """`name`: of the cluster's boxes, in ray's namespace `rollpacker`. They are made if there
         are none. Raises `OSError` if ray cannot make them."""
         self._name = name
-        self._head: str = ray.get_runtime_context().gcs_address
+        self._head = head_address()
         self._lock = threading.Lock()
         self._actor: Any = None
         self._epoch: str = self._call("epoch", within_s=START_S)

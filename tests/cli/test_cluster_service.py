@@ -345,6 +345,16 @@ def test_serve_refuses_a_bad_file_and_leaves_nothing(command: Command) -> None:
     assert not Path("runs").exists()
 
 
+def test_without_ray_serve_says_what_it_can_do(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollpacker import imports
+
+    monkeypatch.setattr(imports, "missing", lambda package, *, extra, what: f"{what} needs {extra}")
+    said = command.refused("serve", ROOT / "configs/clusters/two-cores.yaml")
+    assert "a cluster on ray needs ray. On this host alone it can do without: --local" in said
+
+
 def test_a_folder_on_a_network_file_system_is_refused(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cli import placement
-from rollpacker.cli.placement import on_this_host, placed, plan_of, request_of, table, this_host
+from rollpacker.cli.placement import (
+    on_nodes,
+    on_this_host,
+    placed,
+    plan_of,
+    request_of,
+    table,
+    this_host,
+)
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.roles import Host, PlacementError
@@ -293,3 +301,38 @@ def test_a_model_that_nobody_knows_is_placed_by_numbers_alone() -> None:
     config = config_with(folder="nobody/knows", **SHARED)
     plan = plan_of(config, [TWO_CORES])
     assert plan.unknown == ("rollout", "train")
+
+
+def hosts_of_cores(**cores: int) -> list[Host]:
+    return [Host(name=name, cores=n, memory_bytes=64 * GIB) for name, n in cores.items()]
+
+
+def devices_by_role(config: RunConfig, hosts: list[Host]) -> dict[str, list[tuple[str, int]]]:
+    plan = plan_of(config, hosts)
+    return {
+        role: [
+            (plan.devices[n].host, plan.devices[n].local)
+            for unit in plan.of(role)
+            for n in unit.devices
+        ]
+        for role in ("rollout", "train")
+    }
+
+
+def test_a_job_of_a_cluster_is_on_the_first_devices_of_its_nodes() -> None:
+    config = config_with("rollout.engines=2", "train.processes=1", "runtime=ray")
+    hosts = hosts_of_cores(a=2, b=4, c=4)
+    for nodes in ({"rollout": ["b"], "train": ["c"]}, {"rollout": ["c"], "train": ["a"]}):
+        found = devices_by_role(on_nodes(config, hosts, nodes), hosts)
+        assert found["rollout"] == [(nodes["rollout"][0], 0), (nodes["rollout"][0], 1)]
+        assert found["train"] == [(nodes["train"][0], 0)]
+    with pytest.raises(ValueError, match=r"placement.rollout has 2 devices.* devices_per_node"):
+        on_nodes(config, hosts_of_cores(a=2, b=1), {"rollout": ["b"], "train": ["a"]})
+
+
+def test_what_a_cluster_gave_a_run_is_in_its_environment() -> None:
+    from rollpacker.cli.hosts import nodes_of
+
+    assert nodes_of({}) == {}
+    environ = {"ROLLPACKER_ROLLOUT_HOSTS": "a,b", "ROLLPACKER_TRAIN_HOSTS": "c"}
+    assert nodes_of(environ) == {"rollout": ["a", "b"], "train": ["c"]}

@@ -396,6 +396,15 @@ def test_a_pool_without_nodes_lets_jobs_wait_and_says_so(house: House) -> None:
     house.until(lambda: ("a", 2) in house.runner.orders)
 
 
+def test_a_job_that_never_leaves_a_pool_is_shown(house: House) -> None:
+    house.desk.submit(lab.job("a", 100, 0.01, 0.01), ["train", "a.yaml"])
+    house.ask("a", "rollout")
+    time.sleep(0.3)
+    why = house.job("a")["why"]
+    assert why.startswith("has held rollout for 0.")
+    assert "its profile says 0.0: rollpacker cluster cancel a --now ends it" in why
+
+
 def test_who_does_not_leave_is_pressed_and_killed(
     wide: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
