@@ -15,9 +15,11 @@ def state(total: int, every: int | None) -> display.State:
     return display.State(SimpleNamespace(history=history), total)  # type: ignore[arg-type]
 
 
-def commit(shown: display.State, step_s: float, evaluation_s: float = 0.0) -> float:
+def commit(
+    shown: display.State, step_s: float, evaluation_s: float = 0.0, waited_s: float = 0.0
+) -> float:
     shown.accounting.history.last_step += 1
-    step = SimpleNamespace(step_s=step_s, seconds={"evaluation": evaluation_s})
+    step = SimpleNamespace(step_s=step_s, waited_s=waited_s, seconds={"evaluation": evaluation_s})
     shown.on_step(step)  # type: ignore[arg-type]
     left = shown.left_s()
     assert left is not None
@@ -53,3 +55,8 @@ def test_slow_early_steps_do_not_count_for_long() -> None:
 def test_nothing_is_left_after_the_last_step() -> None:
     shown = state(1, 1)
     assert commit(shown, 1.0, 9.0) == 0
+
+
+def test_waits_for_pools_come_again() -> None:
+    shown = state(11, None)
+    assert commit(shown, 2.0, waited_s=3.0) == pytest.approx(50, abs=1)
