@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def build_engines(
-    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, sleeps: bool = False
+    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, shares_pools: bool = False
 ) -> Engines:
-    """Those that the config asks for, on these hosts, or on this machine. `sleeps`: they will have
-    to let go of their devices.
+    """Those that the config asks for, on these hosts, or on this machine. `shares_pools`: they will
+    have to let go of their devices for other jobs.
 
     Processes begin to load at once. Raises `ValueError` if there are fewer devices, or if the model
     cannot be cut in as many parts.
@@ -36,6 +36,7 @@ def build_engines(
     from rollpacker.rollout.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
+    sleeps = config.train.colocate or shares_pools
     if not config.engines_are_apart:
         loaded = policy.loaded
         give_adapter(config, loaded.model)

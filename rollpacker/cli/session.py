@@ -123,11 +123,13 @@ class Session:
         from rollpacker.controller.shared_devices import let_go_of_all
 
         reward_hosts = start_reward_hosts(self.config, policy, self.hosts, self.stack)
-        parks = self.config.train.colocate or self.seat.shares_pools
-        engines = build_engines(self.config, policy, self.hosts, sleeps=parks)
+        shares = self.seat.shares_pools
+        engines = build_engines(self.config, policy, self.hosts, shares_pools=shares)
         self.stack.callback(lambda: Caller().run(engines.close()))
         Caller().run(all_made(engines))
-        if parks:  # until weights are handed over: the trainer is to load
+        if (
+            self.config.train.colocate or shares
+        ):  # until weights are handed over: the trainer is to load
             Caller().run(let_go_of_all(engines))
         wait_for_reward_hosts(reward_hosts, policy)
         return engines, reward_hosts

@@ -272,9 +272,7 @@ class Ranks:
         self._started.append(Rank(number=number, pid=child.pid, line=line, child=child))
 
     def connect(self) -> None:
-        """Wait until all are there. Raises `TrainerProcessError` if one ends before. Idempotent."""
-        if self.all:
-            return
+        """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
         environment: dict[str, str] = {}
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class ProcessTrainer:
     """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
 
-    `ranks` are started and not yet connected; they end with the trainer. `engine_weights` are what
+    `ranks` are started, connected or not yet; they end with the trainer. `engine_weights` are what
     the engine's copy consists of: names, shapes and dtypes. `journal_in`: see `Journal`. Raises
     `TrainerProcessError` if a process ends, then or in any later call.
     """
@@ -308,7 +308,8 @@ class ProcessTrainer:
     def _begin(self, tell: Callable[[], None]) -> None:
         """Of ranks that were started. `tell`: see `restore`."""
         began = time.perf_counter()
-        self._ranks.connect()
+        if not self._ranks.all:  # else they are
+            self._ranks.connect()
         tell()
         self._all("setup", self._setup)
         self._map_weights()

@@ -151,6 +151,9 @@ def test_on_cuda_engines_know_that_they_will_sleep(monkeypatch: pytest.MonkeyPat
     assert [one["CUDA_VISIBLE_DEVICES"] for _, one in made] == ["0", "1"]
     build_engines(replace(config, train=replace(config.train, colocate=False)), policy)
     assert moved == ["cpu"] and not made[-1][0]["sleeps"]
+    apart = replace(config, train=replace(config.train, colocate=False))
+    build_engines(apart, policy, shares_pools=True)
+    assert moved == ["cpu", "cpu"] and made[-1][0]["sleeps"]
 
 
 # --- for real -------------------------------------------------------------------------------------
