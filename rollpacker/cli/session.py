@@ -169,6 +169,7 @@ class Session:
             time_s=time_s + seconds,
             salvage=salvage,
             seat=self.seat.seat,
+            publish=self.hosts.publish,
         )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)

@@ -46,7 +46,7 @@ from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
 from rollpacker.controller.fetching import Fetching
 from rollpacker.controller.generation import Generation
-from rollpacker.controller.hand_over import HandingOver
+from rollpacker.controller.hand_over import HandingOver, Publish
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
 from rollpacker.controller.pools import open_pools
@@ -110,10 +110,12 @@ class Controller:
         time_s: float,
         salvage: Salvage | None = None,
         seat: Seat | None = None,
+        publish: Publish = lambda source: {},
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
         found of the round that was interrupted. `seat`: where the run waits for devices that it
-        shares with other jobs, engines and trainer being parked. None: they are its own."""
+        shares with other jobs, engines and trainer being parked. None: they are its own. `publish`:
+        brings new weights to the engines' hosts, where engines do not take them at once."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -131,6 +133,7 @@ class Controller:
         self._pools = pools = open_pools(
             seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
         )
+        self._publish = publish
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._salvage = salvage or Salvage(
@@ -265,7 +268,7 @@ class Controller:
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
-                publishes=self._pools.are_shared,
+                publish=self._publish if self._pools.are_shared else None,
             ),
             commits,
             self._recovery,

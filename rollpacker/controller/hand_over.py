@@ -11,23 +11,33 @@ to the weights: `Replace` or `Resize` in, `EngineReady` out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.engines import Engines, Weights
 from rollpacker.controller.held import Handle, Layout
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.shared_devices import SharedDevices, take_all_back
-from rollpacker.controller.waiting import failures
+from rollpacker.controller.waiting import failures, in_daemon_thread
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
 from rollpacker.rollout.engine import Engine, EngineError
 from rollpacker.trainer.trainer import Trainer, TrainerError
+
+if TYPE_CHECKING:
+    from rollpacker.weight_buffer import WeightSource
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[["WeightSource"], Mapping[str, Exception]]
+"""Brings weights to all hosts with engines; returns which could not be reached, and why."""
 
 WRITTEN_S = 0.02
 """How often an engine that waits for weights looks whether the trainer has written them."""
@@ -44,8 +54,9 @@ class HandingOver:
     trainer: Trainer
     engines: Engines
     devices: SharedDevices
-    publishes: bool
-    """Engines take the weights when they wake up, on devices that are other jobs' until then."""
+    publish: Publish | None
+    """Engines take the weights when they wake up, on devices that are other jobs' until then; this
+    brings them to the engines' hosts before. None: engines are awake, and take them at once."""
 
     def routes(self) -> Routes:
         return {
@@ -62,7 +73,8 @@ class HandingOver:
         with self.bus.lock:
             self.engines.expect(Weights(version, None))
         weights = Weights(version, await self.trainer.hand_over())
-        if self.publishes:
+        if self.publish is not None:
+            await self._bring_to_hosts(self.publish, weights)
             with self.bus.lock:
                 self.engines.expect(weights)
             return
@@ -75,6 +87,19 @@ class HandingOver:
                 raise error
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
+
+    async def _bring_to_hosts(self, publish: Publish, weights: Weights) -> None:
+        """Where one cannot be reached, an engine there asks for the weights itself, or is lost."""
+        assert weights.hand_over is not None
+        source = weights.hand_over.weights
+        if source is None or isinstance(source, Mapping):  # engines are in this process
+            return
+        try:
+            failed = await in_daemon_thread(publish, source)
+        except OSError as error:
+            failed = {"the trainer's host": error}
+        for host, why in failed.items():
+            logger.warning("weights were not published to %s: %s", host, why)
 
     def _replace(self, command: Replace) -> None:
         self._start_filling(command.engine, command.incarnation, self.engines.layout)
