@@ -114,8 +114,7 @@ class Controller:
     ) -> None:
         """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
         found of the round that was interrupted. `seat`: where the run waits for devices that it
-        shares with other jobs, engines and trainer being parked. None: they are its own. `publish`:
-        brings new weights to the engines' hosts, where engines do not take them at once."""
+        shares, engines and trainer being parked; then `publish` brings weights to their hosts."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -131,9 +130,8 @@ class Controller:
             shares_pools=seat is not None,
         )
         self._pools = pools = open_pools(
-            seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
+            seat, publish, *(bus, main, watch), devices=self._devices, engines=parts.engines
         )
-        self._publish = publish
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)
         self._salvage = salvage or Salvage(
@@ -268,7 +266,7 @@ class Controller:
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
-                publish=self._publish if self._pools.are_shared else None,
+                publish=self._pools.publish,
             ),
             commits,
             self._recovery,

@@ -22,7 +22,7 @@ from rollpacker.bus import Bus, OwnPools, Routes
 from rollpacker.cluster.seat import Seat
 from rollpacker.controller.engines import Engines, Weights
 from rollpacker.controller.errors import EnginesLost, reaching_the_cluster
-from rollpacker.controller.hand_over import bring_up_to_date
+from rollpacker.controller.hand_over import Publish, bring_up_to_date
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.shared_devices import SharedDevices, on_engines
@@ -41,7 +41,9 @@ SWITCH = "switch"
 class Pools:
     """That nobody else uses: they are there at once, and nobody parks."""
 
-    are_shared = False
+    publish: Publish | None = None
+    """How weights come to the engines' hosts while engines sleep. None: engines are always awake,
+    and take them at once."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -81,8 +83,6 @@ class _Wait:
 class SharedPools(Pools):
     """The run has a seat in a cluster."""
 
-    are_shared = True
-
     def __init__(
         self,
         bus: Bus,
@@ -92,8 +92,10 @@ class SharedPools(Pools):
         devices: SharedDevices,
         engines: Engines,
         seat: Seat,
+        publish: Publish,
     ) -> None:
         super().__init__(bus)
+        self.publish = publish
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
@@ -265,6 +267,7 @@ class SharedPools(Pools):
 
 def open_pools(
     seat: Seat | None,
+    publish: Publish,
     bus: Bus,
     main: MainTask,
     watch: Watch,
@@ -275,7 +278,9 @@ def open_pools(
     """Those of a run that has this seat, or none."""
     if seat is None:
         return Pools(bus)
-    return SharedPools(*(bus, main, watch), devices=devices, engines=engines, seat=seat)
+    return SharedPools(
+        *(bus, main, watch), devices=devices, engines=engines, seat=seat, publish=publish
+    )
 
 
 def _wake_up(handle: Handle, weights: Weights) -> None:
