@@ -26,6 +26,7 @@ BUSY_S = 2.0
 KEEP_S = 900.0
 """Letters that were dealt with are known for so long, so that none comes twice."""
 
+_CURE = ". Remove it, if the host has crashed: what it held is said once more"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS letters (
@@ -107,12 +108,15 @@ class FileMailbox:
             if base is None:
                 base = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
                 base.execute("PRAGMA journal_mode = WAL")
-                base.execute("PRAGMA synchronous = NORMAL")
+                # A beat must not wait for a disk. Letters outlive all processes, and not the host:
+                # nobody who wrote them does either.
+                base.execute("PRAGMA synchronous = OFF")
                 self._own.base = base
             yield base
         except sqlite3.Error as error:
             self.close()
-            raise OSError(f"{self.path}: {error}") from error
+            cure = "" if isinstance(error, sqlite3.OperationalError) else _CURE
+            raise OSError(f"{self.path}: {error}{cure}") from error
 
 
 def open_mailbox(address: str) -> FileMailbox:

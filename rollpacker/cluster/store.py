@@ -22,6 +22,9 @@ from rollpacker.core import cluster as core
 from rollpacker.core.plain import from_plain, to_plain
 
 FORMAT = 1
+_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored")
+"""Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
+the last ones, with all processes that they are about."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -77,7 +80,6 @@ class Store:
         with self._errors():
             self._base = sqlite3.connect(path, timeout=5.0, isolation_level=None)
             self._base.execute("PRAGMA journal_mode = WAL")
-            self._base.execute("PRAGMA synchronous = FULL")
             self._base.executescript(_TABLES)
         found = int(self._fact("format", str(FORMAT)))
         if found > FORMAT:
@@ -108,7 +110,9 @@ class Store:
         """All of it, or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]
+        is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)
         with self._errors():
+            self._base.execute(f"PRAGMA synchronous = {'FULL' if is_asked_for else 'NORMAL'}")
             self._base.execute("BEGIN IMMEDIATE")
             try:
                 self._base.executemany("INSERT INTO events (event, commands) VALUES (?, ?)", rows)

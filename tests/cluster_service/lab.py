@@ -72,7 +72,7 @@ class Desk:
         self._meanwhile = meanwhile
         self._number = self._after = 0
 
-    def ask(self, kind: str, within_s: float = 20.0, **facts: Any) -> dict[str, Any]:
+    def ask(self, kind: str, within_s: float = 90.0, **facts: Any) -> dict[str, Any]:
         self._number += 1
         until = time.monotonic() + within_s
         while time.monotonic() < until:

@@ -80,6 +80,12 @@ def test_a_locked_file_is_waited_for_and_then_an_error(
     assert len(mailbox.read("a", 0, 0.0)) == 2
 
 
+def test_a_broken_file_is_an_error_with_its_cure(tmp_path: Path) -> None:
+    (tmp_path / "mail.db").write_bytes(b"no database" * 100)
+    with pytest.raises(OSError, match="Remove it, if the host has crashed"):
+        FileMailbox(tmp_path / "mail.db")
+
+
 def test_its_address_leads_to_it_and_its_epoch_is_that_of_its_letters(tmp_path: Path) -> None:
     mailbox = FileMailbox(tmp_path / "mail.db")
     again = open_mailbox(mailbox.address)
