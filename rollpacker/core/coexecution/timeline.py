@@ -57,7 +57,8 @@ class GroupTimeline:
         now_s, _, number, what = heapq.heappop(self._heap)
         name = self._names[number]
         if what == "rollout" or what == "train":
-            granted = self._turns.ask(name, what, now_s)
+            phase: Phase = "rollout" if what == "rollout" else "train"
+            granted = self._turns.ask(name, phase, now_s)
         elif what == "left rollout":
             granted = self._turns.leave(name, "rollout", now_s)
             self._push(now_s + self._now[number].between_s, number, "train")
