@@ -260,6 +260,7 @@ def test_one_message_and_nothing_is_simulated(
         ("cluster_held_out", "rows"),
         ("cluster_beyond", "profiles"),
         ("cluster_confidence_profile_alone", "cells"),
+        ("cluster_confidence", "cells"),
     ],
 )
 def test_the_page_has_what_was_measured(
