@@ -137,7 +137,9 @@ def table(profiles: Mapping[str, Seeds]) -> str:
                 rows["shipped"]["over_optimum"] / rows["rollmux"]["over_optimum"] - 1
                 for rows in seeds
             ]
-            told = f"{fmean(less):+.1%}; {min(less):+.1%} to {max(less):+.1%}"
+            told = f"{fmean(less):+.1%}"
+            if len(less) > 1:
+                told += f"; {min(less):+.1%} to {max(less):+.1%}"
             cells[arms.index("shipped")] += f" ({told})"
         lines.append("| " + " | ".join([profile, *cells]) + " |")
     return "\n".join(lines)

@@ -75,15 +75,17 @@ def summed(cell: Cell, traces: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(cells: list[dict[str, Any]]) -> str:
     """As docs/many-jobs.md has it: a row for each arm and growth."""
-    lines = ["| | lengths | " + " | ".join(f"stated {one:g}" for one in STATED) + " | price/h |"]
-    lines.append("|---|---|" + "---|" * (len(STATED) + 1))
+    stated = " | ".join(f"stated {one:g}" for one in STATED)
+    lines = [f"| | lengths | {stated} | jobs each | price/h |"]
+    lines.append("|---|---|" + "---|" * (len(STATED) + 2))
     for arm in dict.fromkeys(one["arm"] for one in cells):
         for growth in GROWTHS:
             row = [one for one in cells if (one["arm"], one["growth"]) == (arm, growth)]
             told = f"grow by {growth:.0%}" if growth else "as profiled"
             kept = [f"{one['kept']:.2%}" for one in row]
             price = f"{sum(one['price_per_h'] for one in row) / len(row):.0f}"
-            lines.append("| " + " | ".join([arm, told, *kept, price]) + " |")
+            each = f"{row[0]['jobs']:,}"
+            lines.append("| " + " | ".join([arm, told, *kept, each, price]) + " |")
     return "\n".join(lines)
 
 

@@ -38,6 +38,8 @@ POOLS = (
          host_memory_gib=1500),
 )  # fmt: skip
 NODES = [Node(pool.name, number) for pool in POOLS for number in range(pool.nodes)]
+PHASES: Sequence[tuple[Phase, Pool]] = (("rollout", POOLS[0]), ("train", POOLS[1]))
+ASKS: Sequence[Phase] = ("rollout", "rollout", "train")
 MAX_GROUP = 4
 MAX_JOBS = 14
 """At a time."""
@@ -139,7 +141,7 @@ class Witness:
         assert self.open.issuperset((*start.rollout_nodes, *start.train_nodes)), start
         there = [name for name, one in self.on.items() if one.group == start.group]
         assert len(there) <= MAX_GROUP, there
-        for phase, pool in (("rollout", POOLS[0]), ("train", POOLS[1])):
+        for phase, pool in PHASES:
             for node in self.nodes(start.job, phase):
                 users = [name for name in self.on if node in self.nodes(name, phase)]
                 assert {self.on[name].group for name in users} == {start.group}, users
@@ -265,7 +267,7 @@ class Drive:
             if grant.phase == "train":
                 self._commit(name)
         elif name not in witness.asked:
-            witness.asked[name] = phase = rng.choice(("rollout", "rollout", "train"))
+            witness.asked[name] = phase = rng.choice(ASKS)
             self.tell(core.Asked(self.now_s, name, phase))
         elif rng.random() < 0.02:
             phase = witness.asked[name]

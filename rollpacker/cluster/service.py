@@ -239,7 +239,8 @@ class Service:
             case "committed":
                 times = times_of(facts)
                 if facts["step"] > record.steps:
-                    event = core.Committed(self._now_s, letter.sender, sum(times))
+                    kind = str(facts["kind"])
+                    event = core.Committed(self._now_s, letter.sender, sum(times), times, kind)
                     self._happen(event, facts)
         return None
 

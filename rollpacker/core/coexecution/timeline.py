@@ -56,7 +56,7 @@ class GroupTimeline:
         """Whether anybody has begun an iteration by this."""
         now_s, _, number, what = heapq.heappop(self._heap)
         name = self._names[number]
-        if what in ("rollout", "train"):
+        if what == "rollout" or what == "train":
             phase: Phase = "rollout" if what == "rollout" else "train"
             granted = self._turns.ask(name, phase, now_s)
         elif what == "left rollout":
