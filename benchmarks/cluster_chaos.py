@@ -10,7 +10,7 @@ A witness beside the devices sees whether two jobs are ever on one. Every job's 
 iteration once, each made of the one before. Measured are: how long after a loss the service knows
 (a stopped job: after its lease of 5 s), and how long a new service takes to answer.
 
-    python benchmarks/cluster_chaos.py [--faults 200] [--quick]      # 200 take about 8 minutes
+    python benchmarks/cluster_chaos.py [--faults 200] [--quick]      # 60 take 2 minutes
 """
 
 from __future__ import annotations
