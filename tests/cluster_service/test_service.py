@@ -106,10 +106,10 @@ class House:
 
     # -- a job ---------------------------------------------------------------------------
 
-    def say(self, name: str, kind: str, incarnation: int = 1, **facts: Any) -> None:
+    def say(self, name: str, letter: str, incarnation: int = 1, **facts: Any) -> None:
         self._num_posted += 1
         facts = {**facts, "incarnation": incarnation}
-        self.mailbox.post(SERVICE, name, f"{incarnation}/{self._num_posted}", kind, facts)
+        self.mailbox.post(SERVICE, name, f"{incarnation}/{self._num_posted}", letter, facts)
 
     def ask(self, name: str, pool: str, incarnation: int = 1) -> None:
         self.asks[name] = self.asks.get(name, 0) + 1
@@ -122,7 +122,7 @@ class House:
 
     def commit(self, name: str, step: int, incarnation: int = 1, seconds: float = 10.0) -> None:
         times = {"rollout_s": seconds, "between_s": 0.0, "train_s": 0.0, "after_s": 0.0}
-        self.say(name, "committed", incarnation, step=step, **times)
+        self.say(name, "committed", incarnation, step=step, kind="plain", **times)
         self.step()
 
     def heard(self, name: str) -> list[tuple[str, Any]]:
@@ -227,7 +227,16 @@ def test_what_a_job_said_before_its_end_counts_first(house: House) -> None:
     submit(house, "a")
     house.ask("a", "train")
     house.end("a", 1)
-    house.say("a", "committed", step=1, rollout_s=1.0, between_s=0.0, train_s=1.0, after_s=0.0)
+    house.say(
+        "a",
+        "committed",
+        step=1,
+        kind="plain",
+        rollout_s=1.0,
+        between_s=0.0,
+        train_s=1.0,
+        after_s=0.0,
+    )
     house.until(lambda: ("a", 2) in house.runner.orders)
     assert house.job("a")["steps"] == 1
 
@@ -485,7 +494,16 @@ def test_a_question_is_answered_though_the_service_died_of_it(
     house.commit("a", 1)
     house.mailbox.post(SERVICE, "somebody", "7", "status", {})
     house.say("a", "ask", ask=1, pool="rollout", purpose="round")
-    house.say("a", "committed", step=2, rollout_s=9.0, between_s=0.0, train_s=1.0, after_s=0.0)
+    house.say(
+        "a",
+        "committed",
+        step=2,
+        kind="plain",
+        rollout_s=9.0,
+        between_s=0.0,
+        train_s=1.0,
+        after_s=0.0,
+    )
     with monkeypatch.context() as dying:
         dying.setattr(Service, "_start_due", die)
         with pytest.raises(Killed):
@@ -560,7 +578,7 @@ def test_one_run_is_submitted_once(house: House) -> None:
 def test_nonsense_in_a_letter_changes_nothing(house: House) -> None:
     submit(house, "a")
     house.say("a", "ask", ask=1, pool="moon", purpose="round")
-    house.say("a", "committed", step=1, rollout_s=-1.0, between_s=0.0)
+    house.say("a", "committed", step=1, kind="plain", rollout_s=-1.0, between_s=0.0)
     house.mailbox.post(SERVICE, "a", "odd", "ask", {})
     house.mailbox.post(SERVICE, "nobody", "odd", "beat", {"incarnation": 1, "left": 0})
     house.step()

@@ -42,6 +42,15 @@ class Town:
         return int((self.folder / "jobs" / name / "1" / "process").read_text())
 
 
+def has_ended(pid: int) -> bool:
+    """Also where nobody has asked yet how."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 @pytest.fixture
 def town(tmp_path: Path) -> Iterator[Town]:
     town = Town(tmp_path)
@@ -75,8 +84,7 @@ def test_a_stopped_job_is_ended_before_its_pool_is_given_on(town: Town) -> None:
     town.restart()
     town.until(lambda: town.desk.status()["a"]["incarnation"] == 2)
     assert time.monotonic() - stopped_s < LEASE_S + 5.0
-    with pytest.raises(ProcessLookupError):
-        os.kill(town.process("a"), signal.SIGCONT)
+    assert has_ended(town.process("a"))
     town.until(lambda: all(town.state(name) == "done" for name in "ab"))
     assert [lab.problems(town.desk, name, 4) for name in "ab"] == [[], []]
     assert violations(town.desk.devices) == []

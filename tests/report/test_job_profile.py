@@ -23,7 +23,8 @@ from rollpacker.report.job_profile import (
     whole,
     without_warm_up,
 )
-from rollpacker.report.phase_times import SWITCH, IterationTimes
+from rollpacker.report.phase_times import IterationTimes
+from rollpacker.report.step_history import POOL_SWITCH
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
 
@@ -153,7 +154,7 @@ def test_a_log_with_waits_says_the_same_and_what_switches_took(tmp_path: Path) -
     for entry in waited:
         parked.append(entry)
         if isinstance(entry, Record) and any(isinstance(one, Leave) for one in entry.commands):
-            parked.append(Note(time_s=entry.time_s, name=SWITCH, seconds=0.5, step=0))
+            parked.append(Note(time_s=entry.time_s, name=POOL_SWITCH, seconds=0.5, step=0))
     third = read_profile(run_folder(tmp_path / "parked", parked))
     assert third.switch_s == {pool: s + 0.5 for pool, s in second.switch_s.items()}
     assert job_of_run(tmp_path / "parked", name="a", slo=2, steps=9).model_gb == 0
