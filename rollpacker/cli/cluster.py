@@ -66,24 +66,7 @@ def _add_serving(actions: Any) -> None:
     serve.add_argument(
         "--local", action="store_true", help="without ray: jobs are processes of this host"
     )
-    submit = actions.add_parser(
-        "submit",
-        help="hand in a run",
-        description="Checks a run's config and hands it in; it starts once there are nodes.",
-    )
-    submit.add_argument("config", metavar="RUN.yaml", help="as for rollpacker train")
-    submit.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
-    submit.add_argument(
-        "--slo", type=float, default=1.5, help="how many times as long it may take (default: 1.5)"
-    )
-    submit.add_argument("--profile", metavar="RUN", help="folder of a run like it, for its seconds")
-    submit.add_argument(
-        "--phases", metavar="ROLLOUT,TRAIN", help="mean seconds of both, instead of a profile"
-    )
-    submit.add_argument("--priority", type=int, default=0, help="higher ones come first")
-    submit.add_argument("--owner", help="whose quota it counts against (default: you)")
+    submit = _add_submit(actions)
     jobs = actions.add_parser("jobs", help="who is there")
     show = actions.add_parser("show", help="all about one job")
     top = actions.add_parser("top", help="the cluster, live; Ctrl-C ends it")
@@ -102,6 +85,40 @@ def _add_serving(actions: Any) -> None:
         )
     for one in (submit, jobs, show, top):
         one.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
+def _add_submit(actions: Any) -> argparse.ArgumentParser:
+    submit = actions.add_parser(
+        "submit",
+        help="hand in a run",
+        description="Checks a run's config and hands it in; it starts once there are nodes. Or a "
+        "program that takes its turns by rollpacker.cluster.phase.",
+    )
+    submit.add_argument("config", metavar="RUN.yaml", help="as for rollpacker train; or PROGRAM.py")
+    submit.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
+    submit.add_argument(
+        "--slo", type=float, default=1.5, help="how many times as long it may take (default: 1.5)"
+    )
+    submit.add_argument("--profile", metavar="RUN", help="folder of a run like it, for its seconds")
+    submit.add_argument(
+        "--phases", metavar="ROLLOUT,TRAIN", help="mean seconds of both, instead of a profile"
+    )
+    program = submit.add_argument_group("of a program")
+    program.add_argument("--arguments", default="", help="that it is given, as a shell reads them")
+    program.add_argument("--name", help="of the job (default: the program's)")
+    program.add_argument("--steps", type=int, help="iterations that it makes")
+    program.add_argument(
+        "--devices", metavar="ROLLOUT,TRAIN", help="how many of each pool (default: 1,1)"
+    )
+    program.add_argument(
+        "--memory-gib", type=float, default=0.0, help="host memory that it keeps on a node, parked"
+    )
+    submit.add_argument("--priority", type=int, default=0, help="higher ones come first")
+    submit.add_argument("--owner", help="whose quota it counts against (default: you)")
+    assert isinstance(submit, argparse.ArgumentParser)
+    return submit
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import argparse
 import getpass
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,33 +22,24 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from rollpacker.cli.cluster_desk import open_desk
-    from rollpacker.config.load import config_of, load_config
-    from rollpacker.config.schema import RunConfig
+    from rollpacker.cli.cluster_program import SUFFIX, facts_of_program, job_of_program
+    from rollpacker.config.load import config_of
     from rollpacker.core.coexecution.nodes import check_job
     from rollpacker.core.plain import to_plain
     from rollpacker.sim.cluster_spec import ClusterSpec
 
     check_slo(args.slo)
-    config = load_config(args.config, args.overrides, RunConfig)
-    check_shares(config)
-    check_devices(config)
-    check_seconds(args, config)
+    is_program = args.config.endswith(SUFFIX)
+    config = None if is_program else _checked(args)
     desk = open_desk(args.cluster)
     spec = config_of(dict(desk.facts.spec), (), ClusterSpec, where=str(desk.folder))
-    job = job_of(args, config, spec)
+    if config is None:
+        job, facts = job_of_program(args, _owner(args)), facts_of_program(args)
+    else:
+        job, facts = job_of(args, config, spec), facts_of(args, config)
     check_job(job, spec.core_pools())
     check_reachable(job)
-    answer = desk.ask(
-        "submit",
-        {
-            "job": to_plain(job),
-            "command": command_of(args.config, args.overrides),
-            "resume": [],  # the command does so by itself
-            "environ": {},
-            "folder": str(Path.cwd()),
-            "run": str(run_folder(config)),
-        },
-    )
+    answer = desk.ask("submit", {"job": to_plain(job), **facts})
     if args.json:
         print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
     else:
@@ -68,21 +59,41 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
     return f"{job} starts on {nodes}, {f'beside {others}' if others else 'alone'}. {see} tells more"
 
 
-def _user() -> str:
+def _checked(args: argparse.Namespace) -> RunConfig:
+    """The run's config, of a run that can be a job. Raises `ValueError`."""
+    from rollpacker.cli.cluster_program import check_no_program
+    from rollpacker.cli.seats import check_shares
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+
+    config = load_config(args.config, args.overrides, RunConfig)
+    check_no_program(args)
+    check_shares(config)
+    check_devices(config)
+    check_seconds(args, config)
+    return config
+
+
+def _owner(args: argparse.Namespace) -> str:
+    """Who is said, or who asks."""
+    if args.owner is not None:
+        return str(args.owner)
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container without a name for its user
         return ""
 
 
-def run_folder(config: RunConfig) -> Path:
-    return (Path(config.runs_dir).expanduser() / config.name).resolve()
-
-
-def command_of(config: str, overrides: Sequence[str]) -> list[str]:
-    """What the job is started with, and started again: it goes on from what there is."""
-    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(Path(config).resolve())]
-    return [*train, *overrides, "--resume=auto"]
+def facts_of(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    """How the run is started, and started again: it goes on from what there is."""
+    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(Path(args.config).resolve())]
+    return {
+        "command": [*train, *args.overrides, "--resume=auto"],
+        "resume": [],  # the command does so by itself
+        "environ": {},
+        "folder": str(Path.cwd()),
+        "run": str((Path(config.runs_dir).expanduser() / config.name).resolve()),
+    }
 
 
 # -- what a job may not be ---------------------------------------------------------
@@ -95,33 +106,6 @@ def check_slo(slo: float) -> None:
             f"--slo {slo:g}: alone a job has a slowdown of 1, and sharing makes no job faster. "
             "Give 1 or more, such as 1.3"
         )
-
-
-def check_shares(config: RunConfig) -> None:
-    """Whether the run can leave a pool to others. Raises `ValueError`."""
-    lines = config.placement
-    if config.train.processes is None and lines is None:
-        raise ValueError(
-            f"{config.name} has no train.processes: its trainer lives in the run's own process, "
-            "and could not leave its devices to other jobs. Set train.processes=1 or more"
-        )
-    if config.train.colocate or (lines is not None and lines.turns):
-        key = "placement.colocate" if lines is not None else "train.colocate"
-        raise ValueError(
-            f"{config.name} has {key}: its engines and its trainer take turns on the same devices, "
-            "and in a cluster they are on two pools. Leave it out"
-        )
-    if lines is not None and {"judge", "rollout"} <= set(lines.colocate):
-        raise ValueError(
-            f"{config.name} has a judge on the devices of its engines (placement.colocate), which "
-            "it would need while other jobs have them. Give placement.judge devices of its own"
-        )
-    for number, reward in enumerate(config.rewards):
-        if reward.arguments.get("model_path") and reward.function == "judge":
-            raise ValueError(
-                f"rewards.{number} is a judge with model_path: its engine is in the run's process, "
-                "on devices that other jobs have meanwhile. Serve that model, and give its url"
-            )
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
@@ -164,7 +148,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
         "name": config.name,
         "slo": args.slo,
         "priority": args.priority,
-        "owner": _user() if args.owner is None else args.owner,
+        "owner": _owner(args),
     }
     if args.phases is not None:
         return _of_phases(args.phases, config, spec, own)
@@ -201,7 +185,7 @@ def _of_phases(
     from rollpacker.report.job_profile import devices_of, needs_of, steps_of
     from rollpacker.trainer.estimate import estimate
 
-    rollout_s, train_s = _phases(text)
+    rollout_s, train_s = seconds_of(text)
     known = estimate(config)
     count = known.num_parameters or 0
     needs = needs_of(
@@ -215,7 +199,8 @@ def _of_phases(
     return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))
 
 
-def _phases(text: str) -> tuple[float, float]:
+def seconds_of(text: str) -> tuple[float, float]:
+    """Of a rollout and of a training. Raises `ValueError`."""
     try:
         rollout_s, train_s = map(float, text.split(","))
         if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):

@@ -129,16 +129,24 @@ def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -
 def check_shares(config: RunConfig) -> None:
     """Raises `ValueError`, one message, for a config whose parts cannot take turns on pools of
     devices with other jobs."""
-    if config.train.processes is None:
+    lines = config.placement
+    if config.train.processes is None and lines is None:
         raise ValueError(
             "a job of a cluster takes turns on the devices of its trainer and of its engines, but "
             "without train.processes the trainer works on the engine's own weights: set "
             "train.processes"
         )
-    if config.train.colocate:
+    if config.train.colocate or (lines is not None and lines.turns):
+        key = "train.colocate" if lines is None else "placement.colocate"
         raise ValueError(
-            "train.colocate does not go with a job of a cluster, whose engines and trainer are on "
-            "devices of two pools: leave train.colocate out"
+            f"{key} does not go with a job of a cluster, whose engines and trainer are on devices "
+            f"of two pools: leave {key} out"
+        )
+    if lines is not None and {"judge", "rollout"} <= set(lines.colocate):
+        raise ValueError(
+            "placement.colocate puts a judge on the devices of the engines, which a job of a "
+            "cluster gives to other jobs while verdicts are awaited: give placement.judge devices "
+            "of its own"
         )
     if config.model.quantization is not None:
         raise ValueError(
