@@ -170,6 +170,7 @@ bench: $(VENV)/.installed-dev
 	  fleet_speed engines_sim pipeline_published beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume pipeline_resume pipeline_learning streaming \
 	  engine_process migration two_engines \
+  cluster_same_bits cluster_real cluster_size cluster_chaos cluster_chaos_runs coexecution_period cluster_speed \
 	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
