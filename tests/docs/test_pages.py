@@ -153,11 +153,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def needs_service(words: tuple[str, ...]) -> bool:
+    """Those are run by `SERVED`."""
+    return words[0] == "cluster" and words[1] != "simulate"
+
+
 def runnable(words: tuple[str, ...]) -> bool:
     """Whether all that the command needs is on this machine."""
     path = config_of(parsed(words)) or ""
-    if words[0] == "cluster" and words[1] != "simulate":
-        return False  # with a service: tests/cli/test_cluster_service.py
+    if needs_service(words):
+        return False
     if words[0] == "plan" and "scenarios/" in path:
         return False  # minutes
     if words[0] == "train" and "vllm" in path:
@@ -167,6 +172,7 @@ def runnable(words: tuple[str, ...]) -> bool:
     )
 
 
+SERVED = ROOT / "tests/cli/test_cluster_service.py"
 RUNNABLE = list(dict.fromkeys(words for _, words in COMMANDS if runnable(words)))
 
 
@@ -221,4 +227,8 @@ def test_the_algorithm_of_the_page_is_centred() -> None:
 
 
 def test_most_commands_are_run() -> None:
-    assert len(RUNNABLE) > 0.7 * len({words for _, words in COMMANDS})
+    known = {words for _, words in COMMANDS}
+    served = {words for words in known if needs_service(words)}
+    there = SERVED.read_text()
+    assert {words[1] for words in served if f'"{words[1]}"' not in there} <= {"serve"}
+    assert len(RUNNABLE) > 0.7 * len(known - served)
