@@ -93,9 +93,11 @@ class SharedPools(Pools):
         engines: Engines,
         seat: Seat,
         publish: Publish,
+        tell: Callable[[], None],
     ) -> None:
+        """`tell`: shows the observers, of whom one tells the cluster of commits, what happened."""
         super().__init__(bus)
-        self.publish = publish
+        self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
@@ -189,6 +191,9 @@ class SharedPools(Pools):
         self._last = asyncio.get_running_loop().create_task(work())
 
     async def _enter(self, wait: _Wait) -> None:
+        # The cluster hears of a commit before it is asked for more: it moves no job that holds
+        # devices already.
+        self._tell()
         if not await self._granted(wait):
             return
         began = self.bus.clock.now()
@@ -268,6 +273,7 @@ class SharedPools(Pools):
 def open_pools(
     seat: Seat | None,
     publish: Publish,
+    tell: Callable[[], None],
     bus: Bus,
     main: MainTask,
     watch: Watch,
@@ -279,7 +285,12 @@ def open_pools(
     if seat is None:
         return Pools(bus)
     return SharedPools(
-        *(bus, main, watch), devices=devices, engines=engines, seat=seat, publish=publish
+        *(bus, main, watch),
+        devices=devices,
+        engines=engines,
+        seat=seat,
+        publish=publish,
+        tell=tell,
     )
 
 

@@ -20,7 +20,7 @@ from rollpacker.controller.errors import DeadlineExceeded, HostsLost
 from rollpacker.controller.pools import SWITCH
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
-from rollpacker.core.events import EngineReady, Entered, StopRequested, TrainerLost
+from rollpacker.core.events import Committed, EngineReady, Entered, StopRequested, TrainerLost
 from rollpacker.core.records import Note
 from rollpacker.report.log import EventLog
 from rollpacker.rollout.engine import EngineError, GenerationRequest
@@ -212,6 +212,25 @@ def test_it_computes_what_it_does_alone_with_its_parts_there_only_in_their_turn(
     assert parkings
     replayed = replay(list(EventLog(tmp_path / "shared" / "events.jsonl")))
     assert replayed.difference is None
+
+
+def test_the_cluster_hears_of_a_commit_before_it_is_asked_for_the_next_round(
+    tmp_path: Path,
+) -> None:
+    """It moves a job, or empties a drained node, at commits, and nobody who holds devices."""
+    controller, recorder, seat, *_ = shared(tmp_path, evaluates=False)
+    feed = recorder.feed
+
+    def noting(entry: Any) -> None:
+        feed(entry)
+        if isinstance(getattr(entry, "event", None), Committed):
+            seat.said.append(("committed",))
+
+    recorder.feed = noting
+    drive(controller)
+    said = [one for one in seat.said if one in (("ask", "rollout", "round"), ("committed",))]
+    assert len(said) >= 12
+    assert said == [("ask", "rollout", "round"), ("committed",)] * (len(said) // 2)
 
 
 def test_an_engine_that_slept_through_updates_samples_from_the_last(tmp_path: Path) -> None:
