@@ -32,6 +32,7 @@ from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Entered, PoolNeeded, PoolUnneeded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
+from rollpacker.core.pooled_job import waits_for_pool
 from rollpacker.trainer.trainer import RanksLost
 
 SWITCH = "switch"
@@ -130,6 +131,8 @@ class SharedPools(Pools):
         self._arrived = self._main.awaited = arrived
         try:
             self.bus.take(PoolNeeded(time_s=0.0, pool=pool, purpose=purpose))
+            if not (self.has(pool) or waits_for_pool(self.bus.job)):
+                self._tell_that_none_comes()  # it has ended before it was asked
             await arrived
         finally:
             self._arrived = self._main.awaited = None

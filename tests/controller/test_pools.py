@@ -16,7 +16,7 @@ import pytest
 from rollpacker.cli.errors import classify
 from rollpacker.cluster.seat import Alone, LeaseLost
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.errors import DeadlineExceeded, HostsLost
+from rollpacker.controller.errors import DeadlineExceeded, EnginesLost, HostsLost
 from rollpacker.controller.pools import SWITCH
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
@@ -515,3 +515,21 @@ def test_all_engines_lost_for_good_while_an_evaluation_waits_end_the_run(tmp_pat
     timer.start()
     assert drive(controller) == "every step is done"
     assert seat.quarrels == []
+
+
+def test_a_run_that_has_lost_its_engines_for_good_asks_for_no_pool(tmp_path: Path) -> None:
+    """The core answers nothing then, and nobody is to wait for that."""
+    seat = Turns()
+    fleet = Fleet(make=lambda number, incarnation: Newcomer(seat, incarnation))
+    controller, _ = of_several(tmp_path, seat, fleet)
+    begin = controller.parts.audience.begin
+
+    async def begin_without(step: int) -> None:
+        await begin(step)
+        assert controller.bus.job.fleet is not None
+        controller.bus.job.fleet.given_up = "engine 0 was lost 3 times"
+
+    controller.parts.audience.begin = begin_without
+    with pytest.raises(EnginesLost, match="3 times"):
+        drive(controller)
+    assert seat.said == []
