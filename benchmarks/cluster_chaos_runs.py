@@ -122,7 +122,7 @@ class Lab(cluster_chaos.Lab):
             "submit",
             job=lab.to_plain(lab.job(name, STEPS, 0.3, 0.3, slo=8.0)),
             command=[sys.executable, __file__, "--job", str(path)],
-            resume=["--resume"],
+            resume=["--resume=auto"],
             environ={
                 "PYTHONPATH": str(lab.ROOT),
                 "OMP_NUM_THREADS": "1",

@@ -115,7 +115,7 @@ def submit(folder: Path, job: ClusterJob, command: Sequence[str]) -> None:
     facts = {
         "job": to_plain(job),
         "command": [sys.executable, *command],
-        "resume": ["--resume"],
+        "resume": ["--resume=auto"],
         "environ": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         "folder": str(own),
         "run": str(own),

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -32,6 +33,9 @@ class RunSeat:
         self._controller: Controller | None = None
         self._lost: str | None = None
         self._stop: str | None = None
+        self._given_up = threading.Event()
+        self.waited_s = 0.0
+        """For pools, while parts began."""
         if seat is not None:
             seat.watch(self._on_lost, self._on_stop)
 
@@ -42,14 +46,19 @@ class RunSeat:
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
         """Parts may begin on the pool's devices inside, and have let go of them at the end. Where
-        one could not, they are closed before the seat is. Raises `LeaseLost`, `HostsLost`."""
+        one could not, they are closed before the seat is. Raises `LeaseLost`, `HostsLost`, and
+        `KeyboardInterrupt` where the cluster wants the run to end: it has done nothing yet."""
         if self.seat is None:
             yield
             return
         from rollpacker.controller.errors import reaching_the_cluster
 
+        began = time.perf_counter()
         with reaching_the_cluster():
-            self.seat.enter(pool, "start", given_up=threading.Event())
+            is_there = self.seat.enter(pool, "start", given_up=self._given_up)
+        self.waited_s += time.perf_counter() - began
+        if not is_there:
+            raise KeyboardInterrupt(f"the cluster wants the run to end: {self._stop}")
         yield
         if self._lost is not None:
             raise _lease_lost(self._lost)
@@ -74,7 +83,9 @@ class RunSeat:
 
     def _on_stop(self, why: str) -> None:
         self._stop = why
-        if self._controller is not None:
+        if self._controller is None:
+            self._given_up.set()
+        else:
             logger.warning("the cluster wants the run to end after this step, saved: %s", why)
             self._controller.request_stop(INTERRUPTED)
 

@@ -162,7 +162,7 @@ class Session:
         """Begin the session in the log. `time_s`: where the run's clock goes on."""
         from rollpacker.controller.driver import Controller
 
-        seconds = time.perf_counter() - watch
+        seconds = time.perf_counter() - watch - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             *(self.config, parts),
             checkpoints=self.folder.checkpoints,

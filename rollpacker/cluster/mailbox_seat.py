@@ -57,6 +57,8 @@ class MailboxSeat:
         self._changed = threading.Condition()
         self._ask: _Ask | None = None
         """What is waited for, or held."""
+        self._untold: list[Iteration] = []
+        """That ended while a pool was held, whose parts were still about to park."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
@@ -93,9 +95,17 @@ class MailboxSeat:
             if ask is None or ask.pool != pool or not ask.is_granted:
                 return
             self._ask = None
+            untold, self._untold = self._untold, []
         self._try_to_post("left", {"ask": ask.number})
+        for iteration in untold:
+            self.committed(iteration)
 
     def committed(self, iteration: Iteration) -> None:
+        """The cluster hears of it when nothing is held: it moves nobody who holds devices."""
+        with self._changed:
+            if self._ask is not None and self._ask.is_granted:
+                self._untold.append(iteration)
+                return
         self._try_to_post("committed", asdict(iteration), tries=3)
 
     def watch(self, lost: Told, stop: Told) -> None:

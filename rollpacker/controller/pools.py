@@ -32,6 +32,7 @@ from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Entered, PoolNeeded, PoolUnneeded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
+from rollpacker.core.pooled_job import waits_for_pool
 from rollpacker.trainer.trainer import RanksLost
 
 SWITCH = "switch"
@@ -93,9 +94,11 @@ class SharedPools(Pools):
         engines: Engines,
         seat: Seat,
         publish: Publish,
+        tell: Callable[[], None],
     ) -> None:
+        """`tell`: shows the observers, of whom one tells the cluster of commits, what happened."""
         super().__init__(bus)
-        self.publish = publish
+        self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
@@ -128,6 +131,8 @@ class SharedPools(Pools):
         self._arrived = self._main.awaited = arrived
         try:
             self.bus.take(PoolNeeded(time_s=0.0, pool=pool, purpose=purpose))
+            if not (self.has(pool) or waits_for_pool(self.bus.job)):
+                self._tell_that_none_comes()  # it has ended before it was asked
             await arrived
         finally:
             self._arrived = self._main.awaited = None
@@ -189,6 +194,9 @@ class SharedPools(Pools):
         self._last = asyncio.get_running_loop().create_task(work())
 
     async def _enter(self, wait: _Wait) -> None:
+        # The cluster hears of a commit before it is asked for more: it moves no job that holds
+        # devices already.
+        self._tell()
         if not await self._granted(wait):
             return
         began = self.bus.clock.now()
@@ -268,6 +276,7 @@ class SharedPools(Pools):
 def open_pools(
     seat: Seat | None,
     publish: Publish,
+    tell: Callable[[], None],
     bus: Bus,
     main: MainTask,
     watch: Watch,
@@ -279,7 +288,12 @@ def open_pools(
     if seat is None:
         return Pools(bus)
     return SharedPools(
-        *(bus, main, watch), devices=devices, engines=engines, seat=seat, publish=publish
+        *(bus, main, watch),
+        devices=devices,
+        engines=engines,
+        seat=seat,
+        publish=publish,
+        tell=tell,
     )
 
 

@@ -35,7 +35,13 @@ from rollpacker.report.fitted_run import (
 )
 from rollpacker.report.history import iterate_steps
 from rollpacker.report.reward_fit import Checks
-from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepHistory
+from rollpacker.report.step_history import (
+    POOL_SWITCH,
+    CarriedInto,
+    End,
+    RoundHistory,
+    StepHistory,
+)
 from rollpacker.report.token_clock import (
     ClockError,
     Stretch,
@@ -234,7 +240,8 @@ class _Measured:
             self.synced.append(turns.synced_s - turns.trained_s)
         self.num_steps += step.step > 0
         if step.step and turns.commit_s is not None:
-            beside_s = sum(note.seconds for note in step.notes if note.time_s >= turns.commit_s)
+            notes = [note for note in step.notes if note.time_s >= turns.commit_s]
+            beside_s = sum(note.seconds for note in notes if note.name != POOL_SWITCH)
             seconds = _own_s(step, turns.commit_s, step.end_s)
             self.committed[step.checkpointed].append(max(0.0, seconds - beside_s))
 

@@ -99,6 +99,26 @@ def test_a_lease_that_is_lost_while_parts_begin_ends_that() -> None:
     assert seat.said == ["enter train"], "what has begun there is closed first"
 
 
+class Crowded(Watched):
+    """Others have the pools."""
+
+    def enter(self, pool: str, purpose: str, *, given_up: threading.Event) -> bool:
+        threading.Timer(0.2, lambda: self.stop("it was cancelled")).start()
+        assert given_up.wait(10.0)
+        return False
+
+
+def test_a_wish_to_end_while_it_waits_to_begin_ends_it_before_anything_is_loaded() -> None:
+    seat, loaded = Crowded(), []
+    starting = RunSeat(seat)
+    ended = pytest.raises(KeyboardInterrupt, match="it was cancelled")
+    with ended as caught, starting.holding("rollout"):
+        loaded.append("the model")
+    assert not loaded and seat.said == []
+    assert classify(caught.value)[0] == 130
+    assert starting.waited_s >= 0.2, "which is no part of how long it takes to begin"
+
+
 def test_what_the_cluster_wants_reaches_the_run_whenever_it_says_so() -> None:
     for early in (True, False):
         seat, controller = Watched(), Controller()

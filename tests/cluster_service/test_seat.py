@@ -124,6 +124,23 @@ def test_it_asks_waits_for_its_grant_and_leaves(seat: MailboxSeat, other: Other)
     assert other.next("committed")["train_s"] == 3.0
 
 
+def test_an_iteration_that_ends_before_its_pool_is_left_is_told_after_that(
+    seat: MailboxSeat, other: Other
+) -> None:
+    """A trainer parks while the step is committed, and the cluster moves nobody who holds nodes."""
+    thread, _ = begin(lambda: seat.enter("train", "step", given_up=NEVER))
+    asked = other.next("ask")
+    other.say("grant", "grant 1", ask=asked["ask"])
+    thread.join(10.0)
+    seat.committed(
+        Iteration(step=1, kind="plain", rollout_s=1.0, between_s=0.0, train_s=1.0, after_s=0.0)
+    )
+    seat.leave("train")
+    letters = [letter for letter in other.mailbox.read(SERVICE, other.after, 1.0)]
+    kinds = [letter.kind for letter in letters if letter.kind != "beat"]
+    assert kinds == ["left", "committed"]
+
+
 def test_a_wait_that_is_given_up_ends_and_is_told(seat: MailboxSeat, other: Other) -> None:
     given_up = threading.Event()
     entering, answers = begin(lambda: seat.enter("train", "step", given_up=given_up))

@@ -16,11 +16,11 @@ import pytest
 from rollpacker.cli.errors import classify
 from rollpacker.cluster.seat import Alone, LeaseLost
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.errors import DeadlineExceeded, HostsLost
+from rollpacker.controller.errors import DeadlineExceeded, EnginesLost, HostsLost
 from rollpacker.controller.pools import SWITCH
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
-from rollpacker.core.events import EngineReady, Entered, StopRequested, TrainerLost
+from rollpacker.core.events import Committed, EngineReady, Entered, StopRequested, TrainerLost
 from rollpacker.core.records import Note
 from rollpacker.report.log import EventLog
 from rollpacker.rollout.engine import EngineError, GenerationRequest
@@ -212,6 +212,25 @@ def test_it_computes_what_it_does_alone_with_its_parts_there_only_in_their_turn(
     assert parkings
     replayed = replay(list(EventLog(tmp_path / "shared" / "events.jsonl")))
     assert replayed.difference is None
+
+
+def test_the_cluster_hears_of_a_commit_before_it_is_asked_for_the_next_round(
+    tmp_path: Path,
+) -> None:
+    """It moves a job, or empties a drained node, at commits, and nobody who holds devices."""
+    controller, recorder, seat, *_ = shared(tmp_path, evaluates=False)
+    feed = recorder.feed
+
+    def noting(entry: Any) -> None:
+        feed(entry)
+        if isinstance(getattr(entry, "event", None), Committed):
+            seat.said.append(("committed",))
+
+    recorder.feed = noting
+    drive(controller)
+    said = [one for one in seat.said if one in (("ask", "rollout", "round"), ("committed",))]
+    assert len(said) >= 12
+    assert said == [("ask", "rollout", "round"), ("committed",)] * (len(said) // 2)
 
 
 def test_an_engine_that_slept_through_updates_samples_from_the_last(tmp_path: Path) -> None:
@@ -496,3 +515,21 @@ def test_all_engines_lost_for_good_while_an_evaluation_waits_end_the_run(tmp_pat
     timer.start()
     assert drive(controller) == "every step is done"
     assert seat.quarrels == []
+
+
+def test_a_run_that_has_lost_its_engines_for_good_asks_for_no_pool(tmp_path: Path) -> None:
+    """The core answers nothing then, and nobody is to wait for that."""
+    seat = Turns()
+    fleet = Fleet(make=lambda number, incarnation: Newcomer(seat, incarnation))
+    controller, _ = of_several(tmp_path, seat, fleet)
+    begin = controller.parts.audience.begin
+
+    async def begin_without(step: int) -> None:
+        await begin(step)
+        assert controller.bus.job.fleet is not None
+        controller.bus.job.fleet.given_up = "engine 0 was lost 3 times"
+
+    controller.parts.audience.begin = begin_without
+    with pytest.raises(EnginesLost, match="3 times"):
+        drive(controller)
+    assert seat.said == []

@@ -147,11 +147,12 @@ def test_waits_teach_a_fit_nothing(alone: list[Entry], seed: int) -> None:
 
 def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -> None:
     """And neither is the parking after training, of which a note tells."""
+    alone = _with_slow_commits(alone)
     shared: list[Entry] = []
     late_s = 0.0
     for entry in alone:
         if isinstance(entry, Record) and isinstance(entry.event, Committed):
-            begin_s = entry.time_s + late_s
+            begin_s = entry.time_s + late_s - 5.0
             parked = Note(time_s=begin_s + 1.0, name="switch", seconds=1.0, step=0)
             shared += [parked, _told(begin_s + 1.0, Enter(pool="rollout", purpose="evaluation"))]
             entered = Entered(time_s=begin_s + 61.0, pool="rollout", switch_s=3.0)
@@ -161,11 +162,21 @@ def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -
             late_s += 71.0
         shared.append(replace(entry, time_s=entry.time_s + late_s))
     before, after = fit_run(alone).commit, fit_run(shared).commit
+    assert max(flat(vars_of(before))) == pytest.approx(5.0)
     assert flat(vars_of(after)) == pytest.approx(flat(vars_of(before)), abs=1e-6)
     seconds, num = booked(shared).seconds(), sum(1 for _ in iterate_steps(alone))
     assert seconds["pool_wait"] == pytest.approx(57.0 * num)
     assert seconds["switch"] == pytest.approx(4.0 * num)
     assert seconds["evaluation"] == pytest.approx(10.0 * num)
+
+
+def _with_slow_commits(entries: list[Entry]) -> list[Entry]:
+    """5 s each."""
+    late_s, found = 0.0, []
+    for entry in entries:
+        late_s += 5.0 * (isinstance(entry, Record) and isinstance(entry.event, Committed))
+        found.append(replace(entry, time_s=entry.time_s + late_s))
+    return found
 
 
 def _told(time_s: float, command: Enter | Leave) -> Record:
