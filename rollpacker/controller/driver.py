@@ -130,7 +130,10 @@ class Controller:
             shares_pools=seat is not None,
         )
         self._pools = pools = open_pools(
-            seat, publish, *(bus, main, watch), devices=self._devices, engines=parts.engines
+            *(seat, publish, bus, main, watch),
+            devices=self._devices,
+            engines=parts.engines,
+            observe=self._observing.feed,
         )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)

@@ -93,9 +93,12 @@ class SharedPools(Pools):
         engines: Engines,
         seat: Seat,
         publish: Publish,
+        observe: Callable[[], None],
     ) -> None:
+        """`observe` shows the observers what is logged so far: one of them tells the seat of commits,
+        and the cluster moves a job at a commit only if it has not asked for its next pool yet."""
         super().__init__(bus)
-        self.publish = publish
+        self.publish, self._observe = publish, observe
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
@@ -210,6 +213,9 @@ class SharedPools(Pools):
         def enter() -> bool:
             return self._seat.enter(wait.pool, wait.purpose, given_up=wait.given_up)
 
+        with self.bus.lock:  # what led to this command is logged
+            pass
+        self._observe()
         with reaching_the_cluster():
             return await in_daemon_thread(enter)
 
@@ -274,12 +280,18 @@ def open_pools(
     *,
     devices: SharedDevices,
     engines: Engines,
+    observe: Callable[[], None],
 ) -> Pools:
     """Those of a run that has this seat, or none."""
     if seat is None:
         return Pools(bus)
     return SharedPools(
-        *(bus, main, watch), devices=devices, engines=engines, seat=seat, publish=publish
+        *(bus, main, watch),
+        devices=devices,
+        engines=engines,
+        seat=seat,
+        publish=publish,
+        observe=observe,
     )
 
 

@@ -20,8 +20,8 @@ from rollpacker.controller.errors import DeadlineExceeded, HostsLost
 from rollpacker.controller.pools import SWITCH
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
-from rollpacker.core.events import EngineReady, Entered, StopRequested, TrainerLost
-from rollpacker.core.records import Note
+from rollpacker.core.events import Committed, EngineReady, Entered, StopRequested, TrainerLost
+from rollpacker.core.records import Note, Record
 from rollpacker.report.log import EventLog
 from rollpacker.rollout.engine import EngineError, GenerationRequest
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainerError
@@ -212,6 +212,23 @@ def test_it_computes_what_it_does_alone_with_its_parts_there_only_in_their_turn(
     assert parkings
     replayed = replay(list(EventLog(tmp_path / "shared" / "events.jsonl")))
     assert replayed.difference is None
+
+
+def test_the_cluster_hears_of_a_commit_before_the_next_pool_is_asked_for(tmp_path: Path) -> None:
+    controller, recorder, seat, *_ = shared(tmp_path, evaluates=False)
+    feed = recorder.feed
+
+    def telling(entry: Any) -> None:
+        if isinstance(entry, Record) and isinstance(entry.event, Committed):
+            seat.said.append(("committed", str(entry.event.step)))
+        feed(entry)
+
+    recorder.feed = telling
+    drive(controller)
+    after = [said[:2] for said in seat.said if said[0] in ("ask", "committed")]
+    iteration = [("ask", "rollout"), ("ask", "train")]
+    expected = [one for n in range(1, 7) for one in (*iteration, ("committed", str(n)))]
+    assert after == expected
 
 
 def test_an_engine_that_slept_through_updates_samples_from_the_last(tmp_path: Path) -> None:
