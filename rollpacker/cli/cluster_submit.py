@@ -99,6 +99,10 @@ def check_slo(slo: float) -> None:
 
 def check_shares(config: RunConfig) -> None:
     """Whether the run can leave a pool to others. Raises `ValueError`."""
+    from dataclasses import replace
+
+    from rollpacker.cli import seats
+
     lines = config.placement
     if config.train.processes is None and lines is None:
         raise ValueError(
@@ -116,12 +120,9 @@ def check_shares(config: RunConfig) -> None:
             f"{config.name} has a judge on the devices of its engines (placement.colocate), which "
             "it would need while other jobs have them. Give placement.judge devices of its own"
         )
-    for number, reward in enumerate(config.rewards):
-        if reward.arguments.get("model_path") and reward.function == "judge":
-            raise ValueError(
-                f"rewards.{number} is a judge with model_path: its engine is in the run's process, "
-                "on devices that other jobs have meanwhile. Serve that model, and give its url"
-            )
+    # What the job itself would refuse once it is started.
+    processes = config.train.processes or 1
+    seats.check_shares(replace(config, train=replace(config.train, processes=processes)))
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:

@@ -46,10 +46,11 @@ class RunSeat:
         if self.seat is None:
             yield
             return
+        from rollpacker.cluster.seat import START
         from rollpacker.controller.errors import reaching_the_cluster
 
         with reaching_the_cluster():
-            self.seat.enter(pool, "start", given_up=threading.Event())
+            self.seat.enter(pool, START, given_up=threading.Event())
         yield
         if self._lost is not None:
             raise _lease_lost(self._lost)
