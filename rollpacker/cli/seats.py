@@ -32,6 +32,7 @@ class RunSeat:
         self._controller: Controller | None = None
         self._lost: str | None = None
         self._stop: str | None = None
+        self._stops = threading.Event()
         if seat is not None:
             seat.watch(self._on_lost, self._on_stop)
 
@@ -42,7 +43,8 @@ class RunSeat:
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
         """Parts may begin on the pool's devices inside, and have let go of them at the end. Where
-        one could not, they are closed before the seat is. Raises `LeaseLost`, `HostsLost`."""
+        one could not, they are closed before the seat is. Raises `LeaseLost`, `HostsLost`, and
+        `KeyboardInterrupt` where the cluster wants the run to end before the pool is its own."""
         if self.seat is None:
             yield
             return
@@ -50,7 +52,9 @@ class RunSeat:
         from rollpacker.controller.errors import reaching_the_cluster
 
         with reaching_the_cluster():
-            self.seat.enter(pool, START, given_up=threading.Event())
+            is_there = self.seat.enter(pool, START, given_up=self._stops)
+        if not is_there:
+            raise KeyboardInterrupt(f"ended before it began: {self._stop}")
         yield
         if self._lost is not None:
             raise _lease_lost(self._lost)
@@ -75,6 +79,7 @@ class RunSeat:
 
     def _on_stop(self, why: str) -> None:
         self._stop = why
+        self._stops.set()
         if self._controller is not None:
             logger.warning("the cluster wants the run to end after this step, saved: %s", why)
             self._controller.request_stop(INTERRUPTED)

@@ -124,7 +124,7 @@ def _what_is_missing(cluster: Cluster, book: Book) -> str:
                 f"every node of pool {pool.name} is drained: rollpacker cluster drain "
                 f"{pool.name}/0 --restore gives one back"
             )
-    return "no nodes are free on which every SLO would be kept"
+    return "on no nodes would every SLO, quota, max_group and host memory be kept now"
 
 
 def _pool(pool: Pool, used: set[Node], drained: set[Node]) -> dict[str, Any]:

@@ -58,9 +58,7 @@ def pool_resource(pool: str) -> str:
 class RayRunner:
     """See `Runner`. This process is connected to ray."""
 
-    def __init__(
-        self, name: str, *, head: str, folder: str | Path, one_host: bool = False
-    ) -> None:
+    def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
         """`name`: of the cluster, for its wardens. `head`: ray's, as all hosts reach it. What is
         known of jobs, and what they print, is in `folder`, on the host of each. `one_host`: nodes
         may be the head's host where no host says which pool it is of. Never of a phase that has
@@ -103,7 +101,9 @@ class RayRunner:
         """The node's address, which stays its own while that host is there, or until another one
         takes its place; None: ray has fewer hosts of the pool. Raises `OSError`."""
         hosts = self.hosts()
-        is_marked = any(name.startswith(pool_resource("")) for one in hosts.values() for name in one)
+        is_marked = any(
+            name.startswith(pool_resource("")) for one in hosts.values() for name in one
+        )
         if self._one_host and not is_marked:
             return next(iter(hosts), None)
         of_pool = [address for address, one in hosts.items() if pool_resource(node.pool) in one]

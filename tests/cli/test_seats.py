@@ -99,6 +99,18 @@ def test_a_lease_that_is_lost_while_parts_begin_ends_that() -> None:
     assert seat.said == ["enter train"], "what has begun there is closed first"
 
 
+def test_one_that_is_cancelled_while_it_waits_to_begin_ends() -> None:
+    class Cancelled(Watched):
+        def enter(self, pool: str, purpose: str, *, given_up: threading.Event) -> bool:
+            self.stop("it was cancelled")
+            return not given_up.wait(10.0)
+
+    with pytest.raises(KeyboardInterrupt, match="it was cancelled") as caught:
+        with RunSeat(Cancelled()).holding("rollout"):
+            pytest.fail("it has no devices")
+    assert classify(caught.value)[0] == 130
+
+
 def test_what_the_cluster_wants_reaches_the_run_whenever_it_says_so() -> None:
     for early in (True, False):
         seat, controller = Watched(), Controller()
