@@ -95,8 +95,8 @@ class SharedPools(Pools):
         publish: Publish,
         observe: Callable[[], None],
     ) -> None:
-        """`observe` shows the observers what is logged so far: one of them tells the seat of commits,
-        and the cluster moves a job at a commit only if it has not asked for its next pool yet."""
+        """`observe` shows the observers what is logged so far: one of them tells the seat of
+        commits, and the cluster moves a job at a commit that has not asked for its next pool."""
         super().__init__(bus)
         self.publish, self._observe = publish, observe
         self._main, self._watch, self._seat = main, watch, seat

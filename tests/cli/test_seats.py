@@ -105,9 +105,12 @@ def test_one_that_is_cancelled_while_it_waits_to_begin_ends() -> None:
             self.stop("it was cancelled")
             return not given_up.wait(10.0)
 
-    with pytest.raises(KeyboardInterrupt, match="it was cancelled") as caught:
-        with RunSeat(Cancelled()).holding("rollout"):
-            pytest.fail("it has no devices")
+    waiting = RunSeat(Cancelled())
+    with (
+        pytest.raises(KeyboardInterrupt, match="it was cancelled") as caught,
+        waiting.holding("rollout"),
+    ):
+        pytest.fail("it has no devices")
     assert classify(caught.value)[0] == 130
 
 

@@ -14,8 +14,7 @@ from rollpacker.cluster import losses, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
-from rollpacker.cluster.seat import SEAT_VARIABLE
-from rollpacker.cluster.seat import START
+from rollpacker.cluster.seat import SEAT_VARIABLE, START
 from rollpacker.cluster.service import Service
 from rollpacker.core.cluster import MAX_LOSSES, Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
