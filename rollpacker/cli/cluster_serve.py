@@ -42,6 +42,11 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.sim.cluster_spec import load_cluster
 
     spec = load_cluster(args.file, args.overrides)
+    if args.local and (several := _of_several_nodes(spec)):
+        raise ValueError(
+            f"--local: every node is this host, and {several}: jobs on two of them would be on the "
+            "same devices at once. Give each phase one node, or serve on ray, a host for each node"
+        )
     folder = Path(args.folder or f"runs/{spec.name}-cluster").expanduser()
     check_local(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +107,15 @@ def serve(
         service.close()
 
 
+def _of_several_nodes(spec: ClusterSpec) -> str:
+    """Which phase has more than one node, in words; empty: none."""
+    for phase in ("rollout", "train"):
+        count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
+        if count > 1:
+            return f"{spec.name} has {count} {phase} nodes"
+    return ""
+
+
 def _tell(line: str) -> None:
     from rollpacker.cli.output import print_line
 
@@ -145,7 +159,9 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
         mailbox = RayMailbox(f"mail-{name}")
     except OSError as error:
         raise ValueError(f"{error}. Start ray again on all hosts, and then this") from error
-    runner = RayRunner(name, head=head_address(), folder=folder)
+    runner = RayRunner(
+        name, head=head_address(), folder=folder, one_host=not _of_several_nodes(spec)
+    )
     num_hosts = len(runner.hosts())
     hosts = f"{num_hosts} host{'s' * (num_hosts > 1)}"
     return Ground(

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
                 show_top(ask, console())
         case "cancel":
             find_job(ask(), args.job)
-            print(told_cancelled(desk.ask("cancel", {"job": args.job, "now": args.now})))
+            job = desk.ask("cancel", {"job": args.job, "now": args.now})
+            print(told_cancelled(job, now=args.now))
         case "drain":
             check_node(ask(), args.node)
             facts = {"node": args.node, "restore": args.restore}
@@ -171,9 +172,11 @@ def job_lines(job: Mapping[str, Any]) -> list[str]:
     return [*lines, *(f"  | {line}" for line in job["last_lines"])]
 
 
-def told_cancelled(job: Mapping[str, Any]) -> str:
+def told_cancelled(job: Mapping[str, Any], *, now: bool) -> str:
     if job["state"] in ENDED:
         return f"{job['job']} has ended: {job['state']}"
+    if now:
+        return f"{job['job']} is being ended; it can be resumed from its last checkpoint"
     return f"{job['job']} ends at its next commit; --now ends it at once"
 
 

@@ -51,11 +51,12 @@ class RunSeat:
         if self.seat is None:
             yield
             return
+        from rollpacker.cluster.seat import START
         from rollpacker.controller.errors import reaching_the_cluster
 
         began = time.perf_counter()
         with reaching_the_cluster():
-            is_there = self.seat.enter(pool, "start", given_up=self._given_up)
+            is_there = self.seat.enter(pool, START, given_up=self._given_up)
         self.waited_s += time.perf_counter() - began
         if not is_there:
             raise KeyboardInterrupt(f"the cluster wants the run to end: {self._stop}")

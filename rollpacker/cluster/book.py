@@ -55,6 +55,8 @@ class Turn:
     """Of the grant that stands."""
     since_s: float = 0.0
     """It was asked for, or granted."""
+    purpose: str = ""
+    """In the job's word."""
 
 
 @dataclass(slots=True)
@@ -138,10 +140,9 @@ class Book:
             case Asked():
                 if turn.ask == 0:
                     record.waited_s += self._start_waited_s(record, at_s)
-                record.turn = Turn(facts["ask"], event.phase, 0, at_s)
+                record.turn = Turn(facts["ask"], event.phase, 0, at_s, facts["purpose"])
             case Left() | Withdrew():
-                if isinstance(event, Withdrew) and not turn.token:
-                    record.waited_s += at_s - turn.since_s
+                record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
                 record.steps = int(facts["step"])
@@ -149,6 +150,7 @@ class Book:
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
                 record.told = facts
+                record.waited_s += self._awaits_s(record, at_s)
                 record.turn, record.waits_since_s = Turn(), at_s
             case Ended():
                 self._end(record, at_s, facts)
@@ -158,7 +160,14 @@ class Book:
         is_first = not record.told and record.steps == 0
         return 0.0 if is_first else at_s - record.waits_since_s
 
+    def _awaits_s(self, record: Record, at_s: float) -> float:
+        """For how long it has waited for a pool, or for nodes."""
+        if not record.is_placed:
+            return at_s - record.waits_since_s
+        return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
+
     def _end(self, record: Record, at_s: float, facts: Facts) -> None:
+        record.waited_s += self._awaits_s(record, at_s)
         record.outcome, record.told = str(facts["outcome"]), facts
         record.is_placed, record.turn, record.ended_s = False, Turn(), at_s
         why = f": {facts['why']}" if facts.get("why") else ""

@@ -20,6 +20,8 @@ from rollpacker.core.ids import PoolName
 
 SEAT_VARIABLE = "ROLLPACKER_SEAT"
 """Of a job's environment: where its seat is, as the service that started it says."""
+START = "start"
+"""The purpose for which a run enters a pool whose devices its parts begin on."""
 
 
 class LeaseLost(RuntimeError):

@@ -297,9 +297,16 @@ class Service:
         record = self._known(name)
         if not record.outcome and not record.is_cancelled:
             self._happen(core.Cancelled(self._now_s, name))
-        if now and record.is_placed:
-            self._runner.kill(name, record.incarnation)
-        return lambda: self._job(name)
+
+        def answer() -> Facts:  # it is written first
+            if now and record.is_placed:
+                try:
+                    self._runner.kill(name, record.incarnation)
+                except OSError as error:
+                    self._say(f"{name} cannot be ended yet: {error}")
+            return self._job(name)
+
+        return answer
 
     def _drain(self, name: str, *, restore: bool) -> Callable[[], Facts]:
         node = node_of(name)

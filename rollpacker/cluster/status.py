@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollpacker.cluster.book import Book, Record, node_name
+from rollpacker.cluster.seat import START
 from rollpacker.core.cluster import Cluster
 from rollpacker.core.coexecution.nodes import Node, Pool
 
@@ -98,6 +99,8 @@ def _why(record: Record, cluster: Cluster, book: Book, is_heard: bool, now_s: fl
         return str(record.told.get("why", ""))
     if not record.is_placed:
         return _what_is_missing(cluster, book)
+    if record.turn.purpose == START:  # no phase of its profile
+        return "starts"
     if record.turn.token:
         held_s = now_s - record.turn.since_s
         worst = record.job.worst
@@ -121,7 +124,7 @@ def _what_is_missing(cluster: Cluster, book: Book) -> str:
                 f"every node of pool {pool.name} is drained: rollpacker cluster drain "
                 f"{pool.name}/0 --restore gives one back"
             )
-    return "no nodes are free on which every SLO would be kept"
+    return "on no nodes would every SLO, quota, max_group and host memory be kept now"
 
 
 def _pool(pool: Pool, used: set[Node], drained: set[Node]) -> dict[str, Any]:

@@ -196,6 +196,8 @@ class SharedPools(Pools):
     async def _enter(self, wait: _Wait) -> None:
         # The cluster hears of a commit before it is asked for more: it moves no job that holds
         # devices already.
+        with self.bus.lock:  # what led here is logged
+            pass
         self._tell()
         if not await self._granted(wait):
             return

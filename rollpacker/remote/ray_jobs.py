@@ -8,7 +8,8 @@ packages. That could not promise what a lease needs either: that all of a job is
 host, when `kill` returns.
 
 Which hosts are a pool's nodes follows from ray's resources: a host was started with
-`--resources='{"pool_NAME": 1}'`. Where no host has any such, every node is the host of the head.
+`--resources='{"pool_NAME": 1}'`. Where no host has any such, and a phase has no more than one node,
+both nodes are the host of the head.
 """
 
 from __future__ import annotations
@@ -57,12 +58,15 @@ def pool_resource(pool: str) -> str:
 class RayRunner:
     """See `Runner`. This process is connected to ray."""
 
-    def __init__(self, name: str, *, head: str, folder: str | Path) -> None:
+    def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
         """`name`: of the cluster, for its wardens. `head`: ray's, as all hosts reach it. What is
-        known of jobs, and what they print, is in `folder`, on the host of each."""
+        known of jobs, and what they print, is in `folder`, on the host of each. `one_host`: nodes
+        may be the head's host where no host says which pool it is of. Never of a phase that has
+        several: two jobs would be on the same devices at once."""
         self._name = name
         self._folder = Path(folder).resolve()
         self._head = head
+        self._one_host = one_host
         self._folder.mkdir(parents=True, exist_ok=True)
         self._nodes: dict[str, str] = {}
         """Addresses of nodes, by POOL/NUMBER."""
@@ -97,7 +101,10 @@ class RayRunner:
         """The node's address, which stays its own while that host is there, or until another one
         takes its place; None: ray has fewer hosts of the pool. Raises `OSError`."""
         hosts = self.hosts()
-        if not any(name.startswith(pool_resource("")) for one in hosts.values() for name in one):
+        is_marked = any(
+            name.startswith(pool_resource("")) for one in hosts.values() for name in one
+        )
+        if self._one_host and not is_marked:
             return next(iter(hosts), None)
         of_pool = [address for address, one in hosts.items() if pool_resource(node.pool) in one]
         name = f"{node.pool}/{node.number}"

@@ -259,6 +259,10 @@ def test_a_judge_on_the_devices_of_the_engines_is_refused(command: Command) -> N
     judge = '{function: judge, arguments: {model_path: /m, prompt: "{completion}"}}'
     said = command.refused("submit", command.config, "train.processes=1", f"rewards=[{judge}]")
     assert "rewards.0.arguments.url" in said
+    reward = "{function: reward_model, arguments: {model_path: /m}}"
+    on_gpu = ("train.processes=1", "model.device=cuda", f"rewards=[{reward}]")
+    said = command.refused("submit", command.config, *on_gpu)
+    assert "set rewards.0.arguments.device=cpu" in said
     lines = (
         "placement={rollout: {devices: 1}, train: {devices: 1}, judge: {devices: 1},"
         " colocate: [judge, rollout]}"
@@ -378,6 +382,8 @@ def test_serve_refuses_a_bad_file_and_leaves_nothing(command: Command) -> None:
     file = ROOT / "configs/clusters/two-cores.yaml"
     assert "link_gb_s" in command.refused("serve", file, "--local", "link_gb_s=-1")
     assert "no such config file" in command.refused("serve", "nothing.yaml", "--local")
+    mixed = ROOT / "configs/clusters/mixed.yaml"
+    assert "rollout nodes: jobs on two of them" in command.refused("serve", mixed, "--local")
     assert not Path("runs").exists()
 
 

@@ -14,7 +14,7 @@ from rollpacker.cluster import losses, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
-from rollpacker.cluster.seat import SEAT_VARIABLE
+from rollpacker.cluster.seat import SEAT_VARIABLE, START
 from rollpacker.cluster.service import Service
 from rollpacker.core.cluster import MAX_LOSSES, Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
@@ -331,13 +331,27 @@ def test_a_job_is_cancelled_now(house: House) -> None:
     assert "kill a 1" in house.runner.log
 
 
+def test_who_cancels_a_job_that_cannot_be_reached_is_answered(house: House) -> None:
+    submit(house, "a")
+    house.step()
+    house.runner.is_cut_off = True
+    assert house.desk.ask("cancel", job="a", now=True)["state"] == "stopping"
+    assert any("a cannot be ended yet: the runner is cut off" in text for text in house.told)
+    house.runner.is_cut_off = False
+    house.desk.ask("cancel", job="a", now=True)
+    house.until(lambda: house.job("a")["state"] == "cancelled")
+
+
 def test_a_job_that_waits_for_nodes_is_told_why_and_cancelled(house: House) -> None:
     submit(house, "a", slo=1.0)
     answer = submit(house, "b", slo=1.0)
     assert (answer["state"], answer["waits_for"]) == ("waiting", "nodes")
-    assert answer["why"] == "no nodes are free on which every SLO would be kept"
+    assert (
+        answer["why"] == "on no nodes would every SLO, quota, max_group and host memory be kept now"
+    )
     house.desk.ask("cancel", job="b")
     assert house.job("b")["state"] == "cancelled"
+    assert house.job("b")["slowdown"] is None, "it did nothing but wait"
     assert ("b", 1) not in house.runner.orders
 
 
@@ -412,6 +426,13 @@ def test_a_job_that_never_leaves_a_pool_is_shown(house: House) -> None:
     why = house.job("a")["why"]
     assert why.startswith("has held rollout for 0.")
     assert "its profile says 0.0: rollpacker cluster cancel a --now ends it" in why
+    house.leave("a")
+    house.asks["a"] += 1
+    house.say("a", "ask", ask=house.asks["a"], pool="train", purpose=START)
+    house.step()
+    time.sleep(0.3)
+    assert house.job("a")["holds"] == "train"
+    assert house.job("a")["why"] == "starts", "its profile does not say how long that takes"
 
 
 def test_who_does_not_leave_is_pressed_and_killed(

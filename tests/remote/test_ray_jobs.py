@@ -23,15 +23,21 @@ class Runner(RayRunner):
         return self.there
 
 
-def runner(folder: Path, **there: dict[str, float]) -> Runner:
-    found = Runner("lab", head="a:1", folder=folder)
+def runner(folder: Path, one_host: bool = False, **there: dict[str, float]) -> Runner:
+    found = Runner("lab", head="a:1", folder=folder, one_host=one_host)
     found.there = there
     return found
 
 
-def test_without_marks_every_node_is_the_heads_host(tmp_path: Path) -> None:
+def test_without_marks_a_node_of_each_phase_is_the_heads_host(tmp_path: Path) -> None:
+    lab = runner(tmp_path, one_host=True, a=HEAD, b={})
+    assert {lab.host_of(Node(pool, 0)) for pool in ("cheap", "fast")} == {"a"}
+
+
+def test_without_marks_several_nodes_of_a_phase_are_no_hosts(tmp_path: Path) -> None:
+    """Hosts of the pools may come later; two nodes must not be one host's devices."""
     lab = runner(tmp_path, a=HEAD, b={})
-    assert {lab.host_of(Node(pool, n)) for pool in ("cheap", "fast") for n in range(3)} == {"a"}
+    assert [lab.host_of(Node("cheap", n)) for n in range(3)] == [None] * 3
 
 
 def test_no_two_nodes_have_one_host_and_a_node_keeps_its_own(tmp_path: Path) -> None:
