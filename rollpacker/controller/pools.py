@@ -274,13 +274,13 @@ class SharedPools(Pools):
 def open_pools(
     seat: Seat | None,
     publish: Publish,
+    observe: Callable[[], None],
     bus: Bus,
     main: MainTask,
     watch: Watch,
     *,
     devices: SharedDevices,
     engines: Engines,
-    observe: Callable[[], None],
 ) -> Pools:
     """Those of a run that has this seat, or none."""
     if seat is None:
