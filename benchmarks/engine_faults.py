@@ -192,8 +192,8 @@ def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "to
     saboteur = Saboteur(plan, one_by_one=engine == "vllm")
     build, append = engines.build_engines, LogWriter.append
 
-    def build_engines(*arguments: Any) -> Any:
-        saboteur.engines = build(*arguments)
+    def build_engines(*arguments: Any, **settings: Any) -> Any:
+        saboteur.engines = build(*arguments, **settings)
         return saboteur.engines
 
     def append_seen(log: LogWriter, entry: Entry) -> None:

@@ -151,8 +151,8 @@ def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tup
     saboteur = Saboteur(plan)
     build, append, replies = engines.build_engines, LogWriter.append, Ranks._replies
 
-    def build_engines(*arguments: Any) -> Any:
-        saboteur.engines = build(*arguments)
+    def build_engines(*arguments: Any, **settings: Any) -> Any:
+        saboteur.engines = build(*arguments, **settings)
         return saboteur.engines
 
     def append_seen(log: LogWriter, entry: Entry) -> None:

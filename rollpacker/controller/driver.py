@@ -129,11 +129,9 @@ class Controller:
             engines=parts.engines,
             shares_pools=seat is not None,
         )
+        of_seat = (seat, publish, self._observing.feed)
         self._pools = pools = open_pools(
-            *(seat, publish, self._observing.feed),
-            *(bus, main, watch),
-            devices=self._devices,
-            engines=parts.engines,
+            *of_seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
         )
         self._desk = desk = Desk()
         self._carried = parts.carried or CarriedTokens(config.tail_batching)

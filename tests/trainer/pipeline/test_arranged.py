@@ -26,7 +26,7 @@ class FakeRanks:
     num_processes = 2
 
     def __init__(self) -> None:
-        self.all = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+        self.all: list[Any] = []
         self.told: list[Any] = []
         """The methods, and of `arrange` what was arranged."""
         self.slow = False
@@ -63,12 +63,14 @@ class FakeRanks:
 
     def connect(self) -> None:
         self.told.append("connect")
+        self.all = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
 
     can_start_anew = True
     order = (0, 1)
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
         self.told.append("start anew")
+        self.all = []
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
         return layout
