@@ -123,15 +123,13 @@ class Controller:
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._devices = SharedDevices(
-            *(bus, watch),
+            *(bus, watch, seat is not None),
             config=config,
             trainer=parts.trainer,
             engines=parts.engines,
-            shares_pools=seat is not None,
         )
         self._pools = pools = open_pools(
-            *(seat, publish, self._observing.feed),
-            *(bus, main, watch),
+            *(seat, publish, self._observing.feed, bus, main, watch),
             devices=self._devices,
             engines=parts.engines,
         )

@@ -136,7 +136,7 @@ def test_an_iteration_that_ends_before_its_pool_is_left_is_told_after_that(
         Iteration(step=1, kind="plain", rollout_s=1.0, between_s=0.0, train_s=1.0, after_s=0.0)
     )
     seat.leave("train")
-    letters = [letter for letter in other.mailbox.read(SERVICE, other.after, 1.0)]
+    letters = other.mailbox.read(SERVICE, other.after, 1.0)
     kinds = [letter.kind for letter in letters if letter.kind != "beat"]
     assert kinds == ["left", "committed"]
 
