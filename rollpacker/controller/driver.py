@@ -123,11 +123,10 @@ class Controller:
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
         self._devices = SharedDevices(
-            *(bus, watch),
+            *(bus, watch, seat is not None),
             config=config,
             trainer=parts.trainer,
             engines=parts.engines,
-            shares_pools=seat is not None,
         )
         of_seat = (seat, publish, self._observing.feed)
         self._pools = pools = open_pools(

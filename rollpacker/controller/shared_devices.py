@@ -43,11 +43,11 @@ class SharedDevices:
         self,
         bus: Bus,
         watch: Watch,
+        shares_pools: bool = False,
         *,
         config: RunConfig,
         trainer: Trainer,
         engines: Engines,
-        shares_pools: bool = False,
     ) -> None:
         """`shares_pools`: the engines' devices are other jobs' at first."""
         self._bus = bus
