@@ -147,8 +147,11 @@ class Session:
             trainer = build_trainer(self.config, policy, ranks, self.folder.path)
             self.stack.callback(trainer.close)
             _load(trainer, checkpoint)
-            bring = publish_weights if self.seat.shares_pools else hand_over_weights
-            Caller().run(bring(trainer, engines, trainer.version))
+            if self.seat.shares_pools:
+                publish = self.hosts.publish
+                Caller().run(publish_weights(trainer, engines, trainer.version, publish))
+            else:
+                Caller().run(hand_over_weights(trainer, engines, trainer.version))
         return trainer
 
     def _open(

@@ -74,7 +74,7 @@ class HandingOver:
             self.engines.expect(Weights(version, None))
         weights = Weights(version, await self.trainer.hand_over())
         if self.publish is not None:
-            await self._bring_to_hosts(self.publish, weights)
+            await _bring_to_hosts(self.publish, weights)
             with self.bus.lock:
                 self.engines.expect(weights)
             return
@@ -87,19 +87,6 @@ class HandingOver:
                 raise error
             with self.bus.lock:
                 self.engines.lose(handle, str(error))
-
-    async def _bring_to_hosts(self, publish: Publish, weights: Weights) -> None:
-        """Where one cannot be reached, an engine there asks for the weights itself, or is lost."""
-        assert weights.hand_over is not None
-        source = weights.hand_over.weights
-        if source is None or isinstance(source, Mapping):  # engines are in this process
-            return
-        try:
-            failed = await in_daemon_thread(publish, source)
-        except OSError as error:
-            failed = {"the trainer's host": error}
-        for host, why in failed.items():
-            logger.warning("weights were not published to %s: %s", host, why)
 
     def _replace(self, command: Replace) -> None:
         self._start_filling(command.engine, command.incarnation, self.engines.layout)
@@ -176,11 +163,29 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
         raise error
 
 
-async def publish_weights(trainer: Trainer, engines: Engines, version: int) -> None:
+async def publish_weights(
+    trainer: Trainer, engines: Engines, version: int, publish: Publish
+) -> None:
     """Leave them where engines take them when they wake up, before a run begins that shares its
     pools; the trainer lets go of its devices."""
-    engines.expect(Weights(version, await trainer.hand_over()))
+    weights = Weights(version, await trainer.hand_over())
+    await _bring_to_hosts(publish, weights)
+    engines.expect(weights)
     await trainer.offload()
+
+
+async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
+    """Where one cannot be reached, an engine there asks for the weights itself, or is lost."""
+    assert weights.hand_over is not None
+    source = weights.hand_over.weights
+    if source is None or isinstance(source, Mapping):  # engines are in this process
+        return
+    try:
+        failed = await in_daemon_thread(publish, source)
+    except OSError as error:
+        failed = {"the trainer's host": error}
+    for host, why in failed.items():
+        logger.warning("weights were not published to %s: %s", host, why)
 
 
 async def _bring_all(
