@@ -39,9 +39,9 @@ from rollpacker.core.coexecution.group import Holds, period_s
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 
 ROLLOUT_CORE, TRAIN_CORE = 0, 1
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 SAMPLES = 8
-JOBS = {"a": {"prompts": 36, "tokens": 160}, "b": {"prompts": 44, "tokens": 128}}
+JOBS = {"a": {"prompts": 10, "tokens": 200}, "b": {"prompts": 12, "tokens": 160}}
 """Of like size, and not the same."""
 SLO = 1.5
 WARM_UP = 3

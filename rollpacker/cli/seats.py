@@ -43,6 +43,12 @@ class RunSeat:
     def shares_pools(self) -> bool:
         return self.seat is not None
 
+    def load_libraries(self) -> None:
+        """Before a pool is held: they take seconds, and no device."""
+        if self.seat is not None:
+            import torch  # noqa: F401
+            import transformers  # noqa: F401
+
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
         """Parts may begin on the pool's devices inside, and have let go of them at the end. Where

@@ -76,6 +76,7 @@ class Session:
         ranks = build.start_trainer_processes(config, self.hosts)
         if ranks is not None:
             self.stack.callback(ranks.close)
+        self.seat.load_libraries()
         with self.seat.holding("rollout"):
             policy = self._load_policy(before.get("threads"))
             identity = build.identity(config, policy)
