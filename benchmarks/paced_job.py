@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rollpacker.cli.seats import RunSeat
 from rollpacker.cluster.seat import open_seat
 from rollpacker.config.schema import CheckpointConfig, EvalConfig
-from rollpacker.controller.driver import Controller
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job_config import JobConfig
@@ -79,7 +77,7 @@ def run(options: argparse.Namespace) -> str:
         trainer=FakeTrainer(accumulate_s=options.train_s),
         job=make_job(job_config),
         evaluates=False,
-        controller_class=partial(Controller, seat=found),  # type: ignore[arg-type]
+        seat=found,
     )
     telling = seat.observers()
 
