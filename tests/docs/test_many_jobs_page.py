@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_every_command_of_the_page_is_one() -> None:
     lines = re.findall(r"^ {4}rollpacker (cluster .*)$", text, re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
-        build_parser().parse_args(line.split())
+        build_parser().parse_args(shlex.split(line))
     table = {word.split()[0] for word in re.findall(r"^\| `([a-z]+[^`]*)` \|", text, re.MULTILINE)}
     actions = {"submit", "jobs", "show", "top", "cancel", "drain"}
     assert actions <= table
