@@ -76,10 +76,9 @@ def interrupt_at(condition: Callable[[], bool]) -> None:
 
 def has_no_pool(seats: Path, job: str) -> bool:
     """It has taken a step, and has no pool."""
-    said = turns(seats) if (seats / "turns.jsonl").exists() else []
-    of_job = [turn for turn in said if turn["job"] == job]
+    of_job = [turn for turn in turns(seats) if turn["job"] == job]
     steps = sum(turn["what"] == "committed" for turn in of_job)
-    return steps >= 1 and of_job[-1]["what"] in ("leave", "committed")
+    return steps >= 1 and of_job[-1]["what"] in ("left", "committed")
 
 
 def sit_and_be_interrupted(seats: Path, job: str) -> None:

@@ -34,14 +34,14 @@ class Iteration:
 
     step: int
     kind: str
-    """Of its round: plain, short, long, ..."""
+    """Of its round: plain, short, long, ...; or empty, where nothing was trained on."""
     rollout_s: float
     between_s: float
     """Verdicts, after generation."""
     train_s: float
     """Until the weights were published."""
     after_s: float
-    """Commit, checkpoint, evaluation."""
+    """Commit, checkpoint."""
 
 
 class Seat(Protocol):

@@ -18,6 +18,7 @@ from rollpacker.controller.pools import Pools
 from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import EVALUATION_ROLLOUT
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
@@ -92,11 +93,21 @@ class Evaluator:
         """The result is a note in the log, and its texts are a file."""
         if self.prompts is None:
             return
-        began, waited_s = self.bus.clock.now(), self.pools.waited_s
+        clock, generated_s = self.bus.clock, 0.0
+        began, waited_s = clock.now(), self.pools.waited_s
+
+        async def generate(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
+            nonlocal generated_s
+            async with self.pools.borrowed("rollout", "evaluation"):
+                since_s = clock.now()
+                responses = await self.generate(requests)
+                generated_s = clock.now() - since_s
+                return responses
+
         result = await evaluate(
             self.config,
             self.prompts,
-            generate=self._generate,
+            generate=generate,
             score=self._judge,
             decode=self.decode,
             progress=Progress(step, self.num_steps),
@@ -110,12 +121,9 @@ class Evaluator:
         if self.rows is not None:
             self.rows.write(step, result.judged)
         logged = await self.audience.evaluated(step, result.metrics)
-        seconds = self.bus.clock.now() - began - (self.pools.waited_s - waited_s)
-        self.bus.note("evaluation", seconds, step, {**result.metrics, **logged})
-
-    async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
-        async with self.pools.borrowed("rollout", "evaluation"):
-            return await self.generate(requests)
+        seconds = clock.now() - began - (self.pools.waited_s - waited_s)
+        metrics = {**result.metrics, EVALUATION_ROLLOUT: generated_s, **logged}
+        self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
         """Verdicts with the deadlines that the run has learnt."""

@@ -33,10 +33,8 @@ from rollpacker.core.events import Entered, PoolNeeded, PoolUnneeded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
 from rollpacker.core.pooled_job import waits_for_pool
+from rollpacker.core.records import POOL_SWITCH
 from rollpacker.trainer.trainer import RanksLost
-
-SWITCH = "switch"
-"""Name of a note: parking. How long waking up takes, `Entered` says."""
 
 
 class Pools:
@@ -226,7 +224,7 @@ class SharedPools(Pools):
     async def _park(self, pool: PoolName) -> None:
         began = self.bus.clock.now()
         await (self._park_trainer() if pool == "train" else self._park_engines())
-        self.bus.note(SWITCH, self.bus.clock.now() - began, self.bus.job.step, {})
+        self.bus.note(POOL_SWITCH, self.bus.clock.now() - began, self.bus.job.step, {})
         with reaching_the_cluster():
             await in_daemon_thread(self._seat.leave, pool)
 

@@ -16,6 +16,12 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 
+POOL_SWITCH = "switch"
+"""Name of a note of a run that shares its pools: a part parked. How long waking up takes, `Entered`
+says."""
+EVALUATION_ROLLOUT = "timing_s/testing_gen"
+"""A metric of an evaluation's note: so many of its seconds it generated, on the rollout pool."""
+
 
 class LogError(ValueError):
     """A line is not an event log's."""

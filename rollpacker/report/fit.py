@@ -15,7 +15,7 @@ import numpy as np
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
-from rollpacker.core.records import Entry, Session
+from rollpacker.core.records import POOL_SWITCH, Entry, Session
 from rollpacker.report.decode_fit import (
     DecodeFit,
     fit_line,
@@ -36,7 +36,6 @@ from rollpacker.report.fitted_run import (
 from rollpacker.report.history import iterate_steps
 from rollpacker.report.reward_fit import Checks
 from rollpacker.report.step_history import (
-    POOL_SWITCH,
     CarriedInto,
     End,
     RoundHistory,

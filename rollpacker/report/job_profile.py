@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes
+from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.core.commands import Leave
 from rollpacker.core.events import Entered
 from rollpacker.core.ids import PoolName
-from rollpacker.core.records import Entry, Note, Record
+from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.phase_times import IterationTimes, PhaseTimes
-from rollpacker.report.step_history import POOL_SWITCH
 
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
@@ -173,13 +172,14 @@ def read_profile(folder: str | Path) -> RunProfile:
     book = _Book()
     for entry in EventLog(events):
         book.feed(entry)
-    iterations = whole(book.iterations)
+    iterations = book.iterations
     kept = without_warm_up(iterations)
-    if len(kept) < MIN_ITERATIONS:
+    num_whole = sum(not one.is_empty for one in kept)
+    if num_whole < MIN_ITERATIONS:
         warm = len(iterations) - len(kept)
         left_out = f" besides {warm} of warm-up" if warm else ""
         raise ValueError(
-            f"profile {folder} has {len(kept)} whole iterations{left_out}, and a profile takes "
+            f"profile {folder} has {num_whole} whole iterations{left_out}, and a profile takes "
             f"{MIN_ITERATIONS} or more: let it run for more steps (train.steps)"
         )
     newest = _newest_checkpoint(events.parent)
@@ -268,35 +268,18 @@ def _weight_bytes(folder: Path) -> int:
 # -- iterations --------------------------------------------------------------------
 
 
-def whole(iterations: Iterable[IterationTimes]) -> list[IterationTimes]:
-    """Each with a rollout and a training: the time of a step that trained on nothing belongs to the
-    next one."""
-    found = []
-    held: IterationTimes | None = None
-    for one in iterations:
-        if held is not None:
-            one = replace(
-                one,
-                kind=one.kind or held.kind,
-                rollout_s=held.rollout_s + one.rollout_s,
-                between_s=held.between_s + one.between_s,
-                train_s=held.train_s + one.train_s,
-                after_s=held.after_s + one.after_s,
-            )
-        held = None if one.rollout_s > 0 and one.train_s > 0 else one
-        if held is None:
-            found.append(one)
-    return found
-
-
 def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes]:
     """The latest `MAX_ITERATIONS`. Of the first ones of all, at most `MAX_WARM`, each that comes
     before the first ordinary one is left out: its rollout or its training took more than
     `WARM_FACTOR` times the median of the later ones of its kind (kernels are compiled, caches
-    filled). A kind that comes back less than twice has no median, and its iteration stays."""
+    filled), and the empty ones before it. A kind that comes back less than twice has no median, and
+    its iteration stays."""
     first = 0
-    while first < min(MAX_WARM, len(iterations)) and _is_warm_up(iterations, first):
-        first += 1
+    for number, one in enumerate(iterations[:MAX_WARM]):
+        if _is_warm_up(iterations, number):
+            first = number + 1
+        elif not one.is_empty:
+            break
     return [*iterations[first:]][-MAX_ITERATIONS:]
 
 
@@ -310,10 +293,11 @@ def _is_warm_up(iterations: Sequence[IterationTimes], first: int) -> bool:
 
 
 def rounds_of(iterations: Sequence[IterationTimes]) -> tuple[RoundTimes, ...]:
-    """By kind of round, the most frequent first."""
-    by_kind: dict[str, list[IterationTimes]] = {}
+    """By kind, the most frequent first, as a cluster learns them later (`Times.positive`)."""
+    by_kind: dict[str, list[Times]] = {}
     for one in iterations:
-        by_kind.setdefault(one.kind or "plain", []).append(one)
+        times = Times(one.rollout_s, one.between_s, one.train_s, one.after_s)
+        by_kind.setdefault(one.kind, []).append(times.positive())
     return tuple(
         RoundTimes(
             kind=kind,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollpacker.core.records import Note
-from rollpacker.report.step_history import POOL_SWITCH, POOL_WAIT, Phase, StepHistory
+from rollpacker.core.records import POOL_SWITCH, Note
+from rollpacker.report.step_history import POOL_WAIT, Phase, StepHistory
 from rollpacker.report.time_book import CALLBACK_SECONDS
 
 

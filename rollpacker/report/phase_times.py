@@ -4,7 +4,9 @@
     Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
               -- after --> Committed
 
-Waits for pools, and switches, belong to none of them. It is a fold of its own beside the history,
+What an evaluation generates, between the last two, is rollout. Waits for pools, and switches,
+belong to none of them. Every commit ends an iteration, also of a step that had nothing to train on
+(`EMPTY`), so that there are as many as a run has steps. It is a fold of its own beside the history,
 small enough for a run to feed it live.
 """
 
@@ -34,8 +36,13 @@ from rollpacker.core.events import (
     SampleGenerated,
     WeightsSynced,
 )
-from rollpacker.core.records import Entry, Note, Record
-from rollpacker.report.step_history import POOL_SWITCH
+from rollpacker.core.records import EVALUATION_ROLLOUT, POOL_SWITCH, Entry, Note, Record
+from rollpacker.report.time_book import CALLBACK_SECONDS
+
+EMPTY = "empty"
+"""A kind of iteration: nothing was trained on."""
+EVALUATED = "+evaluation"
+"""Of an iteration with an evaluation: the end of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +51,23 @@ class IterationTimes:
 
     step: int
     kind: str
-    """Of its longest round: a step whose rounds refill it has several. Empty: it had none."""
+    """Of its longest round (a step whose rounds refill it has several), or `EMPTY`; and whether it
+    ended with an evaluation, whose generation takes as long at the first step as at the last."""
     rollout_s: float
-    """From the commit before to the last sample's end, and the same of refills, from their launch:
-    the rollout pool is held. Fetching prompts is part of it."""
+    """From the commit before to the last sample's end, and the same of refills, from their launch,
+    and what an evaluation generated: the rollout pool is held. Fetching prompts is part of it."""
     between_s: float
     """Verdicts (or a refill's prompts) are awaited after generation; no pool is held."""
     train_s: float
     """Until the weights are published or handed over, with gradients that were begun before:
     the training pool is held. 0 in a step that had nothing to train on."""
     after_s: float
-    """Commit, checkpoint, evaluation (which needs the rollout pool for its part), callbacks."""
+    """Commit, checkpoint, verdicts of an evaluation, callbacks."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was trained on."""
+        return self.kind.startswith(EMPTY)
 
 
 class PhaseTimes:
@@ -100,9 +113,10 @@ class PhaseTimes:
 
     def _note(self, note: Note) -> None:
         step = self._step
-        # Parking while verdicts are awaited holds nobody up.
-        holds_up = step is None or step.synced_s is not None or step.commit_s is not None
-        self._advance(note.time_s, note.seconds if note.name == POOL_SWITCH and holds_up else 0.0)
+        holds_up = note.name == POOL_SWITCH and (step is None or step.waits_for_parking)
+        self._advance(note.time_s, note.seconds if holds_up else 0.0)
+        if note.name == "evaluation" and step is not None:
+            step.evaluate(note)
         if note.name == "gradients" and step is not None:
             now, due_s = self._now_s, step.train_on_s
             until_s = now if due_s is None else min(now, due_s)
@@ -139,6 +153,8 @@ class PhaseTimes:
                 self._waits = True
             case Leave():  # also of a pool that was still awaited
                 self._waits = False
+                if self._step is not None:
+                    self._step.is_judging = command.pool == "rollout"
             case Replace():
                 self._incarnation[command.engine] = command.incarnation
             case Resize():
@@ -149,7 +165,7 @@ class PhaseTimes:
             case TrainOn() if self._step is not None:
                 self._step.train_on_s = self._now_s
             case Commit() if self._step is not None and self._step.commit_s is None:
-                self._step.commit_s = self._now_s
+                self._step.commit_s, self._step.is_judging = self._now_s, False
             case _:
                 pass
 
@@ -174,6 +190,23 @@ class _Step:
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
+    is_judging: bool = False
+    """The rollout pool was left last: verdicts are awaited, of a round or of an evaluation."""
+    evaluated_s: float | None = None
+    """What an evaluation generated. None: there was none."""
+
+    @property
+    def waits_for_parking(self) -> bool:
+        """While verdicts are awaited it holds nobody up."""
+        is_over = self.synced_s is not None or self.commit_s is not None
+        return is_over and not self.is_judging
+
+    def evaluate(self, note: Note) -> None:
+        """It is over. Logs from before its generation was told have all of it as that."""
+        callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
+        generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
+        self.evaluated_s = (self.evaluated_s or 0.0) + generated_s
+        self.is_judging = False
 
     def launch(self, command: Launch, now: float) -> None:
         if command.round == self.round:
@@ -201,11 +234,14 @@ class _Step:
         train_on_s = synced_s if self.train_on_s is None else self.train_on_s
         self.close_round(train_on_s)
         seconds = self.rollout_s
+        kind = max(seconds, key=lambda kind: seconds[kind], default=str(RoundKind.PLAIN))
+        evaluated_s = min(self.evaluated_s or 0.0, now - synced_s)
         return IterationTimes(
             step=step,
-            kind=max(seconds, key=lambda kind: seconds[kind], default=""),
-            rollout_s=sum(seconds.values()),
+            kind=(EMPTY if self.train_on_s is None else kind)
+            + (EVALUATED if self.evaluated_s is not None else ""),
+            rollout_s=sum(seconds.values()) + evaluated_s,
             between_s=self.between_s,
             train_s=synced_s - train_on_s + self.begun_s,
-            after_s=now - synced_s,
+            after_s=now - synced_s - evaluated_s,
         )

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from rollpacker.core.commands import RoundKind, Score, TrainOn
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.records import Note, Session
+from rollpacker.core.records import POOL_SWITCH, Note, Session
 
-POOL_WAIT, POOL_SWITCH = "pool_wait", "switch"
-"""Phases, and causes of time, of a run that shares its pools: until one is its, and until parked
-processes have woken up there. The second is also the name of a note: of parking, where something
-waits for that."""
+POOL_WAIT = "pool_wait"
+"""With `POOL_SWITCH`, phases, and causes of time, of a run that shares its pools: until one is its,
+and until parked processes have woken up there. The second is also the name of a note: of parking,
+where something waits for that."""
 
 
 class End(StrEnum):

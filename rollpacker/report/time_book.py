@@ -4,8 +4,8 @@ exactly one cause, so the causes add up to the wall time."""
 from __future__ import annotations
 
 from rollpacker.core.events import Entered
-from rollpacker.core.records import Entry, Note, Record, Session
-from rollpacker.report.step_history import POOL_SWITCH, POOL_WAIT
+from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, Session
+from rollpacker.report.step_history import POOL_WAIT
 
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",

@@ -18,9 +18,8 @@ from rollpacker.report.job_profile import (
     read_profile,
     rounds_of,
     run_needs,
-    whole,
 )
-from rollpacker.report.phase_times import IterationTimes
+from rollpacker.report.phase_times import EMPTY, IterationTimes
 from rollpacker.sim.cluster_spec import PoolSpec, reference
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
@@ -56,7 +55,7 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
     iterations = [
         IterationTimes(
             step=number,
-            kind=step.kind,
+            kind=step.kind if step.train_s > 0 else EMPTY,
             rollout_s=step.rollout_s,
             between_s=step.reward_s,
             train_s=step.train_s,
@@ -64,7 +63,7 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
         )
         for number, step in enumerate(steps, 1)
     ]
-    return Profile(rounds_of(whole(iterations)), _scenario_needs(scenario, pools), None)
+    return Profile(rounds_of(iterations), _scenario_needs(scenario, pools), None)
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:

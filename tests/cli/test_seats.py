@@ -174,3 +174,19 @@ def _counts(so_far: list[int] = []) -> bool:  # noqa: B006  (of the process that
     """Whether this is the fifth time."""
     so_far.append(1)
     return len(so_far) == 5
+
+
+def test_what_seats_write_tells_a_pool_of_two_jobs_from_one_of_a_killed_job(tmp_path: Path) -> None:
+    one, other = (file_seat.FileSeat(tmp_path, job) for job in ("one", "other"))
+    nobody = threading.Event()
+    assert one.enter("train", "step", given_up=nobody)
+    one.leave("train")
+    assert other.enter("train", "step", given_up=nobody)
+    assert file_seat.two_at_once(tmp_path) == []
+    (tmp_path / "train.lock").unlink()  # as if there were none
+    assert one.enter("train", "step", given_up=nobody)
+    assert file_seat.two_at_once(tmp_path) == [], "the other may have been killed"
+    other.leave("train")
+    (found,) = file_seat.two_at_once(tmp_path)
+    assert "'one'" in found and "came to train of" in found
+    assert file_seat.handed_over(tmp_path) == {"train": 2}

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import rollpacker.cluster as cluster
+from benchmarks.file_seat import turns
 from rollpacker.cluster import phases
 from rollpacker.cluster.seat import Iteration
-from tests.cluster_phase.file_seat import journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -282,14 +282,14 @@ def test_a_lease_lost_inside_a_phase_ends_the_process(tmp_path: Path) -> None:
         "    print('cleaned up', flush=True)\n"
     )
     environ = {**os.environ, "ROLLPACKER_SEAT": f"{tmp_path}#job", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.cluster_phase.file_seat", str(script)]
+    command = [sys.executable, "-m", "benchmarks.file_seat", str(script)]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=50
     )
-    expected = "rollpacker.cluster: the train pool is another job's now: the test took it. "
+    expected = "rollpacker.cluster: the train pool is another job's now: a file says so. "
     assert (done.returncode, done.stdout) == (6, "")
     assert done.stderr == expected + "The process ends at once.\n"
-    assert [entry["what"] for entry in journal(tmp_path)] == ["entered"]
+    assert [entry["what"] for entry in turns(tmp_path)] == ["entered"]
 
 
 def test_iterations_that_nobody_tells_are_warned_about(

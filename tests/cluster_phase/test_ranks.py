@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.file_seat import jobs_of, turns, two_at_once
 from rollpacker.cluster import phases
-from tests.cluster_phase.file_seat import journal, turns
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -23,8 +23,8 @@ import rollpacker.cluster as cluster
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 
 def say(what):
-    with (FOLDER / "journal").open("a") as file:
-        file.write('{"what": "%s", "rank": %d}\\n' % (what, RANK))
+    with (FOLDER / "turns.jsonl").open("a") as file:
+        file.write('{"job": "", "pid": 0, "what": "%s", "rank": %d}\\n' % (what, RANK))
 
 def wait_for(name):
     while not (FOLDER / name).exists():
@@ -42,7 +42,7 @@ def run(folder: Path, body: str) -> list[tuple[int, str]]:
     as torchrun does."""
     script = folder / "script.py"
     script.write_text(BEGIN + body)
-    command = [sys.executable, "-m", "tests.cluster_phase.file_seat", str(script), str(folder)]
+    command = [sys.executable, "-m", "benchmarks.file_seat", str(script), str(folder)]
     environ = {**os.environ, "ROLLPACKER_SEAT": f"{folder}#job", "WORLD_SIZE": "2"}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
@@ -95,8 +95,8 @@ if RANK == 0:
     threading.Thread(target=have_it, daemon=True).start()
     codes = run(tmp_path, body)
     assert [code for code, _ in codes] == [0, 0], codes
-    assert turns(tmp_path, "rollout") == ["job"]
-    entries = journal(tmp_path)
+    assert jobs_of(tmp_path, "rollout") == ["job"] and two_at_once(tmp_path) == []
+    entries = turns(tmp_path)
     for rank in (0, 1):
         mine = [entry["what"] for entry in entries if entry.get("rank") == rank]
         assert mine == ["wake", "work", "park", "stops with 130"]
@@ -118,8 +118,8 @@ if RANK == 0:
 """
     codes = run(tmp_path, body.replace("    with", "    time.sleep(0.3)\n    with", 1))
     assert [code for code, _ in codes] == [0, 0], codes
-    told = sorted((e["rank"], e["what"]) for e in journal(tmp_path) if "rank" in e)
-    assert told == [(0, "the test took it"), (1, "the test took it")]
+    told = sorted((e["rank"], e["what"]) for e in turns(tmp_path) if "rank" in e)
+    assert told == [(0, "a file says so"), (1, "a file says so")]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -133,7 +133,7 @@ with cluster.phase("train", park=lambda: say("park")):
     assert [code for code, _ in codes] == [1, 1], codes
     assert "KeyError: 'mine'" in codes[failing][1]
     assert "KeyError" not in codes[1 - failing][1]
-    said = [entry["what"] for entry in journal(tmp_path)]
+    said = [entry["what"] for entry in turns(tmp_path)]
     # Who holds a pool lets go of it by its end.
     assert sorted(said) == ["entered", "park", "park"]
 
@@ -154,7 +154,7 @@ except ValueError as error:
     codes = run(tmp_path, body)
     assert [code for code, _ in codes] == [0, 0], codes
     expected = "phase('rollout'): an exception ended phase('train') on one of several ranks; "
-    told = [entry["what"] for entry in journal(tmp_path) if "rank" in entry]
+    told = [entry["what"] for entry in turns(tmp_path) if "rank" in entry]
     assert told == [expected + "end the process"] * 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_phase.file_seat import journal, turns
+from benchmarks.file_seat import jobs_of, turns, two_at_once
 
 ROOT = Path(__file__).parents[2]
 STOPPED = 130
@@ -24,7 +24,7 @@ def begin(output: Path, seat: Path | None = None, steps: int = 4) -> subprocess.
     command = [sys.executable, SCRIPT, "--output", str(output), "--steps", str(steps)]
     if seat is not None:
         environ["ROLLPACKER_SEAT"] = f"{seat}#{output.name}"
-        command[1:1] = ["-m", "tests.cluster_phase.file_seat"]
+        command[1:1] = ["-m", "benchmarks.file_seat"]
     log = output.with_suffix(".log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
@@ -62,8 +62,11 @@ def test_scripts_that_take_turns_compute_the_same(tmp_path: Path) -> None:
     assert [ended(*each) for each in processes] == [0, 0]
 
     assert sums(one) == sums(other) == sums(alone)
+    assert two_at_once(seat) == []
     for pool in ("rollout", "train"):
-        jobs = turns(seat, pool)
+        jobs = jobs_of(seat, pool)
         assert len(list(groupby(jobs))) >= 5, jobs
-    told = [(e["job"], e["step"]) for e in journal(seat) if e["what"] == "committed"]
+        left = [turn["what"] for turn in turns(seat) if turn.get("pool") == pool]
+        assert left.count("left") == len(jobs), left
+    told = [(e["job"], e["step"]) for e in turns(seat) if e["what"] == "committed"]
     assert sorted(told) == [(job, step) for job in ("one", "other") for step in (1, 2, 3, 4)]

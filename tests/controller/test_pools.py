@@ -17,12 +17,12 @@ from rollpacker.cli.errors import classify
 from rollpacker.cluster.seat import Alone, LeaseLost
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.errors import DeadlineExceeded, EnginesLost, HostsLost
-from rollpacker.controller.pools import SWITCH
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Committed, EngineReady, Entered, StopRequested, TrainerLost
-from rollpacker.core.records import Note
+from rollpacker.core.records import POOL_SWITCH, Note
 from rollpacker.report.log import EventLog
+from rollpacker.report.phase_times import PhaseTimes
 from rollpacker.rollout.engine import EngineError, GenerationRequest
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainerError
 from tests.controller.fakes import FakeEngine, FakeTrainer, drive, make, run_config
@@ -208,8 +208,14 @@ def test_it_computes_what_it_does_alone_with_its_parts_there_only_in_their_turn(
     assert seat.purposes("rollout").count("evaluation") == 4, "before the run and in commits"
     assert {"round"} < {*seat.purposes("rollout")} and {*seat.purposes("train")} == {"step"}
     assert len(recorded(recorder, Leave)) == len(recorded(recorder, Enter))
-    parkings = [one for one in recorder.entries if isinstance(one, Note) and one.name == SWITCH]
+    parkings = [
+        one for one in recorder.entries if isinstance(one, Note) and one.name == POOL_SWITCH
+    ]
     assert parkings
+    phases = PhaseTimes()
+    found = [done for one in recorder.entries if (done := phases.feed(one)) is not None]
+    evaluated = [one.step for one in found if one.kind.endswith("+evaluation")]
+    assert evaluated == [2, 4, 6] and [one.step for one in found] == [1, 2, 3, 4, 5, 6]
     replayed = replay(list(EventLog(tmp_path / "shared" / "events.jsonl")))
     assert replayed.difference is None
 

@@ -12,7 +12,7 @@ from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.commands import Leave
-from rollpacker.core.records import Entry, Note, Record, encode
+from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, encode
 from rollpacker.report.job_profile import (
     GIB,
     MAX_ITERATIONS,
@@ -20,11 +20,9 @@ from rollpacker.report.job_profile import (
     needs_of,
     read_profile,
     rounds_of,
-    whole,
     without_warm_up,
 )
 from rollpacker.report.phase_times import IterationTimes
-from rollpacker.report.step_history import POOL_SWITCH
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
 
@@ -75,12 +73,14 @@ def test_warm_up_is_left_out_and_a_long_round_is_not() -> None:
     assert without_warm_up(many) == many[-MAX_ITERATIONS:]
 
 
-def test_a_step_that_trained_on_nothing_belongs_to_the_next() -> None:
-    empty = iteration(2, 4.0, train_s=0.0, after_s=0.25)
-    (first, second) = whole([iteration(1), empty, iteration(3), empty])
-    assert first == iteration(1)
-    assert (second.step, second.rollout_s, second.train_s) == (3, 14.0, 10.0)
-    assert (second.between_s, second.after_s) == (2.0, 0.75)
+def test_an_empty_step_is_a_kind_of_its_own_and_not_the_end_of_the_warm_up() -> None:
+    empty = iteration(2, 4.0, "empty", train_s=0.0, after_s=0.25)
+    plain, other = rounds_of([iteration(1), empty, iteration(3), empty, iteration(5)])
+    assert (plain.kind, plain.rollout_s) == ("plain", (10.0, 10.0, 10.0))
+    assert (other.kind, other.share, other.mean) == ("empty", 0.4, (4.0, 1.0, 1e-6, 0.25))
+    usual = [iteration(n) for n in range(3, 9)]
+    assert without_warm_up([empty, iteration(2, 60.0), *usual]) == usual
+    assert without_warm_up([empty, *usual]) == [empty, *usual]
 
 
 def test_rounds_are_told_by_kind() -> None:

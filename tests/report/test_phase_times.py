@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -9,12 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.core.commands import Commit, Enter, Leave
-from rollpacker.core.events import Committed, Entered, WeightsSynced
-from rollpacker.core.records import Entry, Note, Record, Session
+from rollpacker.core.coexecution.job import ClusterJob, Times
+from rollpacker.core.coexecution.learned import LearnedTimes
+from rollpacker.core.commands import Commit, Enter, FetchPrompts, Leave
+from rollpacker.core.events import Committed, Entered, SampleScored, WeightsSynced
+from rollpacker.core.ids import SampleId
+from rollpacker.core.records import (
+    EVALUATION_ROLLOUT,
+    POOL_SWITCH,
+    Entry,
+    Note,
+    Record,
+    Session,
+)
 from rollpacker.report.history import iterate_steps
+from rollpacker.report.job_profile import rounds_of
 from rollpacker.report.phase_times import IterationTimes, PhaseTimes
-from rollpacker.report.step_history import POOL_SWITCH
+from rollpacker.report.time_book import CALLBACK_SECONDS
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
@@ -35,20 +47,109 @@ def test_a_machine_whose_seconds_are_known() -> None:
     run = CostedRun(lambda n, cached: 1e-3)
     found = times_of(run.run(6))
     assert [one.step for one in found] == [1, 2, 3, 4, 5, 6]
-    assert {one.kind for one in found} == {"plain"}
+    assert [one.kind for one in found] == ["plain"] * 4 + ["plain+evaluation", "plain"]
     for one, step in zip(found, iterate_steps(run.entries), strict=True):
         (round_,) = step.rounds
         assert round_.end_s is not None
+        evaluated_s = 7.0 if one.step == 5 else 0.0
         assert one.rollout_s == pytest.approx(
-            costed_run.FETCH_S + round_.end_s - round_.start_s, abs=1e-9
+            costed_run.FETCH_S + round_.end_s - round_.start_s + evaluated_s, abs=1e-9
         )
         tokens = sum(sample.num_tokens for sample in step.trained_samples())
         train_s = costed_run.TRAIN_FIXED_S + costed_run.TRAIN_TOKEN_S * tokens
         assert one.between_s == pytest.approx(costed_run.REWARD_S)
         assert one.train_s == pytest.approx(train_s + costed_run.SYNC_S)
-        evaluated = one.step == 5
-        commit_s = 7.0 + costed_run.CHECKPOINT_S if evaluated else costed_run.COMMIT_S
+        commit_s = costed_run.CHECKPOINT_S if evaluated_s else costed_run.COMMIT_S
         assert one.after_s == pytest.approx(commit_s)
+
+
+def _is_evaluation(entry: Entry) -> bool:
+    return isinstance(entry, Note) and entry.name == "evaluation"
+
+
+def test_what_an_evaluation_generates_is_rollout_and_its_verdicts_are_not() -> None:
+    entries = CostedRun(lambda n, cached: 1e-3).run(6)
+    told = {EVALUATION_ROLLOUT: 4.0, CALLBACK_SECONDS: 1.0, "eval/reward": 0.5}
+    said = [replace(one, metrics=told) if _is_evaluation(one) else one for one in entries]
+    silent = {CALLBACK_SECONDS: 1.0}  # as logs were once
+    before = [replace(one, metrics=silent) if _is_evaluation(one) else one for one in entries]
+    plain = times_of([one for one in entries if not _is_evaluation(one)])
+    for log, generated_s in ((said, 4.0), (before, 6.0)):
+        for one, other in zip(times_of(log), plain, strict=True):
+            held_s = generated_s if one.step == 5 else 0.0
+            assert one.rollout_s == pytest.approx(other.rollout_s + held_s)
+            assert one.after_s == pytest.approx(other.after_s - held_s)
+            assert (one.between_s, one.train_s) == (other.between_s, other.train_s)
+
+
+def test_an_evaluation_waits_for_its_pool_and_parks_while_it_is_judged() -> None:
+    entries = CostedRun(lambda n, cached: 1e-3).run(6)
+    told = {EVALUATION_ROLLOUT: 4.0}
+    alone = [replace(one, metrics=told) if _is_evaluation(one) else one for one in entries]
+    shared: list[Entry] = []
+    late_s = 0.0
+    for entry in alone:
+        if _is_evaluation(entry):
+            began_s = entry.time_s + late_s - 7.0
+            late_s += 5.0
+            enter = Enter(pool="rollout", purpose="evaluation")
+            shared += [
+                _record(began_s, (enter,)),
+                replace(
+                    _record(began_s + 5.0), event=Entered(time_s=began_s + 5.0, pool="rollout")
+                ),
+                _record(began_s + 9.0, (Leave(pool="rollout"),)),
+                Note(time_s=began_s + 11.0, name=POOL_SWITCH, seconds=1.5, step=5),
+            ]
+        shared.append(replace(entry, time_s=entry.time_s + late_s))
+    phases = PhaseTimes()
+    found = [done for entry in shared if (done := phases.feed(entry)) is not None]
+    assert phases.waited_s == pytest.approx(5.0)
+    for one, other in zip(times_of(alone), found, strict=True):
+        assert one.kind == other.kind
+        assert parts_of(other) == pytest.approx(parts_of(one), abs=1e-6)
+
+
+class Unlucky(CostedRun):
+    """Of its third step nothing is trained on."""
+
+    def learn(self, step: int, kept: list[SampleId]) -> None:
+        if step != 3:
+            super().learn(step, kept)
+            return
+        self.now += costed_run.REWARD_S
+        event = SampleScored(time_s=self.now, sample=kept[-1], value=0.0)
+        self.record(event, Commit(step=step, last=False))
+        self.now += costed_run.COMMIT_S
+        committed = Committed(time_s=self.now, step=step, checkpointed=False)
+        self.record(committed, FetchPrompts(count=self.p0))
+
+
+def test_a_step_that_trained_on_nothing_is_an_iteration_like_any_other() -> None:
+    found = times_of(Unlucky(lambda n, cached: 1e-3).run(6))
+    assert [one.step for one in found] == [1, 2, 3, 4, 5, 6]
+    empty = found[2]
+    assert [one.is_empty for one in found] == [one is empty for one in found]
+    assert (empty.kind, empty.train_s) == ("empty", 0.0) and empty.rollout_s > 0
+    assert empty.between_s == pytest.approx(costed_run.REWARD_S)
+    assert empty.after_s == pytest.approx(costed_run.COMMIT_S)
+
+
+def test_a_profile_and_who_learns_live_tell_the_same_of_empty_steps() -> None:
+    """Of the same log: a job whose profile has them has nothing to learn from them."""
+    entries = Unlucky(lambda n, cached: 1e-3).run(6)
+    told = times_of(entries)
+    profile = rounds_of(told)
+    assert {one.kind: one.share for one in profile} == {
+        "plain": pytest.approx(4 / 6),
+        "plain+evaluation": pytest.approx(1 / 6),
+        "empty": pytest.approx(1 / 6),
+    }
+    job = ClusterJob(name="a", rounds=profile, steps=600, slo=2.0)
+    assert math.fsum(job.mean) == pytest.approx(sum(map(sum, map(parts_of, told))) / 6, abs=1e-5)
+    learned = LearnedTimes(job)
+    for one in told * 20:
+        assert learned.saw(one.kind, Times(*parts_of(one))) is None
 
 
 def test_gradients_that_were_begun_before_are_training() -> None:
@@ -128,6 +229,6 @@ def test_parking_after_training_is_a_switch_and_a_wait_given_up_is_over() -> Non
         assert parts_of(other) == pytest.approx(parts_of(one), abs=1e-6)
 
 
-def _record(time_s: float, commands: tuple[Enter | Leave, ...]) -> Record:
+def _record(time_s: float, commands: tuple[Enter | Leave, ...] = ()) -> Record:
     event = Entered(time_s=time_s, pool="train")
     return Record(time_s=time_s, event=event, commands=commands, cost_s=0.0)

@@ -28,6 +28,12 @@ class Times(NamedTuple):
         """With both phases so many times as long."""
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
+    def positive(self) -> Times:
+        """A phase that took no time, as clocks tell it or since there was nothing to train on, took
+        some."""
+        rollout_s, between_s, train_s, after_s = self
+        return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTimes:

@@ -40,7 +40,7 @@ class LearnedTimes:
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
         """An iteration: seconds on the devices that the profile is of. Returns the job as it is now
         known, if that has changed materially."""
-        self._seen.append((kind, _positive(times)))
+        self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None
         self._job = replace(self._job, rounds=self._rounds())
@@ -100,9 +100,3 @@ def _of_profile(job: ClusterJob, number: int) -> tuple[str, Times]:
     which, quantile = ((number + 1) * step % 1.0 for step in _STEP)
     one = job.round_at(which)
     return one.kind, one.at(quantile)
-
-
-def _positive(times: Times) -> Times:
-    """A phase that took no time at all, as clocks tell it, took some."""
-    rollout_s, between_s, train_s, after_s = times
-    return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
