@@ -156,7 +156,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
         args.profile,
         config=config,
         on_gpus=any(pool.gpu is not None for pool in spec.pools),
-        devices_per_node=spec.pools[0].devices_per_node,
+        pools=spec.core_pools(),
         **own,
     )
 
@@ -193,7 +193,7 @@ def _of_phases(
         trainer_bytes=count * 12,
         devices=devices_of(config),
         num_copies=config.rollout.engines,
-        devices_per_node=spec.pools[0].devices_per_node,
+        pools=spec.core_pools(),
     )
     rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
     return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))

@@ -50,6 +50,7 @@ _PHASE_WORDS = {
     "training": "training",
     "sync": "new weights to the engine",
     "checkpoint": "committing",
+    "evaluation": "evaluating",
     "recovery": "bringing the trainer back",
     "pool_wait": "waiting for a pool that other jobs use too",
     "controller": "getting ready",

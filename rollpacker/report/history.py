@@ -38,6 +38,7 @@ from rollpacker.core.events import (
     EngineReady,
     Entered,
     Event,
+    PoolNeeded,
     PromptsFetched,
     SampleAborted,
     SampleFailed,
@@ -70,10 +71,11 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery, pool_wait or,
-    without a better name, controller), `live` what the engine has, `queue` the prompts that wait
-    for a long round or another race. Where a session begins anew without the step before, `step` is
-    replaced by another one and what it held is gone, as it is for the run."""
+    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery, on shared pools
+    pool_wait and evaluation, or, without a better name, controller), `live` what the engine has,
+    `queue` the prompts that wait for a long round or another race. Where a session begins anew
+    without the step before, `step` is replaced by another one and what it held is gone, as it is
+    for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
@@ -203,6 +205,8 @@ class History:
                 # epoch's end.
                 self.queue.update(event.prompts)
                 self.step.prompts.fetched += event.prompts
+            case PoolNeeded() if event.purpose == "evaluation":
+                self._phases.evaluate(self.step, now)
             case Entered():
                 self._phases.end_wait(self.step, now, event.switch_s)
             case Trained():

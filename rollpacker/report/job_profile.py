@@ -19,6 +19,7 @@ from typing import Any
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
+from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.commands import Leave
 from rollpacker.core.events import Entered
 from rollpacker.core.ids import PoolName
@@ -74,22 +75,22 @@ def job_of_run(
     steps: int | None = None,
     config: RunConfig | None = None,
     on_gpus: bool = False,
-    devices_per_node: int = 8,
+    pools: Sequence[Pool] = (),
     **given: Any,
 ) -> ClusterJob:
     """The job that a run is, or will be, by the log of this one.
 
     `steps`: until it ends; None: as many as its config says. `config`: of the run that will be; its
-    phases must be those of the log. `on_gpus`: the pools have GPUs. `given`: fields of `ClusterJob`
-    that are known better. Raises `ValueError` with one message for a folder that tells too little,
-    or of another run."""
+    phases must be those of the log. `on_gpus`: the pools have GPUs. `pools`: on whose nodes it will
+    be. `given`: fields of `ClusterJob` that are known better. Raises `ValueError` with one message
+    for a folder that tells too little, or of another run."""
     profile = read_profile(folder)
     if config is not None:
         check_profile(profile, config)
     check_device(profile, on_gpus=on_gpus)
     return ClusterJob(
         **{
-            **run_needs(profile, devices_per_node=devices_per_node),
+            **run_needs(profile, pools),
             **given,
             "name": name,
             "slo": slo,
@@ -110,7 +111,7 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
     return steps
 
 
-def run_needs(profile: RunProfile, *, devices_per_node: int = 8) -> dict[str, Any]:
+def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
     """Devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches follow
     from the sizes of the checkpoint's files: of weights and optimizer alone, without what the
     processes take for themselves. What is published is part of the training of a run that shared
@@ -120,7 +121,7 @@ def run_needs(profile: RunProfile, *, devices_per_node: int = 8) -> dict[str, An
         trainer_bytes=profile.trainer_bytes,
         devices=devices_of(profile.config),
         num_copies=profile.config.rollout.engines,
-        devices_per_node=devices_per_node,
+        pools=pools,
     )
     needs["cold_start_s"] = COLD_START_S if profile.start_s is None else profile.start_s
     if profile.switch_s:
@@ -134,18 +135,29 @@ def needs_of(
     trainer_bytes: float,
     devices: Mapping[Phase, int],
     num_copies: int,
-    devices_per_node: int,
+    pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
     """Devices, memory and switches as fields of `ClusterJob`. The engines keep `num_copies` of the
-    weights, spread over their devices; the trainer's state is spread over its own."""
+    weights, spread over their devices; the trainer's state is spread over its own. `pools`: on the
+    nodes of which the job will be."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
-        nodes = math.ceil(count / devices_per_node)
         needs[f"{phase}_devices"] = count
-        needs[f"{phase}_memory_gib"] = held[phase] / nodes / GIB
+        needs[f"{phase}_memory_gib"] = held[phase] / fewest_nodes(phase, count, pools) / GIB
         needs[f"{phase}_switch_s"] = 2 * held[phase] / count / GB / WAKE_GB_S[phase]
     return needs
+
+
+def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
+    """That a job with so many devices is spread over, in the pools of the phase that have as many:
+    there each of its nodes keeps the most. Where no pool has, as on nodes of 8."""
+    counts = [
+        pool.nodes_for(devices)
+        for pool in pools
+        if pool.phase == phase and pool.nodes_for(devices) <= pool.nodes
+    ]
+    return min(counts, default=math.ceil(devices / 8))
 
 
 def devices_of(config: RunConfig) -> dict[Phase, int]:

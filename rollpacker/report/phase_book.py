@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollpacker.core.records import POOL_SWITCH, Note
 from rollpacker.report.step_history import POOL_WAIT, Phase, StepHistory
-from rollpacker.report.time_book import CALLBACK_SECONDS
+from rollpacker.report.time_book import CALLBACK_SECONDS, WHILE_JUDGING
 
 
 class PhaseBook:
@@ -15,6 +15,8 @@ class PhaseBook:
         self._since_s = 0.0
         self._waits_since_s: float | None = None
         """For a pool."""
+        self._evaluates_in: str | None = None
+        """The phase that an evaluation under way came into, if it is known to be."""
 
     @property
     def now(self) -> str:
@@ -25,6 +27,7 @@ class PhaseBook:
     def begin_session(self) -> None:
         """Nothing is under way but what the begin of a commit has told."""
         self._waits_since_s = None
+        self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
         """Nothing at all is."""
@@ -35,13 +38,30 @@ class PhaseBook:
         self._end(step, now)
         self._doing, self._since_s = phase, now
 
+    def evaluate(self, step: StepHistory, now: float) -> None:
+        """From now on, until its note: it asks for its pool before it begins."""
+        if self._evaluates_in is None:
+            self._evaluates_in = self._doing
+            self.turn(step, "evaluation", now)
+
     def span(self, step: StepHistory, note: Note) -> None:
         """A note's phases. The phase that they fall into ends before them and goes on behind
         them."""
+        told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)  # they came last
+        if note.name == "evaluation" and self._evaluates_in is not None:  # it was begun
+            self.turn(step, self._evaluates_in, note.time_s - told_s)
+            self._evaluates_in, self._since_s = None, note.time_s
+        elif note.name == POOL_SWITCH and self.now in WHILE_JUDGING:
+            return
+        else:
+            self._book(step, note, note.time_s - told_s)
+        if told_s:
+            step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
+
+    def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
+        """Until then."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
-            if self.now == "reward_wait":  # nobody waits for it
-                return
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s
             start_s = min(max(start_s, since_s), note.time_s)
         self._end(step, start_s)
@@ -49,10 +69,7 @@ class PhaseBook:
             self.end_wait(step, max(start_s, self._waits_since_s))
             self._waits_since_s = note.time_s
         self._since_s = max(self._since_s, note.time_s)
-        told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)
-        step.phases.append(Phase(note.name, start_s, note.time_s - told_s))
-        if told_s:  # they came last
-            step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
+        step.phases.append(Phase(note.name, start_s, end_s))
 
     def wait(self, step: StepHistory, now: float) -> None:
         """For a pool."""

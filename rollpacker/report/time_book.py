@@ -33,6 +33,9 @@ AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
 RARE_CAUSES = ("imbalance", "recovery", "callbacks", *POOL_CAUSES)
 """Told only where there are seconds of them."""
 
+WHILE_JUDGING = ("reward_wait", "evaluation")
+"""Phases in which nobody waits for engines to park."""
+
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
 STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
@@ -89,7 +92,7 @@ class TimeBook:
                 self.start_s = self.now_s = entry.time_s - entry.seconds
             # Gradients are a phase of the run, not a span beside it.
             span_s = 0.0 if entry.name == "gradients" else entry.seconds
-            if entry.name == POOL_SWITCH and phase == "reward_wait":  # nobody waits for it
+            if entry.name == POOL_SWITCH and phase in WHILE_JUDGING:
                 span_s = 0.0
             cause = entry.name if entry.name in AROUND_STEPS else "controller"
             told_s = entry.metrics.get(CALLBACK_SECONDS, 0.0)

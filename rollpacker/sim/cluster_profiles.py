@@ -20,7 +20,7 @@ from rollpacker.report.job_profile import (
     run_needs,
 )
 from rollpacker.report.phase_times import EMPTY, IterationTimes
-from rollpacker.sim.cluster_spec import PoolSpec, reference
+from rollpacker.sim.cluster_spec import PoolSpec, core_pools, reference
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
@@ -43,7 +43,7 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
     """Raises `ValueError` as `report.job_profile` does."""
     found = read_profile(folder)
     check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
-    needs = run_needs(found, devices_per_node=_devices_per_node(pools))
+    needs = run_needs(found, core_pools(pools))
     return Profile(found.rounds, needs, found.config.train.steps)
 
 
@@ -96,9 +96,5 @@ def _scenario_needs(scenario: Scenario, pools: Sequence[PoolSpec]) -> dict[str, 
         trainer_bytes=scenario.shape.params * PARKED_PARAMETER_BYTES,
         devices={"rollout": cluster.gpus, "train": cluster.trainer_gpus},
         num_copies=cluster.gpus // scenario.rollout.tensor_parallel,
-        devices_per_node=_devices_per_node(pools),
+        pools=core_pools(pools),
     )
-
-
-def _devices_per_node(pools: Sequence[PoolSpec]) -> int:
-    return min((pool.devices_per_node for pool in pools), default=8)

@@ -164,19 +164,24 @@ class ClusterSpec:
         }
 
     def core_pools(self) -> tuple[Pool, ...]:
-        """As the core knows them."""
-        return tuple(
-            Pool(
-                name=pool.name,
-                phase=pool.phase,
-                nodes=pool.nodes,
-                devices_per_node=pool.devices_per_node,
-                price_per_device_h=pool.price_per_device_h,
-                host_memory_gib=pool.host_memory_gib,
-                scale=seconds_scale(pool.phase, reference(self.pools, pool.phase).gpu, pool.gpu),
-            )
-            for pool in self.pools
+        """See the function."""
+        return core_pools(self.pools)
+
+
+def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
+    """As the core knows them."""
+    return tuple(
+        Pool(
+            name=pool.name,
+            phase=pool.phase,
+            nodes=pool.nodes,
+            devices_per_node=pool.devices_per_node,
+            price_per_device_h=pool.price_per_device_h,
+            host_memory_gib=pool.host_memory_gib,
+            scale=seconds_scale(pool.phase, reference(pools, pool.phase).gpu, pool.gpu),
         )
+        for pool in pools
+    )
 
 
 def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:

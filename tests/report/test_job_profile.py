@@ -10,7 +10,8 @@ import pytest
 
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.job import ClusterJob, Phase
+from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.commands import Leave
 from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, encode
 from rollpacker.report.job_profile import (
@@ -99,13 +100,36 @@ def test_memory_is_spread_over_nodes_and_switches_over_devices() -> None:
         trainer_bytes=112e9,
         devices={"rollout": 16, "train": 8},
         num_copies=4,
-        devices_per_node=8,
+        pools=[pool("cheap", "rollout", 8), pool("fast", "train", 8)],
     )
     assert needs["rollout_memory_gib"] == pytest.approx(32e9 / GIB)
     assert needs["train_memory_gib"] == pytest.approx(112e9 / GIB)
     assert needs["rollout_switch_s"] == pytest.approx(2 * 4 / 25)
     assert needs["train_switch_s"] == pytest.approx(2 * 14 / 10)
     assert (needs["rollout_devices"], needs["train_devices"], needs["model_gb"]) == (16, 8, 16)
+
+
+def pool(name: str, phase: Phase, devices_per_node: int, nodes: int = 9) -> Pool:
+    kind = {"name": name, "phase": phase, "price_per_device_h": 1.0, "host_memory_gib": 100.0}
+    return Pool(nodes=nodes, devices_per_node=devices_per_node, **kind)
+
+
+def test_each_phase_has_nodes_of_its_own() -> None:
+    """The first pool's say nothing of the other phase's; a job may ask for more than a node has."""
+
+    def gib(*pools: Pool, devices: int = 16) -> tuple[float, float]:
+        asked: dict[Phase, int] = {"rollout": devices, "train": devices}
+        sizes = {"model_bytes": 16 * GIB, "trainer_bytes": 96 * GIB}
+        needs = needs_of(**sizes, devices=asked, num_copies=4, pools=pools)
+        return needs["rollout_memory_gib"], needs["train_memory_gib"]
+
+    cheap, fast = pool("cheap", "rollout", 4), pool("fast", "train", 8)
+    assert gib(cheap, fast) == gib(fast, cheap) == (16, 48)
+    assert gib(cheap, fast, devices=4) == (64, 96)
+    large = pool("large", "train", 16, nodes=1)
+    assert gib(cheap, fast, large) == (16, 96), "where each of its nodes keeps the most"
+    assert gib(cheap, fast, large, devices=32) == (8, 24), "the large one has not as many"
+    assert gib() == (32, 48)
 
 
 # -- folders -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from rollpacker.core.coexecution.job import ClusterJob, Times
 from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.commands import Commit, Enter, FetchPrompts, Leave
-from rollpacker.core.events import Committed, Entered, SampleScored, WeightsSynced
+from rollpacker.core.events import Committed, Entered, PoolNeeded, SampleScored, WeightsSynced
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import (
     EVALUATION_ROLLOUT,
@@ -23,10 +23,10 @@ from rollpacker.core.records import (
     Record,
     Session,
 )
-from rollpacker.report.history import iterate_steps
+from rollpacker.report.history import History, iterate_steps
 from rollpacker.report.job_profile import rounds_of
 from rollpacker.report.phase_times import IterationTimes, PhaseTimes
-from rollpacker.report.time_book import CALLBACK_SECONDS
+from rollpacker.report.time_book import CALLBACK_SECONDS, TimeBook
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
@@ -82,7 +82,9 @@ def test_what_an_evaluation_generates_is_rollout_and_its_verdicts_are_not() -> N
             assert (one.between_s, one.train_s) == (other.between_s, other.train_s)
 
 
-def test_an_evaluation_waits_for_its_pool_and_parks_while_it_is_judged() -> None:
+def alone_and_shared() -> tuple[list[Entry], list[Entry]]:
+    """A run that evaluates after its fifth step: 4 s of generation and 3 s of verdicts, in which it
+    parks for 1.5 s. Where it shares its pools it waits for 5 s before."""
     entries = CostedRun(lambda n, cached: 1e-3).run(6)
     told = {EVALUATION_ROLLOUT: 4.0}
     alone = [replace(one, metrics=told) if _is_evaluation(one) else one for one in entries]
@@ -93,8 +95,9 @@ def test_an_evaluation_waits_for_its_pool_and_parks_while_it_is_judged() -> None
             began_s = entry.time_s + late_s - 7.0
             late_s += 5.0
             enter = Enter(pool="rollout", purpose="evaluation")
+            needed = PoolNeeded(time_s=began_s, pool="rollout", purpose="evaluation")
             shared += [
-                _record(began_s, (enter,)),
+                replace(_record(began_s, (enter,)), event=needed),
                 replace(
                     _record(began_s + 5.0), event=Entered(time_s=began_s + 5.0, pool="rollout")
                 ),
@@ -102,6 +105,32 @@ def test_an_evaluation_waits_for_its_pool_and_parks_while_it_is_judged() -> None
                 Note(time_s=began_s + 11.0, name=POOL_SWITCH, seconds=1.5, step=5),
             ]
         shared.append(replace(entry, time_s=entry.time_s + late_s))
+    return alone, shared
+
+
+def test_where_the_seconds_of_an_evaluation_on_shared_pools_went() -> None:
+    alone, shared = alone_and_shared()
+    seconds, without = accounted(shared), accounted(alone)
+    assert (seconds.pop("pool_wait"), without.pop("pool_wait")) == pytest.approx((5.0, 0.0))
+    assert without["evaluation"] == pytest.approx(7.0)
+    assert seconds == pytest.approx(without)
+    phases = [one for step in iterate_steps(shared) for one in step.phases]
+    evaluated = [one for one in phases if one.name == "evaluation"]
+    assert sum(one.end_s - one.start_s for one in evaluated) == pytest.approx(7.0)
+    for one, other in pairwise(sorted(phases, key=lambda phase: phase.start_s)):
+        assert one.end_s <= other.start_s + 1e-9, (one, other)
+
+
+def accounted(entries: list[Entry]) -> dict[str, float]:
+    book, history = TimeBook(None), History()
+    for entry in entries:
+        book.advance(entry, history.phase, len(history.live))
+        history.feed(entry)
+    return book.seconds(1)
+
+
+def test_an_evaluation_waits_for_its_pool_and_parks_while_it_is_judged() -> None:
+    alone, shared = alone_and_shared()
     phases = PhaseTimes()
     found = [done for entry in shared if (done := phases.feed(entry)) is not None]
     assert phases.waited_s == pytest.approx(5.0)
