@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import socket
 import subprocess
@@ -68,8 +69,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Until that. `began`: called once it can be asked. Raises `ValueError` if the folder was
-    written for other pools."""
+    """Until that. `began`: called once it can be asked. Raises `ValueError` if what has happened in
+    the folder would have gone otherwise in this cluster."""
     from rollpacker.cli.cluster_desk import ServiceFacts, write_facts
     from rollpacker.cluster.service import Service
     from rollpacker.config.load import to_plain
@@ -84,14 +85,25 @@ def serve(
         quotas=spec.core_quotas(),
         ageing_s=spec.ageing_h * 3600,
     )
-    service = Service(
-        cluster,
-        name=spec.name,
-        folder=folder,
-        mailbox=ground.mailbox,
-        runner=ground.runner,
-        tell=_tell,
-    )
+    changed = _changed(folder, spec)
+    try:
+        service = Service(
+            cluster,
+            name=spec.name,
+            folder=folder,
+            mailbox=ground.mailbox,
+            runner=ground.runner,
+            tell=_tell,
+        )
+    except ValueError as error:
+        if not changed:
+            raise
+        raise ValueError(
+            f"{folder} has jobs of a cluster with {' '.join(changed)}, which is not what this one "
+            "has, and they would be on other nodes or wait no more. Serve it with these settings "
+            "until its jobs have ended, or give the changed cluster a folder of its own with "
+            f"--folder ({error})"
+        ) from error
     facts = ServiceFacts(
         name=spec.name,
         mailbox=ground.mailbox.address,
@@ -105,6 +117,24 @@ def serve(
         service.run(is_over)
     finally:
         service.close()
+
+
+def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
+    """What decides where jobs are, and was otherwise when the folder was served last, as key=value.
+    Nothing of a folder that never was."""
+    from rollpacker.cli.cluster_desk import FACTS_FILE, read_facts
+    from rollpacker.config.load import differences, to_plain
+
+    if not (folder / FACTS_FILE).exists():
+        return []
+    before = dict(read_facts(folder).spec)
+    pairs = differences(before, to_plain(spec))
+    told = json.JSONEncoder(separators=(",", ":")).encode
+    return [
+        f"{key}={told(was)}"
+        for key, was, _ in pairs
+        if key.split(".")[0] not in ("name", "jobs", "seed")
+    ]
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:

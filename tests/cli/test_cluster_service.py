@@ -3,6 +3,7 @@ what is said, and what is refused with one message."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +21,12 @@ import pytest
 from benchmarks.resume import write_config, write_model
 from rollpacker.cli import cluster_desk, cluster_serve, cluster_show
 from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
+from rollpacker.cli.cluster_submit import job_of
 from rollpacker.cli.main import main
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.runner import Order
+from rollpacker.config.load import load_config
+from rollpacker.config.schema import RunConfig
 from rollpacker.sim.cluster_spec import load_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -288,6 +292,23 @@ def test_without_seconds_the_message_says_how_to_get_them(command: Command) -> N
     assert again in said and "--profile" in said and "--phases" in said
 
 
+def test_each_phase_is_spread_over_nodes_of_its_own(made: Path) -> None:
+    """Of a job that asks for more than a node of one kind has."""
+    config = load_config(made, ("train.processes=4", "rollout.engines=4"), RunConfig)
+    asked = argparse.Namespace(phases="1,1", profile=None, slo=1.5, priority=0, owner="ann")
+    small = ("pools.0.nodes=4", "pools.1.nodes=4")
+    sizes = {"small": (1, 1), "of training": (1, 4), "of rollout": (4, 1)}
+    gib = {}
+    for name, (of_rollout, of_training) in sizes.items():
+        own = (f"pools.0.devices_per_node={of_rollout}", f"pools.1.devices_per_node={of_training}")
+        spec = load_cluster(ROOT / "configs/clusters/two-cores.yaml", (*small, *own))
+        job = job_of(asked, config, spec)
+        gib[name] = job.rollout_memory_gib, job.train_memory_gib
+    rollout_gib, train_gib = gib["small"]
+    assert gib["of training"] == pytest.approx((rollout_gib, 4 * train_gib))
+    assert gib["of rollout"] == pytest.approx((4 * rollout_gib, train_gib))
+
+
 def test_an_slo_that_switches_alone_break_is_refused(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +427,41 @@ def test_a_folder_on_a_network_file_system_is_refused(
     said = command.refused("serve", ROOT / "configs/clusters/two-cores.yaml", "--local")
     assert "network file system (nfs4)" in said
     assert not Path("runs").exists()
+
+
+def test_other_pools_in_a_folder_with_jobs_are_refused_if_that_matters(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_serve, "_tell", lambda line: None)
+    file, folder = ROOT / "configs/clusters/two-cores.yaml", command.folder / "runs/lab"
+    folder.mkdir(parents=True)
+    pools = ("pools.0.nodes=2", "pools.1.nodes=2")
+
+    def once(*overrides: str, submits: Sequence[str] = ()) -> None:
+        """Served with these settings, until some jobs have been submitted."""
+        box = FileMailbox(folder / "mail.db")
+        ground = cluster_serve.Ground(said="", mailbox=box, runner=command.runner, left="")
+        over = threading.Event()
+
+        def submit() -> None:
+            for name in submits:
+                assert command.submit(name, "--slo", "1.01", "--cluster", folder) == 0
+            over.set()
+
+        with take_lock(folder):
+            asks = threading.Thread(target=submit)
+            spec = load_cluster(file, overrides)
+            cluster_serve.serve(spec, folder, ground, began=asks.start, is_over=over.is_set)
+            asks.join(20)
+
+    once(submits=("one",))
+    once(*pools)  # nothing would have gone otherwise: there is room for more now
+    once(*pools, submits=("two",))
+    with pytest.raises(ValueError, match=r"would be on other nodes or wait no more") as caught:
+        once()
+    told = str(caught.value)
+    assert "pools.0.nodes=2 pools.1.nodes=2, which" in told and "event 2 (Submitted)" in told
+    assert "--folder" in told and "until its jobs have ended" in told
 
 
 # -- what is shown -----------------------------------------------------------------
