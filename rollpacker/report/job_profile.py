@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.commands import Leave
+from rollpacker.core.commands import Commit, Leave
 from rollpacker.core.events import Entered
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record
@@ -184,9 +184,9 @@ def read_profile(folder: str | Path) -> RunProfile:
     book = _Book()
     for entry in EventLog(events):
         book.feed(entry)
-    iterations = book.iterations
+    iterations = without_last(book.iterations, book.last_step)
     kept = without_warm_up(iterations)
-    num_whole = sum(not one.is_empty for one in kept)
+    num_whole = _num_whole(kept)
     if num_whole < MIN_ITERATIONS:
         warm = len(iterations) - len(kept)
         left_out = f" besides {warm} of warm-up" if warm else ""
@@ -238,6 +238,8 @@ class _Book:
 
     iterations: list[IterationTimes] = field(default_factory=list)
     start_s: float | None = None
+    last_step: int | None = None
+    """With which the run is over."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -253,6 +255,8 @@ class _Book:
             for command in entry.commands:
                 if isinstance(command, Leave):
                     self._left = command.pool
+                elif isinstance(command, Commit):
+                    self.last_step = command.step if command.last else None
         elif isinstance(entry, Note) and entry.name == "startup":
             self.start_s = entry.seconds
         elif isinstance(entry, Note) and entry.name == POOL_SWITCH and self._left is not None:
@@ -278,6 +282,20 @@ def _weight_bytes(folder: Path) -> int:
 
 
 # -- iterations --------------------------------------------------------------------
+
+
+def without_last(
+    iterations: Sequence[IterationTimes], last_step: int | None
+) -> Sequence[IterationTimes]:
+    """A run's last step evaluates and writes a checkpoint, whatever its config says of the others.
+    It is left out where enough remain."""
+    rest = [one for one in iterations if one.step != last_step]
+    return rest if _num_whole(rest) >= MIN_ITERATIONS else iterations
+
+
+def _num_whole(iterations: Iterable[IterationTimes]) -> int:
+    """That trained on something."""
+    return sum(not one.is_empty for one in iterations)
 
 
 def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes]:

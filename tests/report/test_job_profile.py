@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.coexecution.job import ClusterJob, Phase
 from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.commands import Leave
+from rollpacker.core.commands import Commit, Leave
 from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, encode
 from rollpacker.report.job_profile import (
     GIB,
@@ -21,6 +22,7 @@ from rollpacker.report.job_profile import (
     needs_of,
     read_profile,
     rounds_of,
+    without_last,
     without_warm_up,
 )
 from rollpacker.report.phase_times import IterationTimes
@@ -82,6 +84,24 @@ def test_an_empty_step_is_a_kind_of_its_own_and_not_the_end_of_the_warm_up() -> 
     usual = [iteration(n) for n in range(3, 9)]
     assert without_warm_up([empty, iteration(2, 60.0), *usual]) == usual
     assert without_warm_up([empty, *usual]) == [empty, *usual]
+
+
+def test_the_last_step_of_a_run_is_like_no_other(tmp_path: Path) -> None:
+    entries = costed(5)
+    at, last = next(
+        (number, one)
+        for number, one in enumerate(entries)
+        if isinstance(one, Record) and any(c == Commit(step=5, last=False) for c in one.commands)
+    )
+    entries[at] = replace(last, commands=(Commit(step=5, last=True),))
+    ended = read_profile(run_folder(tmp_path / "ended", entries))
+    going_on = read_profile(run_folder(tmp_path / "going_on", costed(5)))
+    assert [one.kind for one in ended.rounds] == ["plain"]
+    assert [one.kind for one in going_on.rounds] == ["plain", "plain+evaluation"]
+    assert (ended.num_iterations, going_on.num_iterations) == (4, 5)
+    few = [iteration(1), iteration(2), iteration(3)]
+    assert without_last(few, 3) == few
+    assert without_last([*few, iteration(4)], 4) == few
 
 
 def test_rounds_are_told_by_kind() -> None:
