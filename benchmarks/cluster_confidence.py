@@ -74,7 +74,7 @@ def summed(cell: Cell, traces: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """As docs/many-jobs.md has it: a row for each arm and growth."""
+    """As docs/many-jobs-simulated.md has it: a row for each arm and growth."""
     stated = " | ".join(f"stated {one:g}" for one in STATED)
     lines = [f"| | lengths | {stated} | jobs each | price/h |"]
     lines.append("|---|---|" + "---|" * (len(STATED) + 2))

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         help="what a placement policy would cost, and whom it would slow down",
         description="Has jobs come to the pools of FILE, in virtual time, through the decisions of "
         "the cluster's core, and prints what that costs.",
-        epilog="docs/many-jobs.md says what is modelled.",
+        epilog="docs/many-jobs-simulated.md says what is modelled.",
     )
     simulate.add_argument("cluster", metavar="FILE", help="YAML file, as in configs/clusters")
     simulate.add_argument(

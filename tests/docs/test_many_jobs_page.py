@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import yaml
 
 from rollpacker.cli.verbs import build_parser
 from rollpacker.remote.token import MODE
-from tests.docs.blocks import ROOT, Block, blocks
+from rollpacker.sim.cluster_spec import load_cluster
+from tests.docs.blocks import ROOT, Block, blocks, named_files
 
 PAGE = ROOT / "docs" / "many-jobs.md"
 
@@ -45,6 +47,17 @@ def test_the_batch_script_is_bash_asks_for_a_token_and_names_the_pools() -> None
     resources = re.findall(r"--resources='([^']*)'", script)
     assert [pool_of(one) for one in resources] == ["fast", "cheap"]
     assert script.count("ray start") == 2 and script.count("--include-dashboard=false") == 1
+
+
+def test_the_batch_script_serves_as_many_nodes_as_it_has(tmp_path: Path) -> None:
+    """Those of the file that the page begins with, but for their number."""
+    script, file = block("bash").text, tmp_path / "lab.yaml"
+    file.write_text(named_files(PAGE)["lab.yaml"])
+    (serve,) = re.findall(r"rollpacker cluster serve lab.yaml (\S+=\S+) --folder", script)
+    (num_nodes,) = re.findall(r"--nodes=(\d+)", script.splitlines()[0])
+    pools = {pool.name: pool.nodes for pool in load_cluster(file, [serve]).pools}
+    assert pools == {"cheap": int(num_nodes) - 1, "fast": 1}
+    assert {pool.nodes for pool in load_cluster(file).pools} == {1}, "which --local takes"
 
 
 def test_ray_start_has_the_options_of_both() -> None:

@@ -379,4 +379,4 @@ def test_the_page_has_what_was_measured(
     found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())[key]
     module = name.removesuffix("_profile_alone")
     table = importlib.import_module(module).table(found)
-    assert table in (ROOT / "docs/many-jobs.md").read_text()
+    assert table in (ROOT / "docs/many-jobs-simulated.md").read_text()
