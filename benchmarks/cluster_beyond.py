@@ -123,8 +123,9 @@ def mean(seeds: Seeds, arm: str, what: str) -> float:
 
 
 def table(profiles: Mapping[str, Seeds]) -> str:
-    """As docs/many-jobs-simulated.md has it: price over the optimum, and share of the SLOs kept, means over
-    seeds; of the shipped policy also what it is cheaper than the published one, each seed's."""
+    """As docs/many-jobs-simulated.md has it: price over the optimum, and share of the SLOs kept,
+    means over seeds; of the shipped policy also what it is cheaper than the published one, each
+    seed's."""
     arms = [*next(iter(profiles.values()))[0]]
     lines = ["| profile | " + " | ".join(arms) + " |", "|---|" + "---|" * len(arms)]
     for profile, seeds in profiles.items():

@@ -4,7 +4,8 @@
     python benchmarks/cluster_held_out.py --quick    # one seed of 30 jobs, nothing is written
 
 By profile, SLO and group cap: price over the optimum and share of SLOs kept, of `rollmux`, `random`
-and `most_idle`. The published table was not looked at. What is assumed stands in docs/many-jobs-simulated.md.
+and `most_idle`. The published table was not looked at. What is assumed stands in
+docs/many-jobs-simulated.md.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def cell(profile: str, slo: str, cap: int, seed: int, *settings: str) -> dict[st
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """As docs/many-jobs-simulated.md has it: one table for each policy, a column for each group cap; means of
-    the seeds, and half of what they differ."""
+    """As docs/many-jobs-simulated.md has it: one table for each policy, a column for each group
+    cap; means of the seeds, and half of what they differ."""
     return "\n\n".join(_of_policy(name, rows) for name in POLICIES)
 
 
