@@ -18,11 +18,12 @@ from rollpacker.cluster.service import Service
 from rollpacker.cluster.store import Store
 from rollpacker.core.cluster import Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
+from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.plain import to_plain
 from rollpacker.report.log import EventLog
-from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import PhaseTimes
 
 ROOT = Path(__file__).parents[1]
 CONFIDENCE = 0.9
@@ -33,7 +34,7 @@ MAX_GROUP = 8
 class Told:
     """What is known of a job that has ended."""
 
-    times: list[IterationTimes]
+    times: list[Iteration]
     """Of each step, as its run tells them: without waits and switches."""
     commits_s: list[float]
     """Of each step, by the service's clock, which all jobs have in common."""
@@ -138,7 +139,7 @@ def read(folder: Path, name: str, log: Path) -> Told:
         if entry.event["kind"] == "Committed" and entry.event["event"]["job"] == name
     ]
     store.close()
-    phases, times, waits = PhaseTimes(), list[IterationTimes](), list[float]()
+    phases, times, waits = PhaseTimes(), list[Iteration](), list[float]()
     for entry in EventLog(log):
         if (found := phases.feed(entry)) is not None:
             times.append(found)

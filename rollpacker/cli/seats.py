@@ -4,7 +4,6 @@ held while parts begin on devices that other jobs use as well, and told what ite
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -106,15 +105,13 @@ class _Telling:
         self._seat, self._times = seat, PhaseTimes()
 
     def feed(self, entry: Entry) -> None:
-        from rollpacker.cluster.seat import Iteration
-
-        times = self._times.feed(entry)
-        if times is None:
+        iteration = self._times.feed(entry)
+        if iteration is None:
             return
         try:
-            self._seat.committed(Iteration(**dataclasses.asdict(times)))
+            self._seat.committed(iteration)
         except OSError as error:  # it is told of the next one
-            logger.warning("the cluster was not told what step %d took: %s", times.step, error)
+            logger.warning("the cluster was not told what step %d took: %s", iteration.step, error)
 
     def close(self) -> None:
         pass

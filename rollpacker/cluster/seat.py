@@ -13,9 +13,9 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
+from rollpacker.core.coexecution.iteration import Iteration as Iteration
 from rollpacker.core.ids import PoolName
 
 SEAT_VARIABLE = "ROLLPACKER_SEAT"
@@ -26,22 +26,6 @@ START = "start"
 
 class LeaseLost(RuntimeError):
     """The pool was given to another job: this one was silent for too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
-    """What a step took, in seconds, without waits for pools and switches."""
-
-    step: int
-    kind: str
-    """Of its round: plain, short, long, ...; or empty, where nothing was trained on."""
-    rollout_s: float
-    between_s: float
-    """Verdicts, after generation."""
-    train_s: float
-    """Until the weights were published."""
-    after_s: float
-    """Commit, checkpoint."""
 
 
 class Seat(Protocol):

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.commands import Commit, Leave
@@ -25,7 +26,7 @@ from rollpacker.core.events import Entered
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import PhaseTimes
 
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
@@ -236,7 +237,7 @@ def _word(value: object) -> str:
 class _Book:
     """What is taken from a log, in one pass."""
 
-    iterations: list[IterationTimes] = field(default_factory=list)
+    iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
     """With which the run is over."""
@@ -284,21 +285,19 @@ def _weight_bytes(folder: Path) -> int:
 # -- iterations --------------------------------------------------------------------
 
 
-def without_last(
-    iterations: Sequence[IterationTimes], last_step: int | None
-) -> Sequence[IterationTimes]:
+def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequence[Iteration]:
     """A run's last step evaluates and writes a checkpoint, whatever its config says of the others.
     It is left out where enough remain."""
     rest = [one for one in iterations if one.step != last_step]
     return rest if _num_whole(rest) >= MIN_ITERATIONS else iterations
 
 
-def _num_whole(iterations: Iterable[IterationTimes]) -> int:
+def _num_whole(iterations: Iterable[Iteration]) -> int:
     """That trained on something."""
     return sum(not one.is_empty for one in iterations)
 
 
-def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes]:
+def without_warm_up(iterations: Sequence[Iteration]) -> list[Iteration]:
     """The latest `MAX_ITERATIONS`. Of the first ones of all, at most `MAX_WARM`, each that comes
     before the first ordinary one is left out: its rollout or its training took more than
     `WARM_FACTOR` times the median of the later ones of its kind (kernels are compiled, caches
@@ -313,7 +312,7 @@ def without_warm_up(iterations: Sequence[IterationTimes]) -> list[IterationTimes
     return [*iterations[first:]][-MAX_ITERATIONS:]
 
 
-def _is_warm_up(iterations: Sequence[IterationTimes], first: int) -> bool:
+def _is_warm_up(iterations: Sequence[Iteration], first: int) -> bool:
     one = iterations[first]
     later = [other for other in iterations[first + 1 :] if other.kind == one.kind]
     return len(later) > 1 and (
@@ -322,12 +321,11 @@ def _is_warm_up(iterations: Sequence[IterationTimes], first: int) -> bool:
     )
 
 
-def rounds_of(iterations: Sequence[IterationTimes]) -> tuple[RoundTimes, ...]:
-    """By kind, the most frequent first, as a cluster learns them later (`Times.positive`)."""
+def rounds_of(iterations: Sequence[Iteration]) -> tuple[RoundTimes, ...]:
+    """By kind, the most frequent first, as a cluster learns them later."""
     by_kind: dict[str, list[Times]] = {}
     for one in iterations:
-        times = Times(one.rollout_s, one.between_s, one.train_s, one.after_s)
-        by_kind.setdefault(one.kind, []).append(times.positive())
+        by_kind.setdefault(one.kind, []).append(one.times)
     return tuple(
         RoundTimes(
             kind=kind,

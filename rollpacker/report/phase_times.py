@@ -5,9 +5,8 @@
               -- after --> Committed
 
 What an evaluation generates, between the last two, is rollout. Waits for pools, and switches,
-belong to none of them. Every commit ends an iteration, also of a step that had nothing to train on
-(`EMPTY`), so that there are as many as a run has steps. It is a fold of its own beside the history,
-small enough for a run to feed it live.
+belong to none of them. It is a fold of its own beside the history, small enough for a run to feed
+it live.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rollpacker.core.coexecution.iteration import EMPTY, EVALUATED, Iteration
 from rollpacker.core.commands import (
     Command,
     Commit,
@@ -39,36 +39,6 @@ from rollpacker.core.events import (
 from rollpacker.core.records import EVALUATION_ROLLOUT, POOL_SWITCH, Entry, Note, Record
 from rollpacker.report.time_book import CALLBACK_SECONDS
 
-EMPTY = "empty"
-"""A kind of iteration: nothing was trained on."""
-EVALUATED = "+evaluation"
-"""Of an iteration with an evaluation: the end of its kind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationTimes:
-    """One step, in seconds, without waits for pools and switches."""
-
-    step: int
-    kind: str
-    """Of its longest round (a step whose rounds refill it has several), or `EMPTY`; and whether it
-    ended with an evaluation, whose generation takes as long at the first step as at the last."""
-    rollout_s: float
-    """From the commit before to the last sample's end, and the same of refills, from their launch,
-    and what an evaluation generated: the rollout pool is held. Fetching prompts is part of it."""
-    between_s: float
-    """Verdicts (or a refill's prompts) are awaited after generation; no pool is held."""
-    train_s: float
-    """Until the weights are published or handed over, with gradients that were begun before:
-    the training pool is held. 0 in a step that had nothing to train on."""
-    after_s: float
-    """Commit, checkpoint, verdicts of an evaluation, callbacks."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing was trained on."""
-        return self.kind.startswith(EMPTY)
-
 
 class PhaseTimes:
     """Feed it a log's entries, live or from a file; it answers at every commit of a step that one
@@ -89,7 +59,7 @@ class PhaseTimes:
         self._incarnation = Counter[int]()
         """By engine: whoever had a lower one says nothing that counts."""
 
-    def feed(self, entry: Entry) -> IterationTimes | None:
+    def feed(self, entry: Entry) -> Iteration | None:
         if isinstance(entry, Record):
             self._advance(entry.time_s)
             done = self._event(entry.event)
@@ -122,7 +92,7 @@ class PhaseTimes:
             until_s = now if due_s is None else min(now, due_s)
             step.begun_s += max(0.0, until_s - (now - note.seconds))
 
-    def _event(self, event: Event) -> IterationTimes | None:
+    def _event(self, event: Event) -> Iteration | None:
         step, now = self._step, self._now_s
         match event:
             case RunStarted():
@@ -140,7 +110,7 @@ class PhaseTimes:
                 pass
         return None
 
-    def _commit(self, event: Committed) -> IterationTimes | None:
+    def _commit(self, event: Committed) -> Iteration | None:
         done, self._step = self._step, _Step(self._now_s)
         if event.step <= self._last_step:  # a resumed run is given its last one again
             return None
@@ -228,7 +198,7 @@ class _Step:
         self.kind = None
         self.between_s += now - ended_s
 
-    def times(self, step: int, now: float) -> IterationTimes:
+    def times(self, step: int, now: float) -> Iteration:
         commit_s = now if self.commit_s is None else self.commit_s
         synced_s = commit_s if self.synced_s is None else self.synced_s
         train_on_s = synced_s if self.train_on_s is None else self.train_on_s
@@ -236,7 +206,7 @@ class _Step:
         seconds = self.rollout_s
         kind = max(seconds, key=lambda kind: seconds[kind], default=str(RoundKind.PLAIN))
         evaluated_s = min(self.evaluated_s or 0.0, now - synced_s)
-        return IterationTimes(
+        return Iteration(
             step=step,
             kind=(EMPTY if self.train_on_s is None else kind)
             + (EVALUATED if self.evaluated_s is not None else ""),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollpacker.core.coexecution.iteration import EMPTY, Iteration
 from rollpacker.core.coexecution.job import Phase, RoundTimes
 from rollpacker.report.job_profile import (
     check_device,
@@ -19,7 +20,6 @@ from rollpacker.report.job_profile import (
     rounds_of,
     run_needs,
 )
-from rollpacker.report.phase_times import EMPTY, IterationTimes
 from rollpacker.sim.cluster_spec import PoolSpec, core_pools, reference
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
@@ -53,7 +53,7 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [
-        IterationTimes(
+        Iteration(
             step=number,
             kind=step.kind if step.train_s > 0 else EMPTY,
             rollout_s=step.rollout_s,

@@ -11,6 +11,7 @@ import pytest
 
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob, Phase
 from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.commands import Commit, Leave
@@ -25,18 +26,15 @@ from rollpacker.report.job_profile import (
     without_last,
     without_warm_up,
 )
-from rollpacker.report.phase_times import IterationTimes
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
 
 ROOT = Path(__file__).parents[2]
 
 
-def iteration(
-    step: int, seconds: float = 10.0, kind: str = "plain", **more: float
-) -> IterationTimes:
+def iteration(step: int, seconds: float = 10.0, kind: str = "plain", **more: float) -> Iteration:
     settings = {"rollout_s": seconds, "between_s": 1.0, "train_s": seconds, "after_s": 0.5} | more
-    return IterationTimes(step=step, kind=kind, **settings)
+    return Iteration(step=step, kind=kind, **settings)
 
 
 def run_folder(folder: Path, entries: Sequence[Entry], *overrides: str, weights: int = 0) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob, Times
 from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.commands import Commit, Enter, FetchPrompts, Leave
@@ -25,7 +26,7 @@ from rollpacker.core.records import (
 )
 from rollpacker.report.history import History, iterate_steps
 from rollpacker.report.job_profile import rounds_of
-from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import PhaseTimes
 from rollpacker.report.time_book import CALLBACK_SECONDS, TimeBook
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun
@@ -34,12 +35,12 @@ from tests.report.pooled_log import simulated, with_waits
 PARTS = ("rollout_s", "between_s", "train_s", "after_s")
 
 
-def times_of(entries: list[Entry]) -> list[IterationTimes]:
+def times_of(entries: list[Entry]) -> list[Iteration]:
     phases = PhaseTimes()
     return [done for entry in entries if (done := phases.feed(entry)) is not None]
 
 
-def parts_of(one: IterationTimes) -> list[float]:
+def parts_of(one: Iteration) -> list[float]:
     return [getattr(one, part) for part in PARTS]
 
 

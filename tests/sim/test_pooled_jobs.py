@@ -14,12 +14,13 @@ from rollpacker.core.cluster import Asked, Cluster, Command, Ended, Grant, Left,
 from rollpacker.core.cluster import Committed as IterationOver
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.group import closed_form_holds, closed_period_s, period_s
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes, Times
+from rollpacker.core.coexecution.iteration import Iteration
+from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 from rollpacker.core.commands import Enter, Leave, TrainOn
 from rollpacker.core.events import Committed, Entered
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import Entry, Record
-from rollpacker.report.phase_times import IterationTimes, PhaseTimes
+from rollpacker.report.phase_times import PhaseTimes
 from rollpacker.report.time_book import POOL_CAUSES
 from rollpacker.sim.latency import Calibration
 from rollpacker.sim.simulate import job_config, machine_of
@@ -63,7 +64,7 @@ class Life:
             pools=None if host is None else self,
         )
         self.phases = PhaseTimes()
-        self.iterations: list[IterationTimes] = []
+        self.iterations: list[Iteration] = []
         self.committed_s: list[float] = []
         self.log: list[Entry] = []
         self.awaited: PoolName | None = None
@@ -99,7 +100,7 @@ class Life:
         if done is not None:
             self.iterations.append(done)
             if self.host is not None:
-                work_s = sum(times_of(done))
+                work_s = sum(done.times)
                 self.host.tell(IterationOver(self.host.now_s, self.name, work_s))
 
     def trained(self) -> list[TrainOn]:
@@ -144,13 +145,9 @@ class Host:
             life.simulation.advance(self.now_s)
 
 
-def times_of(one: IterationTimes) -> Times:
-    return Times(one.rollout_s, one.between_s, one.train_s, one.after_s)
-
-
 def demand(life: Life) -> ClusterJob:
     """What a job is, from its own log alone."""
-    rounds = [times_of(one) for one in life.iterations]
+    rounds = [one.times for one in life.iterations]
     rollout_s, between_s, train_s, after_s = (sorted(part) for part in zip(*rounds, strict=True))
     median = len(rounds) // 2
     distribution = RoundTimes(
@@ -190,7 +187,7 @@ def test_jobs_of_fixed_lengths_take_the_period_that_is_foretold(tmp_path: Path, 
     host, alone = shared_and_alone(tmp_path, count, fixed=True)
     holds = []
     for life in alone:
-        first, *rest = map(times_of, life.iterations)
+        first, *rest = (one.times for one in life.iterations)
         assert all(one == pytest.approx(first, rel=1e-6) for one in rest), "they are not fixed"
         holds.append(host.cluster.sharing(life.name).holds(first))
     pins = [frozenset({0})] * count
@@ -200,7 +197,7 @@ def test_jobs_of_fixed_lengths_take_the_period_that_is_foretold(tmp_path: Path, 
         begin, end = STEPS // 3, STEPS - 1
         took_s = (life.committed_s[end] - life.committed_s[begin]) / (end - begin)
         assert took_s == pytest.approx(foretold_s, rel=1e-9), life.name
-    alone_s = sum(sum(times_of(life.iterations[0])) for life in alone)
+    alone_s = sum(sum(life.iterations[0].times) for life in alone)
     assert foretold_s < alone_s, "sharing fills waits: one after the other would take longer"
 
 
@@ -214,7 +211,7 @@ def test_each_computes_what_it_computes_alone_in_as_many_seconds_of_its_own(
         assert shared.trained()[:STEPS] == life.trained()[:STEPS]
         for one, other in zip(life.iterations, shared.iterations, strict=False):
             assert (one.step, one.kind) == (other.step, other.kind)
-            assert times_of(other) == pytest.approx(times_of(one), rel=1e-6, abs=1e-6)
+            assert other.times == pytest.approx(one.times, rel=1e-6, abs=1e-6)
         seconds = booked(shared.log).seconds()
         waited_s = sum(seconds[cause] for cause in POOL_CAUSES)
         assert waited_s == pytest.approx(shared.phases.waited_s, rel=1e-6) and waited_s > 0
