@@ -33,10 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "the cluster's core, and prints what that costs.",
         epilog="docs/many-jobs-simulated.md says what is modelled.",
     )
-    simulate.add_argument("cluster", metavar="FILE", help="YAML file, as in configs/clusters")
-    simulate.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    _add_file(simulate)
     simulate.add_argument(
         "--compare",
         metavar="NAME,...",
@@ -56,10 +53,7 @@ def _add_serving(actions: Any) -> None:
         "else on one that it starts here. Jobs outlive it: start it again, and it goes on.",
         epilog="docs/many-jobs.md says what it needs.",
     )
-    serve.add_argument("file", metavar="FILE", help="YAML file, as in configs/clusters")
-    serve.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    _add_file(serve)
     serve.add_argument(
         "--folder", help="what it remembers, on a disk of this host (default: runs/NAME-cluster)"
     )
@@ -87,6 +81,17 @@ def _add_serving(actions: Any) -> None:
         one.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="YAML file, as in configs/clusters")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
+    )
+
+
 def _add_submit(actions: Any) -> argparse.ArgumentParser:
     submit = actions.add_parser(
         "submit",
@@ -95,9 +100,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
         "program that takes its turns by rollpacker.cluster.phase.",
     )
     submit.add_argument("config", metavar="RUN.yaml", help="as for rollpacker train; or PROGRAM.py")
-    submit.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    _add_overrides(submit)
     submit.add_argument(
         "--slo", type=float, default=1.5, help="how many times as long it may take (default: 1.5)"
     )
@@ -143,7 +146,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from rollpacker.sim.cluster_spec import load_cluster
 
     names = _names(args.compare)
-    spec = load_cluster(args.cluster, args.overrides)
+    spec = load_cluster(args.file, args.overrides)
     jobs = arrivals(spec)
     _check(spec, jobs)
     results = _simulate_all(spec, jobs, names, told=not args.json)
