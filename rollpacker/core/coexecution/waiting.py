@@ -66,6 +66,18 @@ class Waiting:
         """Nothing, if there is no such job."""
         self._jobs.pop(name, None)
 
+    def take(self, name: str) -> float:
+        """Remove one that waits, which has its nodes now. Returns when it came."""
+        return self._jobs.pop(name)[1]
+
+    def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
+        """Of running jobs, with when they came: those of lower priority that one that waits would
+        come before if they waited too and their owners had nothing; the last one first."""
+        came_s = self._came_s(self._jobs[job.name], _used(one for one, _ in running))
+        started = [(at_s - self._ageing_s * one.priority, one) for one, at_s in running]
+        behind = [(s, one.name) for s, one in started if s > came_s and one.priority < job.priority]
+        return [name for _, name in sorted(behind, reverse=True)]
+
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
         """All, the next one first, while these jobs run."""
         return self._in_order(_used(running)) if self._jobs else []
@@ -77,12 +89,13 @@ class Waiting:
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
-    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
-        def came_s(entry: tuple[ClusterJob, float]) -> float:
-            job, at_s = entry
-            return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
+    def _came_s(self, entry: tuple[ClusterJob, float], used: Mapping[str, Devices]) -> float:
+        job, at_s = entry
+        return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
 
-        return [job for job, _ in sorted(self._jobs.values(), key=came_s)]
+    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
+        entries = sorted(self._jobs.values(), key=lambda entry: self._came_s(entry, used))
+        return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
         """Jobs on shared nodes may have asked for more devices than there are."""
