@@ -3,7 +3,7 @@
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
     Left      -> Grant to whoever is next
-    Committed    what the job has done so far is counted; it may be told to Start elsewhere
+    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
     Drained      jobs leave the node at their next commit: Start elsewhere, or Stop and it waits
@@ -197,12 +197,12 @@ class Cluster:
         if job is None:
             return None
         paused = self._paused.get(job.name)
+        rest = None if paused is None else self._moved(paused).rest
         waited_s = at_s - self._since_s.get(job.name, at_s)
-        if paused is None and waited_s <= 0:
-            return Late(job, None)
-        rest = paused and paused.rest and restarted(job, paused.rest)
-        rest = rest or Rest(0.0, job.steps)
-        return Late(job, bearable(job, rest._replace(spare_s=rest.spare_s - waited_s)))
+        if self._policy.makes_room and waited_s > 0:
+            rest = rest or Rest(0.0, job.steps)
+            rest = bearable(job, rest._replace(spare_s=rest.spare_s - waited_s))
+        return Late(job, rest)
 
     def _running_jobs(self) -> list[ClusterJob]:
         return [one.job for one in self._running.values()]
@@ -307,17 +307,16 @@ class Cluster:
     def _displace(self, running: Running, at_s: float) -> list[Command]:
         """The job leaves nodes that are drained, for others or to wait for some."""
         commands = self._detach(running, at_s)
-        why = "its nodes are drained"
-        return commands + self._go_elsewhere(running, at_s, why, came_s=at_s)
+        return commands + self._go_elsewhere(running, at_s, "its nodes are drained", at_s)
 
     def _go_elsewhere(
-        self, running: Running, at_s: float, why: str, *, came_s: float
+        self, running: Running, at_s: float, why: str, came_s: float
     ) -> list[Command]:
         """The job has left its nodes, for others or to wait for some."""
-        job = running.job
-        choice = self._policy.place(self.state, job)
+        job, late = running.job, self._moved(running)
+        choice = self._policy.place(self.state, job, rest=late.rest)
         if choice is not None:
-            return self._start(self._moved(running), choice) + self._start_waiting(at_s)
+            return self._start(late, choice) + self._start_waiting(at_s)
         self._paused[job.name] = self._running.pop(job.name)
         self._waiting.add(job, came_s)
         self._since_s[job.name] = at_s
@@ -425,7 +424,8 @@ class Cluster:
                 for one, choice in found:
                     commands += self._start(one, choice)
                 return commands + self._start_waiting(at_s)
-        behind = self._waiting.behind(late.job, self._came())
+        there = [(one.job, one.came_s) for one in self._running.values() if not one.is_cancelled]
+        behind = self._waiting.behind(late.job, there)
         if job.name in behind and pays(state, number, job, late.job, restarts=2):
             groups = {name: self._running[name].group for name in behind}
             stopped = by_stopping(self._policy, state, groups, late)
@@ -433,12 +433,8 @@ class Cluster:
                 commands = self._detach(running, at_s)
                 commands += self._start(late, stopped[1])
                 why = f"{late.job.name} has a higher priority"
-                return commands + self._go_elsewhere(running, at_s, why, came_s=running.came_s)
+                return commands + self._go_elsewhere(running, at_s, why, running.came_s)
         return []
-
-    def _came(self) -> list[tuple[ClusterJob, float]]:
-        """Jobs that run and may be stopped, with when they came."""
-        return [(one.job, one.came_s) for one in self._running.values() if not one.is_cancelled]
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
         """From an iteration; where that changes the job's times, its group is looked at anew."""

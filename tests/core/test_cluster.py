@@ -84,7 +84,7 @@ class Watched:
                     assert self.groups.setdefault(node, command.group) == command.group
                     there = [n for n, one in self.on.items() if node in self._nodes(one)]
                     assert sum(self._gib(n, node) for n in there) <= LIMITS[node.pool]
-                    assert len(there) <= 4
+                    assert len(there) <= self.cluster.state.max_group
             case Grant():
                 assert command.token > self.last_token
                 self.last_token = command.token

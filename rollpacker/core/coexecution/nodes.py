@@ -66,6 +66,10 @@ class Nodes:
         other._drained = set(self._drained)
         return other
 
+    def hide_free(self) -> None:
+        """Of a copy: none is free any more."""
+        self._free = {pool: [] for pool in self._free}
+
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
 

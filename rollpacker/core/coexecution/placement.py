@@ -228,6 +228,12 @@ class State:
         """To try something out on; groups that do not change are shared, with what is known."""
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
+    def as_if_full(self) -> State:
+        """With no free nodes."""
+        nodes = self.nodes.copy()
+        nodes.hide_free()
+        return replace(self, nodes=nodes)
+
     def settle(
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:

@@ -70,17 +70,23 @@ def by_moving(
     without.unsettle(job.name, number)
     if policy.place(without, waits.job, rest=waits.rest) is None:
         return ()
-    for order in ((waits, moved), (moved, waits)):
-        found = _in_turn(policy, without.copy(), order)
-        if found and _survives(found, moved, rest):
-            return found
+    for packs in (False, True):
+        for order in ((waits, moved), (moved, waits)):
+            found = _in_turn(policy, without.copy(), order, packs)
+            if found and _survives(found, moved, rest):
+                return found
     return ()
 
 
-def _in_turn(policy: Policy, state: State, jobs: Sequence[Late]) -> Sequence[tuple[Late, Choice]]:
+def _in_turn(
+    policy: Policy, state: State, jobs: Sequence[Late], packs: bool
+) -> Sequence[tuple[Late, Choice]]:
+    """Where these go, one after the other; empty: one of them fits nowhere. `packs`: the first one
+    leaves the free nodes to the others, though it may be cheaper on some of them."""
     found: list[tuple[Late, Choice]] = []
-    for one in jobs:
-        choice = policy.place(state, one.job, rest=one.rest)
+    for n, one in enumerate(jobs):
+        there = state.as_if_full() if packs and n == 0 else state
+        choice = policy.place(there, one.job, rest=one.rest)
         if choice is None:
             return ()
         state.settle(one.job, choice, tail_release=policy.tail_release, rest=one.rest)

@@ -72,10 +72,15 @@ class Waiting:
 
     def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
         """Of running jobs, with when they came: those of lower priority that one that waits would
-        come before if they waited too and their owners had nothing; the last one first."""
-        came_s = self._came_s(self._jobs[job.name], _used(one for one, _ in running))
-        started = [(at_s - self._ageing_s * one.priority, one) for one, at_s in running]
-        behind = [(s, one.name) for s, one in started if s > came_s and one.priority < job.priority]
+        come before if they waited instead, and their owners had nothing; the last one first."""
+        used = _used(one for one, _ in running)
+        behind: list[tuple[float, str]] = []
+        for one, at_s in running:
+            if one.priority < job.priority:
+                without = {**used, one.owner: _less(used[one.owner], one)}
+                began_s = at_s - self._ageing_s * one.priority
+                if self._came_s(self._jobs[job.name], without) < began_s:
+                    behind.append((began_s, one.name))
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
@@ -135,3 +140,7 @@ def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
         for phase in PHASES:
             has[phase] += devices(job, phase)
     return used
+
+
+def _less(has: Devices, job: ClusterJob) -> dict[Phase, int]:
+    return {phase: has[phase] - devices(job, phase) for phase in PHASES}
