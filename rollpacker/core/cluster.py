@@ -38,6 +38,7 @@ from rollpacker.core.cluster_events import (
     Stop,
     Submitted,
     Withdrew,
+    leaving_first,
 )
 from rollpacker.core.cluster_running import Running
 from rollpacker.core.coexecution.group import Sharing
@@ -307,11 +308,9 @@ class Cluster:
     def _displace(self, running: Running, at_s: float) -> list[Command]:
         """The job leaves nodes that are drained, for others or to wait for some."""
         commands = self._detach(running, at_s)
-        return commands + self._go_elsewhere(running, at_s, "its nodes are drained", at_s)
+        return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
 
-    def _go_elsewhere(
-        self, running: Running, at_s: float, why: str, came_s: float
-    ) -> list[Command]:
+    def _elsewhere(self, running: Running, at_s: float, why: str, came_s: float) -> list[Command]:
         """The job has left its nodes, for others or to wait for some."""
         job, late = running.job, self._moved(running)
         choice = self._policy.place(self.state, job, rest=late.rest)
@@ -423,17 +422,17 @@ class Cluster:
                 commands = self._detach(running, at_s)
                 for one, choice in found:
                     commands += self._start(one, choice)
-                return commands + self._start_waiting(at_s)
+                return leaving_first(commands + self._start_waiting(at_s), job.name)
         there = [(one.job, one.came_s) for one in self._running.values() if not one.is_cancelled]
         behind = self._waiting.behind(late.job, there)
         if job.name in behind and pays(state, number, job, late.job, restarts=2):
             groups = {name: self._running[name].group for name in behind}
             stopped = by_stopping(self._policy, state, groups, late)
             if stopped is not None and stopped[0] == job.name:
-                commands = self._detach(running, at_s)
-                commands += self._start(late, stopped[1])
+                commands = self._detach(running, at_s) + self._start(late, stopped[1])
                 why = f"{late.job.name} has a higher priority"
-                return commands + self._go_elsewhere(running, at_s, why, running.came_s)
+                commands += self._elsewhere(running, at_s, why, running.came_s)
+                return leaving_first(commands, job.name)
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
