@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
@@ -44,6 +45,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "stops": (),
 }
 """What the core finds no room by."""
+PARTS = {"all_alike": ("waits", "joins", "moves"), "urgent": ("moves", "stops")}
 
 
 class Watched(Simulation):
@@ -67,8 +69,10 @@ class Watched(Simulation):
         super()._obey(command)
 
 
-def run(arm: str, urgent: bool, settings: Sequence[str]) -> dict[str, float]:
-    """One simulation."""
+def run(work: tuple[str, str, Sequence[str]]) -> dict[str, float]:
+    """One simulation: of a part, an arm and settings."""
+    part, arm, settings = work
+    urgent = part == "urgent"
     spec = load_cluster(MIXED, settings)
     jobs = [
         replace(one, job=replace(one.job, priority=int(urgent and n % URGENT == 0)))
@@ -114,18 +118,26 @@ def main() -> None:
     )
     parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     count = "jobs.count=40" if args.quick else "jobs.count=120"
-    parts = {"all_alike": ("waits", "joins", "moves"), "urgent": ("moves", "stops")}
-    found: dict[str, dict[str, list[Any]]] = {}
-    for part, arms in parts.items():
-        found[part] = {arm: [] for arm in arms}
-        for seed in range(1 if args.quick else args.seeds):
-            settings = (*FEW, count, *args.settings, f"seed={seed + 1}")
-            for arm in arms:
-                found[part][arm].append(run(arm, part == "urgent", settings))
-                print(part, arm, seed + 1, found[part][arm][-1], flush=True)
+    seeds = range(1, 2 if args.quick else args.seeds + 1)
+    works = [
+        (part, arm, (*FEW, count, *args.settings, f"seed={seed}"))
+        for part, arms in PARTS.items()
+        for arm in arms
+        for seed in seeds
+    ]
+    found: dict[str, dict[str, list[Any]]] = {
+        part: {arm: [] for arm in arms} for part, arms in PARTS.items()
+    }
+    with ProcessPoolExecutor(args.workers) as pool:
+        rows = pool.map(run, works)
+        for (part, arm, settings), row in zip(works, rows, strict=True):
+            found[part][arm].append(row)
+            print(part, arm, settings[-1], row, flush=True)
+    for part in PARTS:
         print(table(found[part]))
     if not args.quick:
         write_result("cluster_room", {"settings": [*FEW, count, *args.settings], **found})
