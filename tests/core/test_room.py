@@ -124,18 +124,11 @@ def stopped(commands: list[Command]) -> list[str]:
     return [one.job for one in commands if isinstance(one, Stop)]
 
 
-def obeyed(watched: Watched, commands: list[Command]) -> list[Command]:
-    """Who was stopped is on no nodes."""
-    for name in stopped(commands):
-        del watched.on[name]
-    return commands
-
-
 def test_a_job_of_lower_priority_is_stopped_at_its_commit_and_goes_on_later() -> None:
     watched = Watched(CheapestWork(), PAIR)
     come(watched, 0.0, alone("low"))
     assert come(watched, 3.9 * H, alone("high", 1)) == [], "it waits for a commit"
-    commands = obeyed(watched, iterate(watched, 3.9 * H + 200, "low"))
+    commands = iterate(watched, 3.9 * H + 200, "low")
     assert stopped(commands) == ["low"] and starts(commands) == ["high"]
     assert watched.cluster.waiting == ["low"]
     assert iterate(watched, 4 * H, "high") == [], "which is never stopped for it"
@@ -173,7 +166,7 @@ def test_the_one_that_came_last_is_stopped() -> None:
         come(watched, at_s, alone(name))
     come(watched, 2.0, alone("high", 1))
     assert iterate(watched, 200.0, "first") == []
-    assert stopped(obeyed(watched, iterate(watched, 200.0, "second"))) == ["second"]
+    assert stopped(iterate(watched, 200.0, "second")) == ["second"]
 
 
 @settings(max_examples=15, deadline=None)
@@ -192,7 +185,7 @@ def test_nobody_takes_each_others_place_again_and_again(coming: list[tuple[int, 
             now_s += 200
             (name,) = watched.on
             left[name] -= 1
-            for victim in stopped(obeyed(watched, iterate(watched, now_s, name))):
+            for victim in stopped(iterate(watched, now_s, name)):
                 stops[victim] += 1
     for name, count in stops.items():
         own = watched.jobs[name]
