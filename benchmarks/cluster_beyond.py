@@ -48,8 +48,8 @@ class ForTheWorst(CheapestWork):
 
     learns: bool = False
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
-        return CheapestWork.place(self, state, at_worst(job))
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        return CheapestWork.place(self, state, at_worst(job), rest=rest)
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
         return CheapestWork.move(self, state, number, at_worst(job), rest=rest)

@@ -57,8 +57,9 @@ class Whims:
     rng: random.Random
     tail_release: bool = True
     learns: bool = True
+    makes_room: bool = True
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         choices = [one for number in state.groups for one in state.in_group(number, job)]
         return self._one_of([*choices, *state.alone(job)])
 

@@ -3,7 +3,7 @@
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
     Left      -> Grant to whoever is next
-    Committed    what the job has done so far is counted; it may be told to Start elsewhere
+    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
     Drained      jobs leave the node at their next commit: Start elsewhere, or Stop and it waits
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from rollpacker.core.cluster_events import (
     Asked,
@@ -39,12 +38,22 @@ from rollpacker.core.cluster_events import (
     Stop,
     Submitted,
     Withdrew,
+    leaving_first,
 )
+from rollpacker.core.cluster_running import Running
 from rollpacker.core.coexecution.group import Sharing
 from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
 from rollpacker.core.coexecution.learned import LearnedTimes
-from rollpacker.core.coexecution.nodes import Node, Nodes, Pool, check_job, memory_gib
-from rollpacker.core.coexecution.placement import Choice, Policy, Rest, Standing, State, is_new
+from rollpacker.core.coexecution.nodes import Nodes, Pool, check_job
+from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
+from rollpacker.core.coexecution.room import (
+    Late,
+    bearable,
+    by_moving,
+    by_stopping,
+    pays,
+    restarted,
+)
 from rollpacker.core.coexecution.turns import Turns
 from rollpacker.core.coexecution.waiting import AGEING_H, Devices, Waiting
 
@@ -78,29 +87,6 @@ LOSSES_S = 3600.0
 """... its losses are further apart than this."""
 
 
-@dataclass(slots=True)
-class _Running:
-    job: ClusterJob
-    group: int
-    rollout_nodes: tuple[Node, ...]
-    joined: bool = False
-    """It takes part in the turns, which it does from its first ask on."""
-    token: int = 0
-    """Of its last grant."""
-    began_s: float = 0.0
-    """Its first ask, or when that would have been if it had not waited for nodes."""
-    steps: int = 0
-    work_s: float = 0.0
-    looked: int = 0
-    """The change of the cluster up to which it was asked whether the job should move."""
-    learned: LearnedTimes | None = None
-    rest: Rest | None = None
-    """Once it has committed an iteration."""
-    lost_s: tuple[float, ...] = ()
-    """When it was lost, since its last commit."""
-    is_cancelled: bool = False
-
-
 class Cluster:
     """All jobs of a cluster. A job's name is its own: one name is submitted once."""
 
@@ -119,13 +105,12 @@ class Cluster:
         self._pools = tuple(pools)
         self._policy = policy
         self._turns: dict[int, Turns] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._waiting = Waiting(pools, quotas, ageing_s)
-        self._paused: dict[str, _Running] = {}
+        self._paused: dict[str, Running] = {}
         """Of jobs that wait and have run before: what they have done so far."""
         self._since_s: dict[str, float] = {}
         """When jobs that had to wait for nodes came, until they first ask for their turn."""
-        self._num_groups = 0
         self._num_grants = 0
         self._num_changes = 0
         """Of who is where."""
@@ -172,7 +157,7 @@ class Cluster:
                 return self._drained(event)
             case Restored():
                 self.state.nodes.restore(event.node)
-                return self._start_waiting()
+                return self._start_waiting(event.at_s)
 
     # -- coming and going --------------------------------------------------------------
 
@@ -182,9 +167,10 @@ class Cluster:
             raise ValueError(f"job {job.name} is here already: give each job a name of its own")
         check_job(job, self._pools)
         self._waiting.add(job, event.at_s)
-        commands = self._start_waiting()
+        commands = self._start_waiting(event.at_s)
         if job.name not in self._running:
             self._since_s[job.name] = event.at_s
+            self._num_changes += 1  # all look whether they can make room
         return commands
 
     def _wait_no_more(self, name: str) -> bool:
@@ -195,62 +181,58 @@ class Cluster:
         self._since_s.pop(name, None)
         return found
 
-    def _start_waiting(self) -> list[Command]:
+    def _start_waiting(self, at_s: float) -> list[Command]:
         """Those that fit are started; who fits nowhere lets nobody overtake."""
         commands: list[Command] = []
         while self._waiting:
-            job = self._waiting.next(self._running_jobs())
-            choice = None if job is None else self._policy.place(self.state, job)
-            if job is None or choice is None:
+            late = self._next_waiting(at_s)
+            choice = late and self._policy.place(self.state, late.job, rest=late.rest)
+            if late is None or choice is None:
                 break
-            self._waiting.remove(job.name)
-            commands += self._start(job, choice)
+            commands += self._start(late, choice)
         return commands
+
+    def _next_waiting(self, at_s: float) -> Late | None:
+        """Who is next, with what its wait leaves of its SLO."""
+        job = self._waiting.next(self._running_jobs())
+        if job is None:
+            return None
+        paused = self._paused.get(job.name)
+        rest = None if paused is None else self._moved(paused).rest
+        waited_s = at_s - self._since_s.get(job.name, at_s)
+        if self._policy.makes_room and waited_s > 0:
+            rest = rest or Rest(0.0, job.steps)
+            rest = bearable(job, rest._replace(spare_s=rest.spare_s - waited_s))
+        return Late(job, rest)
 
     def _running_jobs(self) -> list[ClusterJob]:
         return [one.job for one in self._running.values()]
 
-    def _start(self, job: ClusterJob, choice: Choice) -> list[Command]:
-        nodes = self.state.nodes
-        layout = choice.layout
-        taken = nodes.take(layout.rollout_pool.name, choice.new_nodes)
-        opened = taken
-        named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
-        pin = frozenset(named.get(node, node) for node in choice.pin)
-        if choice.group is None:
-            number = self._num_groups
-            self._num_groups += 1
-            train_nodes = nodes.take(layout.train_pool.name, layout.num_train_nodes)
-            opened += train_nodes
-            self._turns[number] = Turns(choice.order)
-            standing = Standing(layout, choice.order, train_nodes)
-            self.state.groups[number] = standing
-        else:
-            number = choice.group
-            standing = self.state.groups[number]
-            self._turns[number].order = standing.order = choice.order
-        pins = tuple(
-            pin if one.name == job.name else old
-            for one, old in zip(layout.jobs, layout.pins, strict=True)
+    def _start(self, late: Late, choice: Choice) -> list[Command]:
+        """A job that runs, or one that waited."""
+        job, name = late.job, late.job.name
+        settled = self.state.settle(
+            job, choice, tail_release=self._policy.tail_release, rest=late.rest
         )
-        standing.layout = replace(layout, pins=pins, tail_release=self._policy.tail_release)
-        standing.changed()
-        rollout_nodes = tuple(sorted(node for node in pin if isinstance(node, Node)))
-        nodes.settle(job.name, rollout_nodes, memory_gib(job, "rollout"))
-        nodes.settle(job.name, standing.train_nodes, memory_gib(job, "train"))
-        before = self._paused.pop(job.name, None) or _Running(job, number, rollout_nodes)
-        running = self._running.setdefault(job.name, before)
-        running.group, running.rollout_nodes, running.joined = number, rollout_nodes, False
-        if running.rest is not None:  # it is started again, which it waits for
-            spare_s = running.rest.spare_s - job.cold_start_s
-            running.rest = standing.rest[job.name] = running.rest._replace(spare_s=spare_s)
+        if choice.group is None:
+            self._turns[settled.group] = Turns(choice.order)
+        else:
+            self._turns[settled.group].order = choice.order
+        if name not in self._running:
+            came_s = self._waiting.take(name)
+            paused = self._paused.pop(name, None)
+            self._running[name] = paused or Running(job, came_s)
+            self._running[name].has_waited |= late.rest is not None
+        running = self._running[name]
+        running.group, running.rollout_nodes, running.joined = *settled[:2], False
+        running.rest = late.rest
         self._num_changes += 1
-        start = Start(job.name, number, rollout_nodes, standing.train_nodes)
-        return [Open(opened), start] if opened else [start]
+        start = Start(name, *settled[:3])
+        return [Open(settled.opened), start] if settled.opened else [start]
 
     def _ended(self, event: Ended) -> list[Command]:
         commands = self._let_go(event.job, event.at_s)
-        return commands + self._start_waiting()
+        return commands + self._start_waiting(event.at_s)
 
     def _let_go(self, job: str, at_s: float) -> list[Command]:
         """The job is none of the cluster's any more."""
@@ -263,27 +245,17 @@ class Cluster:
         self._since_s.pop(job, None)
         return commands
 
-    def _detach(self, running: _Running, at_s: float) -> list[Command]:
+    def _detach(self, running: Running, at_s: float) -> list[Command]:
         """The job leaves its group and its nodes."""
         job = running.job.name
-        standing = self.state.groups[running.group]
         commands = self._out_of_turn(running, at_s)
-        nodes = self.state.nodes
-        nodes.unsettle(job, (*running.rollout_nodes, *standing.train_nodes))
-        closed = [node for node in running.rollout_nodes if not nodes.jobs_on(node)]
-        standing.rest.pop(job, None)
-        standing.layout = standing.layout.minus(job)
-        standing.changed()
+        closed = self.state.unsettle(job, running.group)
         self._num_changes += 1
-        if not standing.layout.jobs:
-            closed += standing.train_nodes
-            del self.state.groups[running.group], self._turns[running.group]
-        if closed:
-            nodes.give_back(closed)
-            commands.append(Close(tuple(closed)))
-        return commands
+        if running.group not in self.state.groups:
+            del self._turns[running.group]
+        return [*commands, Close(closed)] if closed else commands
 
-    def _out_of_turn(self, running: _Running, at_s: float) -> list[Command]:
+    def _out_of_turn(self, running: Running, at_s: float) -> list[Command]:
         """Until it asks again."""
         if not running.joined:
             return []
@@ -302,7 +274,7 @@ class Cluster:
         running.lost_s = (*recent, at_s)
         if running.is_cancelled or len(running.lost_s) > MAX_LOSSES:
             told: list[Command] = [] if running.is_cancelled else [GiveUp(event.job)]
-            return told + self._let_go(event.job, at_s) + self._start_waiting()
+            return told + self._let_go(event.job, at_s) + self._start_waiting(at_s)
         commands = self._out_of_turn(running, at_s)
         if self._is_drained(running):
             return commands + self._displace(running, at_s)
@@ -314,7 +286,7 @@ class Cluster:
 
     def _cancelled(self, event: Cancelled) -> list[Command]:
         if self._wait_no_more(event.job):
-            return self._start_waiting()
+            return self._start_waiting(event.at_s)
         running = self._running.get(event.job)
         if running is None or running.is_cancelled:
             return []
@@ -328,21 +300,31 @@ class Cluster:
         self._num_changes += 1
         return []
 
-    def _is_drained(self, running: _Running) -> bool:
+    def _is_drained(self, running: Running) -> bool:
         nodes = self.state.nodes
         train_nodes = self.state.groups[running.group].train_nodes
         return any(map(nodes.is_drained, (*running.rollout_nodes, *train_nodes)))
 
-    def _displace(self, running: _Running, at_s: float) -> list[Command]:
+    def _displace(self, running: Running, at_s: float) -> list[Command]:
         """The job leaves nodes that are drained, for others or to wait for some."""
-        job = running.job
         commands = self._detach(running, at_s)
-        choice = self._policy.place(self.state, job)
+        return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
+
+    def _elsewhere(self, running: Running, at_s: float, why: str, came_s: float) -> list[Command]:
+        """The job has left its nodes, for others or to wait for some."""
+        job, late = running.job, self._moved(running)
+        choice = self._policy.place(self.state, job, rest=late.rest)
         if choice is not None:
-            return commands + self._start(job, choice) + self._start_waiting()
+            return self._start(late, choice) + self._start_waiting(at_s)
         self._paused[job.name] = self._running.pop(job.name)
-        self._waiting.add(job, at_s)
-        return [*commands, Stop(job.name, "its nodes are drained"), *self._start_waiting()]
+        self._waiting.add(job, came_s)
+        self._since_s[job.name] = at_s
+        return [Stop(job.name, why), *self._start_waiting(at_s)]
+
+    @staticmethod
+    def _moved(running: Running) -> Late:
+        """It is started again, which it waits for."""
+        return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- turns -------------------------------------------------------------------------
 
@@ -396,14 +378,29 @@ class Cluster:
         standing = self.state.groups[running.group]
         elapsed_s = event.at_s - running.began_s
         rest = Rest(running.job.slo * running.work_s - elapsed_s, iterations)
+        if running.has_waited:
+            rest = bearable(running.job, rest)
         running.rest = standing.rest[event.job] = rest
         if running.is_cancelled or running.token:  # who holds nodes stays on them
             return []
         if self._is_drained(running):
             return self._displace(running, event.at_s)
-        if running.looked == self._num_changes and not self._policy.is_endangered(standing):
+        return self._look_around(running, rest, event.at_s)
+
+    def _look_around(self, running: Running, rest: Rest, at_s: float) -> list[Command]:
+        """Once after each change of the cluster, and while a promise is in danger: whether somebody
+        that waits can be made room for, and whether it is better elsewhere."""
+        standing = self.state.groups[running.group]
+        has_looked = running.looked == self._num_changes
+        is_endangered = self._policy.is_endangered(standing)
+        if has_looked and not is_endangered:
             return []
         running.looked = self._num_changes
+        late = self._next_waiting(at_s) if self._policy.makes_room else None
+        if late is not None and not has_looked:
+            commands = self._make_room(running, rest, late, at_s)
+            if commands:
+                return commands
         choice = self._policy.move(self.state, running.group, running.job, rest=rest)
         if choice is None:
             return []
@@ -411,10 +408,34 @@ class Cluster:
             self._turns[running.group].order = standing.order = choice.order
             standing.changed()
             return []
-        commands = self._detach(running, event.at_s)
-        return commands + self._start(running.job, choice) + self._start_waiting()
+        if late is not None and choice.takes_nodes and not is_endangered:
+            return []  # a job waits for those
+        commands = self._detach(running, at_s)
+        return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
-    def _learn(self, running: _Running, kind: str, times: Times) -> None:
+    def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
+        """For a job that waits."""
+        state, job, number = self.state, running.job, running.group
+        if pays(state, number, job, late.job, restarts=1):
+            found = by_moving(self._policy, state, number, job, rest, late)
+            if found:
+                commands = self._detach(running, at_s)
+                for one, choice in found:
+                    commands += self._start(one, choice)
+                return leaving_first(commands + self._start_waiting(at_s), job.name)
+        there = [(one.job, one.came_s) for one in self._running.values() if not one.is_cancelled]
+        behind = self._waiting.behind(late.job, there)
+        if job.name in behind and pays(state, number, job, late.job, restarts=2):
+            groups = {name: self._running[name].group for name in behind}
+            stopped = by_stopping(self._policy, state, groups, late)
+            if stopped is not None and stopped[0] == job.name:
+                commands = self._detach(running, at_s) + self._start(late, stopped[1])
+                why = f"{late.job.name} has a higher priority"
+                commands += self._elsewhere(running, at_s, why, running.came_s)
+                return leaving_first(commands, job.name)
+        return []
+
+    def _learn(self, running: Running, kind: str, times: Times) -> None:
         """From an iteration; where that changes the job's times, its group is looked at anew."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
@@ -155,3 +156,19 @@ class GiveUp:
 
 
 Command = Open | Close | Start | Grant | Stop | GiveUp
+
+
+def leaving_first(commands: Sequence[Command], job: str) -> list[Command]:
+    """With what the job is told before what others are that come to its nodes."""
+
+    def key(command: Command) -> int:
+        match command:
+            case Close() | Grant():
+                return 0
+            case Open():
+                return 1
+            case Start() | Stop() if command.job == job:
+                return 2
+        return 3
+
+    return sorted(commands, key=key)

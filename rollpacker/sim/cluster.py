@@ -28,6 +28,7 @@ from rollpacker.core.cluster import (
     Left,
     Open,
     Start,
+    Stop,
     Submitted,
 )
 from rollpacker.core.coexecution.group import Sharing
@@ -64,6 +65,9 @@ class _Life:
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     """This iteration without waits and switches, on the nodes that it was on."""
     has_moved: bool = False
+    """Or was stopped."""
+    stopped_s: float | None = None
+    """Since when it waits for nodes once more."""
 
 
 class Simulation:
@@ -180,14 +184,19 @@ class Simulation:
             case Start():
                 life = self._lives[command.job]
                 life.has_moved = True
-                is_first = life.steps == 0
-                life.waited_s += (
-                    self.now_s - life.submitted_s if is_first else life.job.cold_start_s
-                )
+                if life.steps == 0:
+                    life.waited_s += self.now_s - life.submitted_s
+                else:
+                    since_s = self.now_s if life.stopped_s is None else life.stopped_s
+                    life.waited_s += self.now_s - since_s + life.job.cold_start_s
+                    life.stopped_s = None
                 life.rollout_nodes = command.rollout_nodes
                 life.train_pool = command.train_nodes[0].pool
                 life.num_train_nodes = len(command.train_nodes)
                 self._push(self.now_s + life.job.cold_start_s, "ask rollout", command.job)
+            case Stop():  # at its commit: another job has its nodes
+                life = self._lives[command.job]
+                life.has_moved, life.stopped_s = True, self.now_s
             case Grant():
                 self._granted(self._lives[command.job], command)
 

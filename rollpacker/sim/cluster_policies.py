@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.job import ClusterJob
-from rollpacker.core.coexecution.placement import Choice, Policy, State, Stays
+from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State, Stays
 from rollpacker.core.coexecution.published import AsPublished
 from rollpacker.core.coexecution.turns import ORDERS
 from rollpacker.sim.cluster_spec import ClusterSpec
@@ -34,7 +34,7 @@ class Alone(Stays):
 
     tail_release: bool = False
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         return min(state.alone(job), key=lambda one: one.layout.price_per_h, default=None)
 
 
@@ -45,7 +45,7 @@ class AnyGroup(Stays):
     rng: random.Random
     tail_release: bool = True
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         groups = [[*state.in_group(number, job)] for number in state.groups]
         choices = [choices for choices in (*groups, [*state.alone(job)]) if choices]
         return self.rng.choice(self.rng.choice(choices)) if choices else None
@@ -58,7 +58,7 @@ class MostIdle(Stays):
 
     tail_release: bool = True
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         idle: list[tuple[float, int, Choice]] = []
         for number, standing in state.groups.items():
             cycle, load, _ = standing.layout.bound()

@@ -21,6 +21,7 @@ from rollpacker.core.cluster import (
     Left,
     Open,
     Start,
+    Stop,
     Submitted,
 )
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
@@ -84,7 +85,10 @@ class Watched:
                     assert self.groups.setdefault(node, command.group) == command.group
                     there = [n for n, one in self.on.items() if node in self._nodes(one)]
                     assert sum(self._gib(n, node) for n in there) <= LIMITS[node.pool]
-                    assert len(there) <= 4
+                    assert len(there) <= self.cluster.state.max_group
+            case Stop() if not command.of_cancelled:
+                self._let_go(command.job)
+                self.on.pop(command.job, None)
             case Grant():
                 assert command.token > self.last_token
                 self.last_token = command.token

@@ -52,10 +52,12 @@ class CheapestWork:
     learns: bool = True
     """Whether iterations correct a job's profile."""
     mends: bool = True
-    """Whether a job makes room, or turns are ordered anew, where a promise is in danger."""
+    """Whether a job goes, or turns are ordered anew, where a promise is in danger."""
+    makes_room: bool = True
+    """Whether jobs move, or are stopped, for one that waits for nodes."""
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
-        found = self._cheapest(state, job)
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        found = self._cheapest(state, job, rest=rest)
         return None if found is None else found[1]
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:

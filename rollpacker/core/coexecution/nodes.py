@@ -53,8 +53,22 @@ class Nodes:
             pool.name: list(range(pool.nodes - 1, -1, -1)) for pool in pools
         }
         self._jobs: dict[Node, dict[str, float]] = {}
-        """Of each node that is not free: its jobs, with the GiB that each keeps."""
+        """Of each node that is not free: its jobs, with the GiB that each keeps. Copies share what
+        is in it, so that it is replaced and not changed."""
         self._drained: set[Node] = set()
+
+    def copy(self) -> Nodes:
+        """To try something out on."""
+        other = Nodes(())
+        other.pools = self.pools
+        other._free = {pool: [*free] for pool, free in self._free.items()}
+        other._jobs = dict(self._jobs)
+        other._drained = set(self._drained)
+        return other
+
+    def hide_free(self) -> None:
+        """Of a copy: none is free any more."""
+        self._free = {pool: [] for pool in self._free}
 
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
@@ -98,12 +112,12 @@ class Nodes:
     def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
         """The job keeps so much host memory on each of these nodes."""
         for node in nodes:
-            self._jobs[node][job] = gib
+            self._jobs[node] = {**self._jobs[node], job: gib}
             assert self.free_gib(node) >= 0, (node, self._jobs[node])
 
     def unsettle(self, job: str, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            del self._jobs[node][job]
+            self._jobs[node] = {one: gib for one, gib in self._jobs[node].items() if one != job}
 
     def jobs_on(self, node: Node) -> Sequence[str]:
         return list(self._jobs.get(node, ()))

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from rollpacker.core.coexecution.forecast import Forecast, Outlook, foresee
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout, Pin
-from rollpacker.core.coexecution.nodes import Node, Nodes, pairs
+from rollpacker.core.coexecution.nodes import Node, Nodes, memory_gib, pairs
 from rollpacker.core.coexecution.turns import Order
 
 
@@ -37,6 +37,11 @@ class Choice:
     def new_nodes(self) -> int:
         """Rollout nodes to take."""
         return sum(is_new(node) for node in self.pin)
+
+    @property
+    def takes_nodes(self) -> bool:
+        """Whether nodes are taken that nobody has."""
+        return self.group is None or self.new_nodes > 0
 
 
 def new_node(number: int) -> object:
@@ -164,6 +169,12 @@ class Standing:
             self._forecasts = foresee(self.layout, self.order)
         return self._forecasts
 
+    def with_layout(self, layout: Layout, order: Order) -> Standing:
+        """The group with other jobs in it, of which nothing is found out yet."""
+        names = {job.name for job in layout.jobs}
+        rest = {name: one for name, one in self.rest.items() if name in names}
+        return Standing(layout, order, self.train_nodes, rest)
+
     def changed(self) -> None:
         """What was found out about the group is made anew when it is next asked for."""
         self._summary = self._forecasts = None
@@ -192,6 +203,16 @@ class Standing:
         return found
 
 
+class Settled(NamedTuple):
+    """Where a job is now."""
+
+    group: int
+    rollout_nodes: tuple[Node, ...]
+    train_nodes: tuple[Node, ...]
+    opened: tuple[Node, ...]
+    """Of these, those that were free."""
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
     """What there is when a job comes."""
@@ -200,6 +221,65 @@ class State:
     groups: dict[int, Standing] = field(default_factory=dict)
     link_gb_s: float = math.inf
     max_group: int = 5
+    num_groups: int = 0
+    """That there ever were: the next one's number."""
+
+    def copy(self) -> State:
+        """To try something out on; groups that do not change are shared, with what is known."""
+        return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
+
+    def as_if_full(self) -> State:
+        """With no free nodes."""
+        nodes = self.nodes.copy()
+        nodes.hide_free()
+        return replace(self, nodes=nodes)
+
+    def settle(
+        self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
+    ) -> Settled:
+        """The job goes where it was chosen to. `rest`: of its life, where it has waited or run."""
+        layout, nodes = choice.layout, self.nodes
+        taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
+        named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
+        pin = frozenset(named.get(node, node) for node in choice.pin)
+        pins = tuple(
+            pin if one.name == job.name else old
+            for one, old in zip(layout.jobs, layout.pins, strict=True)
+        )
+        layout = replace(layout, pins=pins, tail_release=tail_release)
+        if choice.group is None:
+            number = self.num_groups
+            self.num_groups += 1
+            train_nodes = nodes.take(layout.train_pool.name, layout.num_train_nodes)
+            opened += train_nodes
+            standing = Standing(layout, choice.order, train_nodes)
+        else:
+            number = choice.group
+            standing = self.groups[number].with_layout(layout, choice.order)
+        if rest is not None:
+            standing.rest[job.name] = rest
+        self.groups[number] = standing
+        rollout_nodes = tuple(sorted(node for node in pin if isinstance(node, Node)))
+        nodes.settle(job.name, rollout_nodes, memory_gib(job, "rollout"))
+        nodes.settle(job.name, standing.train_nodes, memory_gib(job, "train"))
+        return Settled(number, rollout_nodes, standing.train_nodes, opened)
+
+    def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
+        """The job leaves its group. Returns the nodes that nobody has any more."""
+        standing, nodes = self.groups[number], self.nodes
+        layout = standing.layout
+        pin = next(
+            pin for job, pin in zip(layout.jobs, layout.pins, strict=True) if job.name == name
+        )
+        rollout_nodes = sorted(node for node in pin if isinstance(node, Node))
+        nodes.unsettle(name, (*rollout_nodes, *standing.train_nodes))
+        closed = [node for node in rollout_nodes if not nodes.jobs_on(node)]
+        self.groups[number] = standing.with_layout(layout.minus(name), standing.order)
+        if not self.groups[number].layout.jobs:
+            closed += standing.train_nodes
+            del self.groups[number]
+        nodes.give_back(closed)
+        return tuple(closed)
 
     def alone(self, job: ClusterJob) -> Iterator[Choice]:
         """A group of its own, in each pair of pools that has room."""
@@ -259,8 +339,12 @@ class Policy(Protocol):
     def tail_release(self) -> bool:
         """Whether a rollout's tail leaves the nodes to the next job."""
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
-        """None: it has to wait for nodes."""
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        """None: it has to wait for nodes. `rest`: of its life, if it has waited or run."""
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether running jobs move, or are stopped, for one that waits (`room.py`)."""
 
     @property
     def learns(self) -> bool:
@@ -278,6 +362,7 @@ class Stays:
     """Of policies that never move a job."""
 
     learns = False
+    makes_room = False
 
     def is_endangered(self, standing: Standing) -> bool:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout
-from rollpacker.core.coexecution.placement import Choice, State, Stays
+from rollpacker.core.coexecution.placement import Choice, Rest, State, Stays
 
 
 class AsPublished(Stays):
@@ -13,7 +13,7 @@ class AsPublished(Stays):
 
     tail_release = True
 
-    def place(self, state: State, job: ClusterJob) -> Choice | None:
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         best: tuple[float, Choice] | None = None
         for number, standing in state.groups.items():
             if not may_share(standing.layout, job):

@@ -66,6 +66,23 @@ class Waiting:
         """Nothing, if there is no such job."""
         self._jobs.pop(name, None)
 
+    def take(self, name: str) -> float:
+        """Remove one that waits, which has its nodes now. Returns when it came."""
+        return self._jobs.pop(name)[1]
+
+    def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
+        """Of running jobs, with when they came: those of lower priority that one that waits would
+        come before if they waited instead, and their owners had nothing; the last one first."""
+        used = _used(one for one, _ in running)
+        behind: list[tuple[float, str]] = []
+        for one, at_s in running:
+            if one.priority < job.priority:
+                without = {**used, one.owner: _less(used[one.owner], one)}
+                began_s = at_s - self._ageing_s * one.priority
+                if self._came_s(self._jobs[job.name], without) < began_s:
+                    behind.append((began_s, one.name))
+        return [name for _, name in sorted(behind, reverse=True)]
+
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
         """All, the next one first, while these jobs run."""
         return self._in_order(_used(running)) if self._jobs else []
@@ -77,12 +94,13 @@ class Waiting:
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
-    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
-        def came_s(entry: tuple[ClusterJob, float]) -> float:
-            job, at_s = entry
-            return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
+    def _came_s(self, entry: tuple[ClusterJob, float], used: Mapping[str, Devices]) -> float:
+        job, at_s = entry
+        return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
 
-        return [job for job, _ in sorted(self._jobs.values(), key=came_s)]
+    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
+        entries = sorted(self._jobs.values(), key=lambda entry: self._came_s(entry, used))
+        return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
         """Jobs on shared nodes may have asked for more devices than there are."""
@@ -122,3 +140,7 @@ def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
         for phase in PHASES:
             has[phase] += devices(job, phase)
     return used
+
+
+def _less(has: Devices, job: ClusterJob) -> dict[Phase, int]:
+    return {phase: has[phase] - devices(job, phase) for phase in PHASES}
