@@ -42,7 +42,7 @@ def make_service(folder: Path, nodes: int = 2, tell: Callable[[str], None] = pri
         Cluster(pools(nodes), CheapestWork(confidence=0.9), max_group=8),
         name="lab",
         folder=folder,
-        mailbox=FileMailbox(folder / "mail.db"),
+        mailbox=FileMailbox(folder / "mail"),
         runner=LocalRunner(folder),
         tell=tell,
     )
@@ -67,7 +67,7 @@ class Desk:
         self.folder = folder
         self.devices = folder / "devices"
         self.devices.mkdir(parents=True, exist_ok=True)
-        self.mailbox = FileMailbox(folder / "mail.db")
+        self.mailbox = FileMailbox(folder / "mail")
         self.name = f"desk {secrets.token_hex(4)}"
         self._meanwhile = meanwhile
         self._number = self._after = 0
