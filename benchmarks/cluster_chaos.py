@@ -2,8 +2,9 @@
 
 Eight made-up jobs (`tests/cluster_service/fake_job.py`: a process, an engine in a session of its
 own, a keeper) take turns on 2 + 2 made-up nodes, and come anew as they end. Struck are the service
-(killed, or stopped for up to 8 s), the mailbox (locked for a second), jobs, engines and keepers
-(killed), and jobs that are stopped, within their lease or beyond it, and continued. Faults come in
+(killed, or stopped for up to 8 s), the mailbox (a part of a letter in a box, as of a writer that is
+killed), jobs, engines and keepers (killed), and jobs that are stopped, within their lease or beyond
+it, and continued. Faults come in
 volleys of one to four at a time. No job is struck again before it has committed.
 
 A witness beside the devices sees whether two jobs are ever on one. Every job's commits must be each
@@ -22,7 +23,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import statistics
 import sys
 import tempfile
@@ -57,7 +57,7 @@ BACK_S = 5.0
 SHARES = {
     "service killed": 0.2,
     "service stopped": 0.05,
-    "mailbox locked": 0.1,
+    "letter torn": 0.1,
     "job killed": 0.2,
     "engine killed": 0.1,
     "keeper killed": 0.1,
@@ -70,6 +70,8 @@ SHARES = {
 class Lab:
     folder: Path
     rng: random.Random
+    steps: int = STEPS
+    """Of each job."""
     desk: lab.Desk = field(init=False)
     service: Any = field(init=False)
     struck: Counter[str] = field(default_factory=Counter)
@@ -95,7 +97,7 @@ class Lab:
             for _ in range(NUM_JOBS - len(alive)):
                 name = f"job-{len(self.submitted)}"
                 rollout_s, train_s = (self.rng.choice((0.2, 0.3, 0.4)) for _ in range(2))
-                one = lab.job(name, STEPS, rollout_s, train_s, slo=4.0)
+                one = lab.job(name, self.steps, rollout_s, train_s, slo=4.0)
                 self.desk.submit(replace(one, cold_start_s=1.0))
                 self.submitted.append(name)
             return alive
@@ -113,7 +115,7 @@ class Lab:
                 for name, one in alive.items()
                 if one["state"] == "running"
                 and one["why"] != "starts"
-                and 0 < one["steps"] < STEPS - 3
+                and 0 < one["steps"] < self.steps - 3
                 and one["steps"] > self.struck_at.get(name, 0)
             }
             chosen = {n: one for n, one in fit.items() if one["holds"] and holding} or fit
@@ -169,12 +171,10 @@ class Lab:
         self.service.send_signal(signal.SIGCONT)
         self.count(kind)
 
-    def lock_mailbox(self, kind: str) -> None:
-        base = sqlite3.connect(self.folder / "mail.db", timeout=10.0, isolation_level=None)
-        base.execute("BEGIN EXCLUSIVE")
-        time.sleep(1.0)
-        base.execute("ROLLBACK")
-        base.close()
+    def tear_letter(self, kind: str) -> None:
+        box = self.rng.choice(sorted((self.folder / "mail").glob("*.letters")))
+        with box.open("ab") as file:
+            file.write(b'\n{"sender": "job-0", "key": "1/7", "kind": "le')
         self.count(kind)
 
     def kill_part(self, kind: str) -> None:
@@ -237,7 +237,7 @@ class Lab:
         for name, one in states.items():
             done = len(self.desk.commits(name))
             self.problems += lab.problems(
-                self.desk, name, STEPS if one["state"] == "done" else done
+                self.desk, name, self.steps if one["state"] == "done" else done
             )
             if one["state"] == "failed":
                 self.problems.append(f"{name} failed: {one['why']} {one['last_lines'][-3:]}")
@@ -255,7 +255,7 @@ ENDED = ("done", "failed", "cancelled")
 FAULTS: dict[str, Callable[[Lab, str], None]] = {
     "service killed": Lab.kill_service,
     "service stopped": Lab.stop_service,
-    "mailbox locked": Lab.lock_mailbox,
+    "letter torn": Lab.tear_letter,
     "job killed": Lab.kill_part,
     "engine killed": Lab.kill_part,
     "keeper killed": Lab.kill_part,
@@ -279,7 +279,7 @@ def run(folder: Path, faults: int, seed: int) -> dict[str, Any]:
             before = {kind: len(times) for kind, times in one.noticed_s.items()}
             for done in [pool.submit(one.strike, kind) for kind in kinds]:
                 done.result()
-            if not any(kind.startswith(("service", "mailbox")) for kind in kinds):
+            if not any(kind.startswith("service") for kind in kinds):
                 for kind, times in one.noticed_s.items():
                     undisturbed.setdefault(kind, []).extend(times[before.get(kind, 0) :])
             time.sleep(rng.uniform(0.0, 0.5))
