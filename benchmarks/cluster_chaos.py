@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import write_result
 
 from rollpacker.cluster.local_runner import LocalRunner
-from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.mailbox_seat import BEAT_S, LEASE_S
 from rollpacker.processes.child import children
 from tests.cluster_service import lab
 from tests.cluster_service.witness import violations
@@ -195,17 +195,17 @@ class Lab:
             pid = self.pid(*found, "job")
             began_s = time.monotonic()
             os.kill(pid, signal.SIGSTOP)
-            holds = self.state(found[0])["holds"]
-            if beyond and holds:
+            if beyond and self.state(found[0])["holds"]:
                 self.count(kind)
                 self.note(kind, self.wait_for_loss(*found, began_s))
-            else:
+            elif not beyond:
                 time.sleep(self.rng.uniform(0.5, 3.0))
-                self.count("job stopped within its lease")
+                self.count(kind)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-            if not (beyond and holds):
-                self.check_not_silent(found[0], time.time() - (time.monotonic() - began_s))
+            stopped_s = time.monotonic() - began_s
+            if stopped_s < LEASE_S - BEAT_S:
+                self.check_not_silent(found[0], time.time() - stopped_s)
 
     def check_not_silent(self, name: str, since_s: float) -> None:
         with self.lock:

@@ -76,11 +76,12 @@ class Desk:
         self._number += 1
         until = time.monotonic() + within_s
         while time.monotonic() < until:
-            with contextlib.suppress(OSError):  # locked: once more
+            with contextlib.suppress(OSError):  # once more
                 self.mailbox.post(SERVICE, self.name, f"{self._number}", kind, facts)
             self._meanwhile()
             for letter in self.mailbox.read(self.name, self._after, 0.05):
                 self._after = letter.number
+                self.mailbox.forget(self.name, letter.number)
                 if letter.kind == "refused":
                     raise Refused(letter.facts["why"])
                 if letter.facts["about"] == f"{self._number}":
