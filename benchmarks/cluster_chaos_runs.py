@@ -358,6 +358,7 @@ def run(folder: Path, faults: int, seed: int, steps: int, within_s: float) -> di
         "problems": one.problems,
         "until_started_anew_or_on_s": {k: spread(times) for k, times in one.noticed_s.items()},
         "service_back_s": spread(one.back_s),
+        "service_back_processor_s": spread(one.back_processor_s),
     }
 
 
