@@ -153,9 +153,10 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 def _data(file: int, place: int) -> int:
     """Where the hole ends, if there is one at this place."""
-    with contextlib.suppress(OSError):  # all of the rest is a hole, or nobody knows
+    try:
         return os.lseek(file, place, os.SEEK_DATA)
-    return place
+    except OSError as error:  # all of the rest is a hole, or this disk knows none
+        return os.fstat(file).st_size if error.errno == errno.ENXIO else place
 
 
 def _make_hole(path: Path, upto: int) -> None:
@@ -167,6 +168,6 @@ def _make_hole(path: Path, upto: int) -> None:
         lengths = (ctypes.c_int64(0), ctypes.c_int64(upto))
         if upto and libc.fallocate(file, _PUNCH_HOLE, *lengths):  # this disk knows no holes
             place = _data(file, 0)
-            os.pwrite(file, bytes(upto - place), place)
+            os.pwrite(file, bytes(max(0, upto - place)), place)
     finally:
         os.close(file)
