@@ -28,6 +28,10 @@ ANSWER_S = 10.0
 _RUNS = "runs"
 
 
+class Refused(ValueError):
+    """By the service, with its reason. Nothing has come of what was asked."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceFacts:
     """What the folder says of its service."""
@@ -179,7 +183,7 @@ class Desk:
                     if letter.facts.get("about") != key:
                         continue  # of a question that was given up
                     if letter.kind == "refused":
-                        raise ValueError(str(letter.facts["why"]))
+                        raise Refused(str(letter.facts["why"]))
                     return letter.facts
         except OSError as error:
             raise ValueError(f"{self._silent()} ({error})") from error

@@ -156,7 +156,7 @@ def _local(folder: Path) -> Ground:
     from rollpacker.cluster.local_runner import LocalRunner
     from rollpacker.cluster.mail_file import FileMailbox
 
-    path = (folder / "mail.db").resolve()
+    path = (folder / "mail").resolve()
     return Ground(
         said="on this host, without ray",
         mailbox=FileMailbox(path),

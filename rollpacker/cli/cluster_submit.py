@@ -4,10 +4,13 @@ starts, then one letter."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
+import hashlib
+import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
-    import json
-
     from rollpacker.cli.cluster_desk import open_desk
     from rollpacker.cli.cluster_program import SUFFIX, facts_of_program, job_of_program
     from rollpacker.config.load import config_of
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         job, facts = job_of(args, config, spec), facts_of(args, config)
     check_job(job, spec.core_pools())
     check_reachable(job)
-    answer = desk.ask("submit", {"job": to_plain(job), **facts})
+    with contextlib.nullcontext() if config is None else kept(config):
+        answer = desk.ask("submit", {"job": to_plain(job), **facts})
     if args.json:
         print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
     else:
@@ -85,15 +87,54 @@ def _owner(args: argparse.Namespace) -> str:
 
 
 def facts_of(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    """How the run is started, and started again: it goes on from what there is."""
-    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(Path(args.config).resolve())]
+    """How the run is started, and started again: it goes on from what there is, with the config
+    that was submitted, whatever becomes of the file."""
+    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(submitted_file(config))]
     return {
-        "command": [*train, *args.overrides, "--resume=auto"],
+        "command": [*train, "--resume=auto"],
         "resume": [],  # the command does so by itself
         "environ": {},
         "folder": str(Path.cwd()),
-        "run": str((Path(config.runs_dir).expanduser() / config.name).resolve()),
+        "run": str(_run_folder(config)),
     }
+
+
+def _run_folder(config: RunConfig) -> Path:
+    return (Path(config.runs_dir).expanduser() / config.name).resolve()
+
+
+def submitted_file(config: RunConfig) -> Path:
+    """Where the config is kept: in the run's folder, which every host of the job's sees, under a
+    name of its own, so that a job which is refused changes nothing of one that runs."""
+    from rollpacker.config.load import to_plain
+
+    text = json.dumps(to_plain(config), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return _run_folder(config) / f"submitted-{digest}.yaml"
+
+
+@contextlib.contextmanager
+def kept(config: RunConfig) -> Iterator[None]:
+    """The config's file is there, and stays unless the job is refused inside: a service that has
+    not answered may still start it. Raises `ValueError`."""
+    from rollpacker.cli.cluster_desk import Refused
+    from rollpacker.config.load import save_config
+
+    path = submitted_file(config)
+    made = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if made:
+            save_config(config, path, comment="As it was submitted to a cluster.")
+    except OSError as error:
+        raise ValueError(f"the config cannot be kept in the run's folder: {error}") from error
+    try:
+        yield
+    except Refused:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.unlink() if one == path else one.rmdir()
+        raise
 
 
 # -- what a job may not be ---------------------------------------------------------

@@ -43,10 +43,14 @@ class RunSeat:
         return self.seat is not None
 
     def load_libraries(self) -> None:
-        """Before a pool is held: they take seconds, and no device."""
+        """Before a pool is held: they take seconds, and no device. `transformers` loads most of
+        itself, PyTorch's compiler and peft among it, when these names are first used."""
         if self.seat is not None:
-            import torch  # noqa: F401
-            import transformers  # noqa: F401
+            from transformers import (  # noqa: F401
+                GenerationMixin,
+                PreTrainedModel,
+                get_scheduler,
+            )
 
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rollpacker.cluster.runner import Order
+from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
 from rollpacker.core.cluster import (
     Asked,
     Cancelled,
@@ -218,6 +220,21 @@ class Book:
 
 
 _ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def order_of(record: Record, address: str) -> Order:
+    """To make its last start. `address`: of the mailbox."""
+    start, facts = record.starts[-1], record.facts
+    seat = seat_variable(address, record.job.name, record.incarnation)
+    return Order(
+        job=record.job.name,
+        incarnation=record.incarnation,
+        command=[*facts["command"], *(facts["resume"] if record.incarnation > 1 else ())],
+        environ={**facts["environ"], SEAT_VARIABLE: seat},
+        folder=facts["folder"],
+        rollout_nodes=start.rollout_nodes,
+        train_nodes=start.train_nodes,
+    )
 
 
 def node_name(node: Node) -> str:

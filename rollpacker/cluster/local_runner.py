@@ -17,8 +17,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rollpacker.cluster import keeper
 from rollpacker.cluster.runner import Order
@@ -84,9 +85,9 @@ class LocalRunner:
         place = self._place(job, incarnation)
         mark = _mark(place)
         until = time.monotonic() + GONE_S
-        looks = 0
+        looks, found = 0, _Processes()
         while looks < _NUM_LOOKS:
-            found = _family(mark)
+            found = _family(mark, found)
             looks = 0 if found else looks + 1
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -143,27 +144,46 @@ def _mark(place: Path) -> bytes:
     return f"{MARK}={place}".encode()
 
 
+class _Process(NamedTuple):
+    parent: int
+    began: str
+    """In ticks of the host's clock: a number may be another process's later."""
+
+
+_Processes = dict[int, _Process]
+"""By their numbers."""
+
+
 def _is_marked(pid: int, mark: bytes) -> bool:
-    """False for processes of others, and for those that have ended."""
-    with contextlib.suppress(OSError):
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    """False for processes of others, and for those that have ended. One whose first thread has
+    ended says it by the others."""
+    here = Path(f"/proc/{pid}")
+    for path in (here / "environ", *here.glob("task/*/environ")):
+        with contextlib.suppress(OSError):
+            if environ := path.read_bytes():
+                return mark in environ.split(b"\0")
     return False
 
 
-def _family(mark: bytes) -> set[int]:
-    """All that have the mark or a parent that is one of them, ended ones aside."""
-    parents: dict[int, int] = {}
+def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
+    """All that have the mark or a parent that is one of them, and of the known ones those that are
+    there still: one that ends loses its environment before its files and devices."""
+    here = _processes()
+    still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
+    found = still | {pid for pid in here if _is_marked(pid, mark)}
+    while more := {pid for pid, one in here.items() if one.parent in found} - found:
+        found |= more
+    return {pid: here[pid] for pid in found}
+
+
+def _processes() -> _Processes:
+    """All of the host. A process has ended when its last thread has, not its first: until then it
+    has its files open, and its devices."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                parents[int(path.parent.name)] = int(fields[1])
-    found = {pid for pid in parents if _is_marked(pid, mark)}
-    while more := _children(found, parents):
-        found |= more
+            state, parent, num_threads, began = (fields[n] for n in (0, 1, 17, 19))
+            if state != "Z" or int(num_threads) > 1:
+                found[int(path.parent.name)] = _Process(int(parent), began)
     return found
-
-
-def _children(of: Iterable[int], parents: Mapping[int, int]) -> set[int]:
-    known = set(of)
-    return {pid for pid, parent in parents.items() if parent in known} - known

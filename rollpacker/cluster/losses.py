@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from rollpacker.cluster.book import Book, Record
-from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.mailbox_seat import lease_s
 from rollpacker.cluster.runner import Runner
 from rollpacker.core.coexecution.nodes import Node
 
@@ -98,7 +98,8 @@ class Alive:
             if (name, record.incarnation) not in self.incarnations:
                 continue
             silent_s = now_s - self._heard_s.get(name, now_s)
-            if silent_s > (LEASE_S if record.turn.token else SILENT_S):
+            turn = record.turn
+            if silent_s > (lease_s(turn.purpose) if turn.token else SILENT_S):
                 found.append((name, f"it was silent for {silent_s:.1f} s"))
         return found
 

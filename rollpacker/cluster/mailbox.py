@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,10 +11,14 @@ SERVICE = "service"
 """The service's box. A job's box has the job's name; who asks a question names one of its own."""
 
 
+ALL = sys.maxsize
+"""To forget letters up to this number: nobody will read the box any more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letter:
     number: int
-    """Of the box's letters, from 1 on; rising in the order in which they are read."""
+    """Of the box's letters, 1 or more; rising in the order in which they are read."""
     sender: str
     kind: str
     """ask, left, committed, beat of a job (`mailbox_seat.py`); submit, cancel, drain, status of who
@@ -48,5 +53,5 @@ class Mailbox(Protocol):
         ...
 
     def forget(self, box: str, upto: int) -> None:
-        """Letters up to this number have been dealt with."""
+        """Letters up to this number have been dealt with. `ALL`: the box may go as well."""
         ...

@@ -21,11 +21,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
-from rollpacker.cluster.seat import Iteration, LeaseLost
+from rollpacker.cluster.seat import START, Iteration, LeaseLost
 from rollpacker.core.ids import PoolName
 
 LEASE_S = 5.0
 """A grant is over when the service has heard nothing of the job for so long."""
+START_LEASE_S = 30.0
+"""The same of a pool on which parts begin: a process that loads libraries and a model beats late,
+for whatever holds Python's lock meanwhile holds up its other threads."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
 """A wait for a pool fails if the mailbox could not be reached for so long."""
@@ -35,6 +38,11 @@ _READ_S = 1.0
 _AGAIN_S = 0.1
 
 Told = Callable[[str], None]
+
+
+def lease_s(purpose: str) -> float:
+    """Of a pool that is held for this."""
+    return START_LEASE_S if purpose == START else LEASE_S
 
 
 @dataclass(slots=True)
@@ -160,9 +168,7 @@ class MailboxSeat:
     def _beat_on(self) -> None:
         wait_s = BEAT_S
         while not self._closed.wait(wait_s):
-            silent_s = time.monotonic() - self._beaten_s
-            if silent_s > LEASE_S:
-                self._lose(f"the cluster's service has not heard of this job for {silent_s:.1f} s")
+            self._lose_if_silent(time.monotonic() - self._beaten_s)
             try:
                 self._beat()
                 wait_s = BEAT_S
@@ -195,10 +201,12 @@ class MailboxSeat:
         elif letter.kind == "stop":
             self._want_stop(str(facts["reason"]))
 
-    def _lose(self, reason: str) -> None:
+    def _lose_if_silent(self, silent_s: float) -> None:
         with self._changed:
-            if self._lost or self._ask is None or not self._ask.is_granted:
+            ask = self._ask
+            if self._lost or ask is None or not ask.is_granted or silent_s <= lease_s(ask.purpose):
                 return
+            reason = f"the cluster's service has not heard of this job for {silent_s:.1f} s"
             self._lost = reason
             self._changed.notify_all()
             watchers = [lost for lost, _ in self._watchers]

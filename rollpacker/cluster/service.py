@@ -14,7 +14,6 @@ before anybody hears of it. So no two jobs are ever on one device, whatever was 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -22,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.book import Book, Record, node_name, node_of, times_of
+from rollpacker.cluster.book import Book, Record, node_name, node_of, order_of, times_of
+from rollpacker.cluster.forgetting import Forgetting
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
 from rollpacker.cluster.mailbox_seat import LEASE_S
-from rollpacker.cluster.runner import Order, Runner
-from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
+from rollpacker.cluster.runner import Runner
 from rollpacker.cluster.status import job_status, status
 from rollpacker.cluster.store import Entry, Position, Store, checksum, entry_of, happened
 from rollpacker.core import cluster as core
@@ -38,7 +37,6 @@ from rollpacker.core.plain import from_plain
 
 LOOK_S = 0.1
 """So often it looks whether processes have ended."""
-FORGET_S = 1.0
 AWAY_S = LEASE_S / 2
 """If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
 HOPELESS = (2, 3)
@@ -68,6 +66,7 @@ class Service:
         self._cluster = cluster
         self._name = name
         self._mailbox = mailbox
+        self._forgetting = Forgetting(mailbox)
         self._runner = runner
         self._tell = tell
         self._book = Book()
@@ -78,7 +77,6 @@ class Service:
         self._written: list[Entry] = []
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
-        self._forgot_s = -math.inf
         self._looked_s = time.monotonic()
         self._replay()
         self._alive = Alive(self._book, runner)
@@ -206,10 +204,12 @@ class Service:
             letter, kind, answer = self._answers[0]
             told = {**answer(), "about": letter.key}
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", kind, told)
+            self._forgetting.answered(letter.sender)
             self._answers.pop(0)
-        if time.monotonic() - self._forgot_s > FORGET_S:
-            self._mailbox.forget(SERVICE, self._position.number)
-            self._forgot_s = time.monotonic()
+        if self._forgetting.is_due():
+            ended = {one.job.name for one in self._book.records.values() if one.outcome}
+            left = {name for name, _ in self._alive.incarnations}
+            self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
         """Returns what makes the answer, if one is awaited."""
@@ -350,7 +350,7 @@ class Service:
 
     def _post_grant(self, record: Record) -> None:
         turn, name = record.turn, record.job.name
-        facts = {"ask": turn.ask, "pool": turn.phase, "token": turn.token, "lease_s": LEASE_S}
+        facts = {"ask": turn.ask, "pool": turn.phase, "token": turn.token}
         self._post(record, record.incarnation, f"grant {name} {turn.token}", "grant", facts)
 
     def _post_stop(self, record: Record, incarnation: int, reason: str) -> None:
@@ -417,22 +417,8 @@ class Service:
         """Jobs whose nodes have nobody on them any more who is to leave."""
         for record in list(self._alive.due()):
             name, incarnation = record.job.name, record.incarnation
-            start, facts = record.starts[-1], record.facts
-            command = list(facts["command"])
-            if incarnation > 1:
-                command += facts["resume"]
-            seat = seat_variable(self._mailbox.address, name, incarnation)
-            order = Order(
-                job=name,
-                incarnation=incarnation,
-                command=command,
-                environ={**facts["environ"], SEAT_VARIABLE: seat},
-                folder=facts["folder"],
-                rollout_nodes=start.rollout_nodes,
-                train_nodes=start.train_nodes,
-            )
             try:
-                self._runner.start(order)
+                self._runner.start(order_of(record, self._mailbox.address))
             except OSError as error:
                 self._say(f"{name} cannot be started yet: {error}")
             else:

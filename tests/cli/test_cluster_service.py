@@ -144,7 +144,7 @@ def test_a_job_is_submitted_shown_and_cancelled(served: Command) -> None:
     assert served.submit("one", "--slo", "3", "--priority", "2", "--owner", "ann") == 0
     assert "one starts on rollout-core/0 and train-core/0, alone" in served.out
     (order,) = served.runner.orders.values()
-    assert order.command[-1] == "--resume=auto" and "name=one" in order.command
+    assert order.command[-1] == "--resume=auto"
     assert order.environ["ROLLPACKER_SEAT"].endswith("#one#1") and order.folder == os.getcwd()
 
     assert served("jobs", "--json") == 0
@@ -153,7 +153,9 @@ def test_a_job_is_submitted_shown_and_cancelled(served: Command) -> None:
     assert served("jobs") == 0
     assert re.search(r"one +ann +running .* rollout-core/0 train-core/0 +0/20 ", served.out)
     assert served("show", "one") == 0
-    assert "priority:       2" in served.out and "train.processes=1" in served.out
+    assert "priority:       2" in served.out and "train runs/one/submitted-" in served.out.replace(
+        f"{served.folder}/", ""
+    )
     assert served("top") == 0 and "rollout-core 1 of 1 nodes" in served.out
     assert served("top", "--json") == 0 and json.loads(served.out)["name"] == "two-cores"
 
@@ -164,6 +166,22 @@ def test_a_job_is_submitted_shown_and_cancelled(served: Command) -> None:
     while served("jobs", "--json") == 0 and json.loads(served.out)[0]["state"] != "cancelled":
         assert time.monotonic() < until
     assert served("cancel", "one") == 0 and served.out == "one has ended: cancelled\n"
+
+
+def test_what_was_submitted_is_what_starts_whatever_becomes_of_the_file(served: Command) -> None:
+    text = served.config.read_text()
+    served.config = served.folder / "own.yaml"
+    served.config.write_text(text)
+    assert served.submit("one", "train.steps=7") == 0
+    served.config.write_text(text.replace('"learning_rate": 0.001', '"learning_rate": 0.5'))
+    assert served.config.read_text() != text
+    (order,) = served.runner.orders.values()
+    kept = Path(order.command[-2])
+    assert order.command[-3] == "train" and kept.parent == served.folder / "runs/one"
+    config = load_config(kept, [], RunConfig)
+    assert (config.name, config.train.steps, config.train.learning_rate) == ("one", 7, 0.001)
+    assert served.submit("one") == 2 and "is here already" in served.err
+    assert list(kept.parent.iterdir()) == [kept], "the refused one has left nothing"
 
 
 def test_a_program_of_another_framework_is_submitted(served: Command) -> None:

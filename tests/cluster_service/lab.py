@@ -42,7 +42,7 @@ def make_service(folder: Path, nodes: int = 2, tell: Callable[[str], None] = pri
         Cluster(pools(nodes), CheapestWork(confidence=0.9), max_group=8),
         name="lab",
         folder=folder,
-        mailbox=FileMailbox(folder / "mail.db"),
+        mailbox=FileMailbox(folder / "mail"),
         runner=LocalRunner(folder),
         tell=tell,
     )
@@ -67,7 +67,7 @@ class Desk:
         self.folder = folder
         self.devices = folder / "devices"
         self.devices.mkdir(parents=True, exist_ok=True)
-        self.mailbox = FileMailbox(folder / "mail.db")
+        self.mailbox = FileMailbox(folder / "mail")
         self.name = f"desk {secrets.token_hex(4)}"
         self._meanwhile = meanwhile
         self._number = self._after = 0
@@ -76,11 +76,12 @@ class Desk:
         self._number += 1
         until = time.monotonic() + within_s
         while time.monotonic() < until:
-            with contextlib.suppress(OSError):  # locked: once more
+            with contextlib.suppress(OSError):  # once more
                 self.mailbox.post(SERVICE, self.name, f"{self._number}", kind, facts)
             self._meanwhile()
             for letter in self.mailbox.read(self.name, self._after, 0.05):
                 self._after = letter.number
+                self.mailbox.forget(self.name, letter.number)
                 if letter.kind == "refused":
                     raise Refused(letter.facts["why"])
                 if letter.facts["about"] == f"{self._number}":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from rollpacker.cluster import mail_file
 from rollpacker.cluster.local_disk import check_local, file_system
 from rollpacker.cluster.mail_file import FileMailbox, open_mailbox
+from rollpacker.cluster.mailbox import ALL, Letter
 from rollpacker.cluster.store import Entry, Position, Store
 
 MOUNTS = """\
@@ -26,7 +29,7 @@ MOUNTS = """\
 
 @pytest.fixture
 def mailbox(tmp_path: Path) -> FileMailbox:
-    return FileMailbox(tmp_path / "mail.db")
+    return FileMailbox(tmp_path / "mail")
 
 
 def test_a_letter_comes_once_in_order_and_is_forgotten(mailbox: FileMailbox) -> None:
@@ -62,37 +65,127 @@ def test_who_waits_is_told_soon_by_another_process(mailbox: FileMailbox) -> None
     assert time.monotonic() - began_s >= 0.1
 
 
-def test_a_locked_file_is_waited_for_and_then_an_error(
+def test_who_is_stopped_while_it_writes_holds_up_nobody(mailbox: FileMailbox) -> None:
+    """Writers are stopped for good at whatever moment; what others write comes through at once."""
+    code = (
+        "import sys; from rollpacker.cluster import mail_file\n"
+        "box = mail_file.open_mailbox(sys.argv[1]); number = 0\n"
+        "while True: number += 1; box.post('a', sys.argv[2], str(number), 'ask', {'x': 'y' * 9000})"
+    )
+    after, rng = 0, random.Random(1)
+    writers = []
+    try:
+        for name in map(str, range(8)):
+            writer = subprocess.Popen([sys.executable, "-c", code, mailbox.address, name])
+            writers.append(writer)
+            while not any(one.sender == name for one in mailbox.read("a", after, 30.0)):
+                pass
+            time.sleep(rng.uniform(0.0, 0.05))
+            writer.send_signal(signal.SIGSTOP)
+            began_s = time.monotonic()
+            mailbox.post("a", "me", name, "ask", {})
+            letters = mailbox.read("a", after, 10.0)
+            assert time.monotonic() - began_s < 1.0
+            assert any((one.sender, one.key) == ("me", name) for one in letters)
+            after = letters[-1].number
+            mailbox.forget("a", after)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+
+
+def test_letters_of_many_writers_come_whole_and_in_their_order(mailbox: FileMailbox) -> None:
+    code = (
+        "import sys; from rollpacker.cluster import mail_file\n"
+        "box = mail_file.open_mailbox(sys.argv[1])\n"
+        "for n in range(300): box.post('a', sys.argv[2], str(n), 'ask', {'x': 'y' * (n * 37)})"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, mailbox.address, str(name)])
+        for name in range(4)
+    ]
+    found: dict[str, list[Letter]] = {str(name): [] for name in range(4)}
+    after = num_forgotten = 0
+    while sum(map(len, found.values())) < 1200:
+        letters = mailbox.read("a", after, 30.0)
+        assert letters, {name: len(ones) for name, ones in found.items()}
+        for letter in letters:
+            assert letter.number > after
+            after = letter.number
+            found[letter.sender].append(letter)
+        if after > 2_000_000 > num_forgotten:
+            num_forgotten = after
+            mailbox.forget("a", after)
+    assert [writer.wait() for writer in writers] == [0] * 4
+    for letters in found.values():
+        assert [int(one.key) for one in letters] == list(range(300))
+        assert all(len(one.facts["x"]) == int(one.key) * 37 for one in letters)
+
+
+@pytest.mark.parametrize("part", [b'\n{"sender": "he', b"\n", b'\n{"sender": "he"}', b"\0\0"])
+def test_a_part_of_a_letter_is_none_and_hides_none(mailbox: FileMailbox, part: bytes) -> None:
+    mailbox.post("a", "me", "1", "ask", {})
+    with (mailbox.folder / "a.letters").open("ab") as file:
+        file.write(part)  # its writer is killed here
+    assert [one.key for one in mailbox.read("a", 0, 0.0)] == ["1"]
+    mailbox.post("a", "me", "2", "ask", {})
+    letters = mailbox.read("a", 0, 0.0)
+    assert [one.key for one in letters] == ["1", "2"]
+    assert [one.key for one in mailbox.read("a", letters[0].number, 0.0)] == ["2"]
+    assert [one.key for one in mailbox.read("a", letters[1].number - 1, 0.0)] == ["2"]
+    mailbox.forget("a", letters[0].number)
+    assert [one.key for one in FileMailbox(mailbox.folder).read("a", 0, 0.0)] == ["2"]
+
+
+@pytest.mark.parametrize("knows_holes", [True, False])
+def test_what_was_dealt_with_takes_no_room_and_does_not_come_again(
+    mailbox: FileMailbox, knows_holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not knows_holes:
+        monkeypatch.setattr(mail_file, "_PUNCH_HOLE", 0x80)  # no such mode
+    for number in range(200):
+        mailbox.post("a", "me", f"{number}", "ask", {"x": "y" * 5000})
+    letters = mailbox.read("a", 0, 0.0)
+    mailbox.forget("a", letters[-2].number)
+    again = FileMailbox(mailbox.folder)
+    assert [one.key for one in again.read("a", 0, 0.0)] == ["199"]
+    used = (mailbox.folder / "a.letters").stat().st_blocks * 512
+    assert (used < 100_000) == knows_holes
+    mailbox.post("a", "me", "200", "ask", {})
+    assert [one.key for one in again.read("a", letters[-1].number, 0.0)] == ["200"]
+
+
+def test_a_box_that_nobody_reads_any_more_is_gone_and_may_come_anew(mailbox: FileMailbox) -> None:
+    mailbox.forget("a", ALL)  # there is none
+    mailbox.post("a", "me", "1", "ask", {"x": "y" * 1000})
+    (letter,) = mailbox.read("a", 0, 0.0)
+    mailbox.forget("a", ALL)
+    assert not list(mailbox.folder.glob("*.letters"))
+    assert mailbox.read("a", letter.number, 0.0) == []
+    mailbox.post("a", "me", "2", "ask", {})
+    assert [one.key for one in FileMailbox(mailbox.folder).read("a", 5000, 0.0)] == ["2"]
+
+
+def test_a_full_disk_is_an_error_and_the_letter_is_none(
     mailbox: FileMailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = sqlite3.connect(mailbox.path, isolation_level=None, check_same_thread=False)
-    base.execute("BEGIN EXCLUSIVE")
-    release = threading.Timer(0.3, base.execute, ["ROLLBACK"])
-    release.start()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[: len(line) // 2]))
+    with pytest.raises(OSError, match="No space left"):
+        mailbox.post("a", "me", "1", "ask", {})
+    monkeypatch.undo()
     mailbox.post("a", "me", "1", "ask", {})
-    release.join()
-    base.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr(mail_file, "BUSY_S", 0.1)
-    with pytest.raises(OSError, match="locked"):
-        FileMailbox(mailbox.path).post("a", "me", "2", "ask", {})
-    base.execute("ROLLBACK")
-    mailbox.post("a", "me", "2", "ask", {})
-    assert len(mailbox.read("a", 0, 0.0)) == 2
-
-
-def test_a_broken_file_is_an_error_with_its_cure(tmp_path: Path) -> None:
-    (tmp_path / "mail.db").write_bytes(b"no database" * 100)
-    with pytest.raises(OSError, match="Remove it, if the host has crashed"):
-        FileMailbox(tmp_path / "mail.db")
+    assert [one.key for one in mailbox.read("a", 0, 0.0)] == ["1"]
 
 
 def test_its_address_leads_to_it_and_its_epoch_is_that_of_its_letters(tmp_path: Path) -> None:
-    mailbox = FileMailbox(tmp_path / "mail.db")
+    mailbox = FileMailbox(tmp_path / "mail")
     again = open_mailbox(mailbox.address)
     assert again.epoch == mailbox.epoch
     with pytest.raises(OSError, match="there is no mailbox"):
-        open_mailbox(f"file:{tmp_path}/none.db")
-    assert FileMailbox(tmp_path / "other.db").epoch != mailbox.epoch
+        open_mailbox(f"file:{tmp_path}/none")
+    assert FileMailbox(tmp_path / "other").epoch != mailbox.epoch
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -33,6 +34,14 @@ open("ready", "w").close()
 """
 """A child in a session of its own, one without the job's environment, and an orphan."""
 LASTS = FAMILY + "time.sleep(1000)\n"
+LAST_THREAD = """
+import ctypes, fcntl, platform, threading, time
+device = open("device", "w")
+fcntl.flock(device, fcntl.LOCK_EX)
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+"""Its first thread ends, by the kernel's `exit`; the second one has the device still."""
 
 
 @pytest.fixture
@@ -132,6 +141,27 @@ def test_all_that_it_started_is_gone_when_it_was_killed(
     runner.kill("job", 1)
     assert all(map(is_gone, found))
     assert runner.ended("job", 1) == -9
+
+
+def test_a_job_is_gone_when_its_last_thread_is_not_its_first(
+    runner: LocalRunner, tmp_path: Path
+) -> None:
+    runner.start(order(tmp_path, LAST_THREAD))
+    device = tmp_path / "device"
+    process = tmp_path / "jobs" / "job" / "1" / "process"
+    until(lambda: process.exists() and state(int(process.read_text())) == "Z")
+    assert is_locked(device)
+    runner.kill("job", 1)
+    assert not is_locked(device)
+
+
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_all_that_it_started_is_gone_when_it_has_ended(runner: LocalRunner, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rollpacker.cluster.mailbox import SERVICE, Letter
 from rollpacker.cluster.mailbox_seat import MailboxSeat
 from rollpacker.cluster.seat import (
     SEAT_VARIABLE,
+    START,
     Alone,
     Iteration,
     LeaseLost,
@@ -62,7 +63,7 @@ class Breakable(FileMailbox):
 
 @pytest.fixture
 def mailbox(tmp_path: Path) -> Breakable:
-    return Breakable(tmp_path / "mail.db")
+    return Breakable(tmp_path / "mail")
 
 
 @pytest.fixture
@@ -91,9 +92,9 @@ def begin(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
     return thread, answers
 
 
-def hold(seat: MailboxSeat, other: Other) -> None:
+def hold(seat: MailboxSeat, other: Other, purpose: str = "round") -> None:
     """Its first ask is granted."""
-    entering, answers = begin(lambda: seat.enter("rollout", "round", given_up=NEVER))
+    entering, answers = begin(lambda: seat.enter("rollout", purpose, given_up=NEVER))
     other.next("ask")
     other.say("grant", "g", ask=1)
     entering.join(5.0)
@@ -191,6 +192,23 @@ def test_a_lease_that_cannot_be_renewed_is_lost(
     assert late == told, "who watches later hears it, too"
 
 
+def test_the_lease_is_longer_while_parts_begin(
+    seat: MailboxSeat, other: Other, mailbox: Breakable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.1)
+    monkeypatch.setattr(mailbox_seat, "START_LEASE_S", 3.0)
+    told: list[str] = []
+    seat.watch(told.append, told.append)
+    hold(seat, other, START)
+    mailbox.broken = True
+    time.sleep(1.5)
+    assert told == []
+    until = time.monotonic() + 10.0
+    while not told and time.monotonic() < until:
+        time.sleep(0.05)
+    assert "has not heard of this job for" in told[0]
+
+
 def test_who_holds_nothing_loses_nothing(
     seat: MailboxSeat, mailbox: Breakable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +261,6 @@ def test_what_names_no_seat_is_refused(value: str) -> None:
 
 
 def test_a_mailbox_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    where = seat_variable(f"file:{tmp_path}/mail.db", "job", 1)
+    where = seat_variable(f"file:{tmp_path}/mail", "job", 1)
     with pytest.raises(OSError, match="there is no mailbox"):
         open_seat({SEAT_VARIABLE: where})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import losses, service
+from rollpacker.cluster import forgetting, losses, mailbox_seat, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
@@ -77,7 +77,7 @@ class House:
         self.folder = folder
         self.nodes = nodes
         self.runner = Pretended()
-        self.mailbox = FileMailbox(folder / "mail.db")
+        self.mailbox = FileMailbox(folder / "mail")
         self.told: list[str] = []
         self.service = self.new_service()
         self.desk = lab.Desk(folder, meanwhile=self.step)
@@ -89,7 +89,7 @@ class House:
             Cluster(lab.pools(self.nodes), CheapestWork(orders=("first_come",)), max_group=8),
             name="lab",
             folder=self.folder,
-            mailbox=FileMailbox(self.folder / "mail.db"),
+            mailbox=FileMailbox(self.folder / "mail"),
             runner=self.runner,
             tell=self.told.append,
         )
@@ -248,7 +248,7 @@ def test_a_silent_job_is_killed_before_its_pool_is_given_on(
         submit(house, name)
         house.ask(name, "rollout")
     house.say("b", "beat", left=0, ask=1, pool="rollout", purpose="round")
-    monkeypatch.setattr(losses, "LEASE_S", 0.3)
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.3)
     house.runner.is_cut_off = True
     for _ in range(5):
         time.sleep(0.1)
@@ -265,7 +265,7 @@ def test_time_in_which_the_service_was_away_counts_for_nobody(
 ) -> None:
     submit(house, "a")
     house.ask("a", "rollout")
-    monkeypatch.setattr(losses, "LEASE_S", 0.5)
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.5)
     monkeypatch.setattr(service, "AWAY_S", 0.25)
     time.sleep(0.8)
     house.step()
@@ -273,11 +273,27 @@ def test_time_in_which_the_service_was_away_counts_for_nobody(
     house.until(lambda: ("a", 2) in house.runner.orders)
 
 
+def test_who_begins_on_its_devices_may_be_silent_for_longer(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.2)
+    monkeypatch.setattr(mailbox_seat, "START_LEASE_S", 1.5)
+    submit(house, "a")
+    house.say("a", "ask", ask=1, pool="rollout", purpose=START)
+    began_s = time.monotonic()
+    house.until(lambda: "kill a 1" in house.runner.log)
+    assert 1.4 < time.monotonic() - began_s < 3.0
+    house.ask("a", "rollout", incarnation=2)
+    began_s = time.monotonic()
+    house.until(lambda: "kill a 2" in house.runner.log)
+    assert time.monotonic() - began_s < 1.4
+
+
 def test_who_waits_may_be_silent_for_longer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         submit(house, name)
         house.ask(name, "rollout")
-    monkeypatch.setattr(losses, "LEASE_S", 0.2)
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.2)
     for _ in range(5):
         house.say("a", "beat", left=0, ask=1, pool="rollout", purpose="round")
         house.step()
@@ -552,9 +568,9 @@ def test_a_mailbox_that_lost_its_letters_is_told_everything_again(house: House) 
     submit(house, "a")
     house.ask("a", "rollout")
     house.service.close()
-    for path in house.folder.glob("mail.db*"):
+    for path in house.folder.glob("mail/*"):
         path.unlink()
-    house.mailbox = FileMailbox(house.folder / "mail.db")
+    house.mailbox = FileMailbox(house.folder / "mail")
     house.new_service()
     assert house.heard("a") == [("grant", 1)]
 
@@ -606,3 +622,27 @@ def test_nonsense_in_a_letter_changes_nothing(house: House) -> None:
     house.ask("a", "rollout")
     assert ("grant", 1) in house.heard("a")
     assert house.job("a")["steps"] == 0
+
+
+def test_boxes_that_nobody_reads_are_gone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgetting, "FORGET_S", 0.0)
+    submit(house, "a")
+    house.ask("a", "rollout")
+    desks = {path.name for path in boxes(house)} - {"a.letters", "service.letters"}
+    assert len(desks) == 1 and "a.letters" in {path.name for path in boxes(house)}
+    house.end("a", 0)
+    house.until(lambda: "a.letters" not in {path.name for path in boxes(house)})
+    house.step()
+    assert {path.name for path in boxes(house)} == {*desks, "service.letters"}
+    monkeypatch.setattr(forgetting, "ANSWER_S", 0.0)
+    house.step()
+    assert {path.name for path in boxes(house)} == {"service.letters"}
+    monkeypatch.undo()
+    house.desk = lab.Desk(house.folder, meanwhile=house.step)
+    submit(house, "a")  # once more
+    house.ask("a", "rollout", incarnation=2)
+    assert house.heard("a") == [("grant", 2)]
+
+
+def boxes(house: House) -> list[Path]:
+    return list((house.folder / "mail").glob("*.letters"))
