@@ -22,14 +22,12 @@ from typing import Any
 from rollpacker.bus import Bus
 from rollpacker.callbacks import Callback, CallbackError, Metrics
 from rollpacker.controller.samples import SampleWriter
+from rollpacker.core.records import CALLBACK_SECONDS
 
 logger = logging.getLogger(__name__)
 
 NOTE = "callbacks"
 """The note of the seconds that callbacks took, and of what they logged for a step."""
-
-SECONDS = "timing_s/callbacks"
-"""The same seconds among the metrics of an evaluation."""
 
 SLOW_TRACKER_S = 5.0
 """A tracker that keeps the run waiting for longer is named, once."""
@@ -150,7 +148,7 @@ class Audience:
         logged: dict[str, float] = {}
         self._run.tell(metrics, rows, logged)
         seconds = await self._tell_all("on_evaluation", step, metrics, logged)
-        return {**logged, SECONDS: seconds}
+        return {**logged, CALLBACK_SECONDS: seconds}
 
     async def trained(self, step: int) -> None:
         """`on_step`, once: a wish to stop commits a step a second time."""

@@ -19,6 +19,9 @@ from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 POOL_SWITCH = "switch"
 """Name of a note of a run that shares its pools: a part parked. How long waking up takes, `Entered`
 says."""
+CALLBACK_SECONDS = "timing_s/callbacks"
+"""A metric of an evaluation's note: so many of its seconds were the program's own callbacks, which
+came last."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
 """A metric of an evaluation's note: so many of its seconds it generated, on the rollout pool."""
 

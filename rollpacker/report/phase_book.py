@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollpacker.core.records import POOL_SWITCH, Note
+from rollpacker.core.records import CALLBACK_SECONDS, POOL_SWITCH, Note
 from rollpacker.report.step_history import POOL_WAIT, Phase, StepHistory
-from rollpacker.report.time_book import CALLBACK_SECONDS, WHILE_JUDGING
+from rollpacker.report.time_book import WHILE_JUDGING
 
 
 class PhaseBook:

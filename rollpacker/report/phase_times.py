@@ -36,8 +36,14 @@ from rollpacker.core.events import (
     SampleGenerated,
     WeightsSynced,
 )
-from rollpacker.core.records import EVALUATION_ROLLOUT, POOL_SWITCH, Entry, Note, Record
-from rollpacker.report.time_book import CALLBACK_SECONDS
+from rollpacker.core.records import (
+    CALLBACK_SECONDS,
+    EVALUATION_ROLLOUT,
+    POOL_SWITCH,
+    Entry,
+    Note,
+    Record,
+)
 
 
 class PhaseTimes:

@@ -4,7 +4,7 @@ exactly one cause, so the causes add up to the wall time."""
 from __future__ import annotations
 
 from rollpacker.core.events import Entered
-from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, Session
+from rollpacker.core.records import CALLBACK_SECONDS, POOL_SWITCH, Entry, Note, Record, Session
 from rollpacker.report.step_history import POOL_WAIT
 
 CAUSES: dict[str, str] = {
@@ -39,9 +39,6 @@ WHILE_JUDGING = ("reward_wait", "evaluation")
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
 STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
-
-CALLBACK_SECONDS = "timing_s/callbacks"
-"""A metric of an evaluation's note: so many of its seconds were callbacks'."""
 
 
 class TimeBook:

@@ -243,8 +243,8 @@ def _resumed(case: Case, folder: Path, before: Any) -> dict[str, Any]:
     return {"job": job, "cursor": cursor}
 
 
-NEW_METRICS = ("eval/rewards/", "eval/samples", "eval/stderr/")
-"""Came later, and are made of what is there."""
+NEW_METRICS = ("eval/rewards/", "eval/samples", "eval/stderr/", "timing_s/testing_gen")
+"""Came later, and are made of what is there, or are seconds."""
 
 
 def _line(entry: Record | Note | Session) -> str:

@@ -17,6 +17,7 @@ from rollpacker.core.commands import Commit, Enter, FetchPrompts, Leave
 from rollpacker.core.events import Committed, Entered, PoolNeeded, SampleScored, WeightsSynced
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import (
+    CALLBACK_SECONDS,
     EVALUATION_ROLLOUT,
     POOL_SWITCH,
     Entry,
@@ -27,7 +28,7 @@ from rollpacker.core.records import (
 from rollpacker.report.history import History, iterate_steps
 from rollpacker.report.job_profile import rounds_of
 from rollpacker.report.phase_times import PhaseTimes
-from rollpacker.report.time_book import CALLBACK_SECONDS, TimeBook
+from rollpacker.report.time_book import TimeBook
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
