@@ -136,7 +136,7 @@ class Wardens:
             raise OSError(f"{address}: {error.cause}") from error
         except RayActorError as error:  # another one goes on in its place
             self._actors.pop(address, None)
-            raise OSError(f"{address}: {say_short(error)}") from error
+            raise OSError(f"{address}: its warden is gone; ray starts another one") from error
         except RayError as error:
             raise OSError(f"{address}: {say_short(error)}") from error
 
