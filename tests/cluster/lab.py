@@ -1,4 +1,4 @@
-"""A cluster's service on a network of hosts, with made-up jobs (`tests/cluster_service/fake_job.py`).
+"""A cluster's service on a network of hosts, with made-up jobs (`cluster_service/fake_job.py`).
 
 Devices are files that all hosts have in common: whoever computes holds one (`witness.py`)."""
 
@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ class RayLab:
         self.jobs: dict[str, int] = {}
         """Steps of those that were submitted."""
         self._desk: subprocess.Popen[str] | None = None
+
+    def start_ray(self, pools: Sequence[str]) -> None:
+        """On hosts that are apart, each of one of these pools: the head, then all others at once.
+        What their wardens know is their own."""
+        if not self.own.exists():
+            self.own.mkdir(parents=True)
+            for host in range(1, len(pools)):
+                self.network.own_folder(host, self.own)
+
+        def start(host: int) -> None:
+            self.network.start_ray([host], resources={f"pool_{pools[host]}": 1})
+
+        start(0)
+        in_threads([partial(start, host) for host in range(1, len(pools))])
 
     # -- the service -----------------------------------------------------------------------
 
@@ -173,10 +188,8 @@ def send(pids: list[int], number: int) -> int:
     return len(pids)
 
 
-def in_threads(works: list[Callable[[], object]]) -> None:
+def in_threads(works: Sequence[Callable[[], object]]) -> None:
     """All at once, to their end."""
-    threads = [threading.Thread(target=work) for work in works]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()

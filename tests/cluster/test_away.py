@@ -35,11 +35,7 @@ def lab(tmp_path: Path) -> Iterator[RayLab]:
         pytest.fail(why)
     with Network(len(POOLS), cores=1, apart=True, lost_s=LOST_S) as network:
         lab = RayLab(network, tmp_path, (1, 1))
-        lab.own.mkdir(parents=True)
-        for host, pool in enumerate(POOLS):
-            if host:
-                network.own_folder(host, lab.own)
-            network.start_ray([host], resources={f"pool_{pool}": 1})
+        lab.start_ray(POOLS)
         lab.serve()
         lab.submit(job("one", STEPS, 0.3, 0.3))
         lab.goes_on()
