@@ -145,10 +145,9 @@ class RayRunner:
         start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
-        address, earlier = train[0], self._places.get(start, ())
-        if self._codes.get(start, -1) != -1 or (
-            earlier and earlier[0] != address and start not in self._codes
-        ):
+        address, code = train[0], self._codes.get(start)
+        earlier = self._places.get(start, ()) if code is None else ()
+        if code not in (None, -1) or (earlier and earlier[0] != address):
             return  # on what was its node then; whether it runs there still, `ended` says
         environ = dict(order.environ)
         if len(self.hosts()) > 1:
@@ -157,8 +156,9 @@ class RayRunner:
         own = {"RAY_ADDRESS": self._head, **{name: os.environ[name] for name in (MODE, PATH)}}
         places = tuple(dict.fromkeys((*train, *rollout, *earlier)))
         for place in places:
+            self._wardens.make(place)
             self._clear(place)
-        if places != earlier or start in self._codes:
+        if places != earlier:
             self._write_start(start, hosts=places)
             self._places[start] = places
             self._codes.pop(start, None)  # nobody knew it, or its host was away for too long

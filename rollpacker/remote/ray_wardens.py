@@ -162,6 +162,10 @@ class Wardens:
 
     # -- wardens -------------------------------------------------------------------------
 
+    def make(self, address: str) -> None:
+        """Have one on this host before it is needed: ray takes seconds for that."""
+        self._actor(address)
+
     def _actor(self, address: str) -> Any:
         if address not in self._actors:
             self._actors[address] = self.ask_ray(self._make, address)

@@ -58,7 +58,7 @@ class RayLab:
         self._desk: subprocess.Popen[str] | None = None
 
     def start_ray(self, pools: Sequence[str]) -> None:
-        """On hosts that are apart, each of one of these pools: the head, then all others at once.
+        """On hosts that are apart, each of one of these pools: the head, then all others.
         What their wardens know is their own."""
         if not self.own.exists():
             self.own.mkdir(parents=True)
@@ -189,7 +189,7 @@ def send(pids: list[int], number: int) -> int:
 
 
 def in_threads(works: Sequence[Callable[[], object]]) -> None:
-    """All at once, to their end."""
-    with ThreadPoolExecutor(len(works)) as pool:
+    """Two at a time, to their end."""
+    with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work) for work in works]:
             done.result()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 6399
-START_S = 90.0
+START_S = 60.0
 RETRY = "net/ipv4/tcp_rto_max_ms"
 
 
@@ -90,6 +90,9 @@ class Network:
                     _ip("netns", "exec", name, "sysctl", "-q", "-w", setting)
                 if self._apart:
                     self._first.append(_first_process(name))
+                    ray = self.folder / "ray"  # where sockets are named by what is there
+                    ray.mkdir(exist_ok=True)
+                    self.own_folder(host, ray)
         except BaseException:
             self.__exit__()
             raise
@@ -126,6 +129,7 @@ class Network:
             **own,
             "RAY_ADDRESS": f"{self.addresses[0]}:{PORT}",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": f"{START_S / 2:.0f}",
             **lost,
         }
 
