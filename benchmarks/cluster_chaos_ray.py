@@ -2,8 +2,9 @@
 `cluster_chaos.py` on a ray cluster of several hosts.
 
 Hosts are namespaces of this machine, each with a raylet, processes and folders of its own (Linux,
-as root; the packages of `make cluster`): ray's head with the service, two rollout nodes and two
-training nodes. Made-up jobs take turns on made-up devices, and a witness is beside every device.
+as root; the packages of `make cluster`): ray's head with the service, two training nodes, and one
+rollout node (of 3 hosts, the head's), two or four (of 5 or 7). Made-up jobs take turns on made-up
+devices, and a witness is beside every device.
 
 Struck are, one to three at a time: the service, the mailbox's actor, wardens, jobs, engines,
 keepers (killed), and jobs that are stopped within or beyond their lease and continued. Alone: a
@@ -11,7 +12,7 @@ host's raylet, killed and started again at once, soon, or after its jobs were gi
 off, for a moment, or until ray has given it up; all of ray, head and service included. After each
 of these all jobs have to go on.
 
-    python benchmarks/cluster_chaos_ray.py [--faults 100] [--minutes 60] [--quick]
+    python benchmarks/cluster_chaos_ray.py [--faults 100] [--minutes 60] [--hosts 5] [--quick]
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ from tests.cluster.lab import RayLab, in_threads
 from tests.cluster.netns import Network, why_impossible
 from tests.cluster_service.witness import violations
 
-POOLS = ("none", "fast", "fast", "cheap", "cheap")
-NODES = (2, 2)
+POOLS = {
+    3: ("cheap", "fast", "fast"),
+    5: ("none", "fast", "fast", "cheap", "cheap"),
+    7: ("none", "fast", "fast", "cheap", "cheap", "cheap", "cheap"),
+}
+"""By how many hosts: the pool of each. The first is ray's head and the service's."""
 TRAIN_HOSTS = (1, 2)
 """Where jobs' processes are."""
 LOST_S = 10.0
@@ -74,23 +79,28 @@ OF_RAY = {
     "host cut off for long": 0.1,
     "all of ray restarted": 0.15,
 }
-OF_RAY_EVERY = 4
+OF_RAY_EVERY = 6
 """So many volleys of the others between two of these."""
 
 
 @dataclass
 class Lab(cluster_chaos.Lab):
     network: Network = field(kw_only=True)
+    pools: tuple[str, ...] = field(kw_only=True)
     gave_up: list[str] = field(default_factory=list)
     """Jobs that were lost too often: what is promised."""
     on_s: dict[str, list[float]] = field(default_factory=dict)
     """By fault of ray: until all jobs have gone on."""
 
     def __post_init__(self) -> None:
-        self.desk = RayLab(self.network, self.folder, NODES)  # type: ignore[assignment]
+        self.desk = RayLab(self.network, self.folder, self.nodes)  # type: ignore[assignment]
         self.num_jobs, self.steps, self.patience_s = NUM_JOBS, STEPS, PATIENCE_S
-        self.ray.start_ray(POOLS)
+        self.ray.start_ray(self.pools)
         self.ray.serve()
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        return self.pools.count("cheap"), self.pools.count("fast")
 
     @property
     def ray(self) -> RayLab:
@@ -148,7 +158,7 @@ class Lab(cluster_chaos.Lab):
             self.count(kind)
 
     def kill_raylet(self, kind: str) -> None:
-        host = self.rng.choice((*TRAIN_HOSTS, *TRAIN_HOSTS, *range(3, len(POOLS))))
+        host = self.rng.choice((*TRAIN_HOSTS, *TRAIN_HOSTS, *range(3, len(self.pools))))
         if self.rng.random() < 0.5:  # as a host does whose processes are all stopped for a while
             self.ray.strike(host, "ray::Warden")
         self.end_ray(host)
@@ -156,7 +166,7 @@ class Lab(cluster_chaos.Lab):
         self.start_ray(host)
 
     def cut(self, kind: str) -> None:
-        host = self.rng.choice((*TRAIN_HOSTS, 3))
+        host = self.rng.choice((*TRAIN_HOSTS, len(self.pools) - 1))
         for_long = kind.endswith("long")
         if held := for_long and self.rng.random() < 0.5:
             self.ray.strike(host, "fake_job.py", signal.SIGSTOP)
@@ -170,10 +180,11 @@ class Lab(cluster_chaos.Lab):
             self.start_ray(host)
 
     def restart_ray(self, kind: str) -> None:
-        in_threads([lambda h=host: self.end_ray(h) for host in range(len(POOLS))])  # type: ignore[misc]
+        in_threads([lambda h=host: self.end_ray(h) for host in range(len(self.pools))])  # type: ignore[misc]
         self.ray.strike(0, "cluster\0serve")
+        self.ray.strike(0, "tests.cluster.desk")  # ray takes nobody over into another cluster
         time.sleep(self.rng.choice((0.0, 5.0)))
-        for host in range(len(POOLS)):
+        for host in range(len(self.pools)):
             self.start_ray(host)
         began_s = time.monotonic()
         self.ray.serve()
@@ -192,7 +203,7 @@ class Lab(cluster_chaos.Lab):
             for part in ("site-packages/ray/", "ray::"):
                 self.ray.strike(host, part)
             try:
-                self.network.start_ray([host], resources={f"pool_{POOLS[host]}": 1})
+                self.network.start_ray([host], resources={f"pool_{self.pools[host]}": 1})
                 return
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 print(f"ray has not started on host {host}: {str(error)[-300:]}", flush=True)
@@ -282,8 +293,8 @@ def run(one: Lab, faults: int, minutes: float) -> dict[str, Any]:
         if seconds > FREE_S + (LEASE_S if "stopped" in kind else 0.0)
     ]
     return {
-        "hosts": len(POOLS),
-        "nodes": NODES,
+        "hosts": len(one.pools),
+        "nodes": one.nodes,
         "jobs_at_a_time": NUM_JOBS,
         "faults": sum(one.struck.values()),
         "struck": dict(one.struck),
@@ -309,14 +320,16 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=60.0, help="no fault after that")
+    parser.add_argument("--hosts", type=int, choices=sorted(POOLS), default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="12 faults, nothing written")
     args = parser.parse_args()
     if why := why_impossible():
         parser.error(why)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    with Network(len(POOLS), cores=1, apart=True, lost_s=LOST_S) as network:
-        one = Lab(folder, random.Random(args.seed), network=network)
+    pools = POOLS[args.hosts]
+    with Network(len(pools), cores=1, apart=True, lost_s=LOST_S) as network:
+        one = Lab(folder, random.Random(args.seed), network=network, pools=pools)
         try:
             payload = run(one, 12 if args.quick else args.faults, args.minutes)
         finally:

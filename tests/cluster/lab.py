@@ -115,9 +115,7 @@ class RayLab:
         return None
 
     def close(self) -> None:
-        if self._desk is not None:
-            self._desk.kill()
-            self._desk.wait()
+        self.strike(0, "tests.cluster.desk")
 
     # -- jobs --------------------------------------------------------------------------------
 

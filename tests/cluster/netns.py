@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 6399
-START_S = 60.0
+START_S = 90.0
 RETRY = "net/ipv4/tcp_rto_max_ms"
 
 
