@@ -62,7 +62,7 @@ def main() -> None:
     steps = 12 if options.quick else options.steps
     if options.ray:
         connect_to_ray()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         alone = run(Path(scratch) / "alone", dict.fromkeys(JOBS), 8, (8, 8), on_ray=False)
         profiles = {name: profile(told) for name, told in alone.items()}
         folder = Path(scratch) / "shared"
