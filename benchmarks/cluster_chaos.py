@@ -86,6 +86,9 @@ class Lab:
     struck_at: dict[str, int] = field(default_factory=dict)
     """By job: its commits when it was struck last."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    num_jobs: int = NUM_JOBS
+    steps: int = STEPS
+    patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:
         self.desk = lab.Desk(self.folder)
@@ -98,7 +101,7 @@ class Lab:
         with self.lock:
             known = self.desk.status()
             alive = {n: one for n, one in known.items() if one["state"] in ("running", "waiting")}
-            for _ in range(NUM_JOBS - len(alive)):
+            for _ in range(self.num_jobs - len(alive)):
                 name = f"job-{len(self.submitted)}"
                 rollout_s, train_s = (self.rng.choice((0.2, 0.3, 0.4)) for _ in range(2))
                 one = lab.job(name, self.steps, rollout_s, train_s, slo=4.0)
@@ -138,7 +141,7 @@ class Lab:
 
     def wait_for_loss(self, name: str, incarnation: int, since_s: float) -> float | None:
         """Seconds until the service has started it anew; None: it ended first."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + self.patience_s
         while time.monotonic() < until:
             one = self.state(name)
             if one["incarnation"] > incarnation:
@@ -242,7 +245,7 @@ class Lab:
         for name, one in states.items():
             if one["state"] in ("running", "waiting"):
                 self.desk.ask("cancel", job=name)
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + self.patience_s
         while not all(one["state"] in ENDED for one in states.values()):
             if time.monotonic() > until:
                 self.problems.append(f"not ended: {states}")
@@ -256,14 +259,23 @@ class Lab:
             )
             if one["state"] == "failed":
                 self.problems.append(f"{name} failed: {one['why']} {one['last_lines'][-3:]}")
+        self.problems += self.left_over(states)
+        self.close()
+        return dict(Counter(one["state"] for one in states.values()))
+
+    def left_over(self, states: dict[str, dict[str, Any]]) -> list[str]:
+        """What runs of jobs that have ended."""
         runner = LocalRunner(self.folder)
-        for name, one in states.items():
-            for incarnation in range(1, one["incarnation"] + 1):
-                if runner.ended(name, incarnation) is None:
-                    self.problems.append(f"{name} {incarnation} runs still")
+        return [
+            f"{name} {incarnation} runs still"
+            for name, one in states.items()
+            for incarnation in range(1, one["incarnation"] + 1)
+            if runner.ended(name, incarnation) is None
+        ]
+
+    def close(self) -> None:
         self.service.kill()
         self.service.wait()
-        return dict(Counter(one["state"] for one in states.values()))
 
 
 ENDED = ("done", "failed", "cancelled")

@@ -1,9 +1,11 @@
 """A cluster of this host for `cluster_real.py` and `cluster_size.py`: its service in a thread, its
-jobs in processes, and what their logs say afterwards."""
+jobs in processes, and what their logs say afterwards. Or one on the ray cluster that RAY_ADDRESS
+names, whose hosts are all namespaces of this machine and have its files."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -13,7 +15,8 @@ from pathlib import Path
 
 from rollpacker.cluster.local_runner import LocalRunner
 from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE
+from rollpacker.cluster.mailbox import SERVICE, Mailbox
+from rollpacker.cluster.runner import Runner
 from rollpacker.cluster.service import Service
 from rollpacker.cluster.store import Store
 from rollpacker.core.cluster import Cluster
@@ -72,30 +75,52 @@ def new_cluster(nodes: tuple[int, int]) -> Cluster:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, nodes: tuple[int, int]) -> Iterator[None]:
-    """Serve until all jobs that were submitted inside have ended."""
+def serving(folder: Path, nodes: tuple[int, int], *, on_ray: bool = False) -> Iterator[Mailbox]:
+    """Serve until all jobs that were submitted inside have ended. `on_ray`: this process is
+    connected to it (`connect_to_ray`)."""
     over = threading.Event()
+    folder.mkdir(parents=True)
+    mailbox, runner = _on_ray(folder) if on_ray else _on_this_host(folder)
 
     def serve() -> None:
         service = Service(
-            new_cluster(nodes),
-            name="benchmark",
-            folder=folder,
-            mailbox=FileMailbox(folder / "mail.db"),
-            runner=LocalRunner(folder),
+            new_cluster(nodes), name="benchmark", folder=folder, mailbox=mailbox, runner=runner
         )
         service.run(over.is_set)
         service.close()
 
-    folder.mkdir(parents=True)
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield
+        yield mailbox
         wait(folder)
     finally:
         over.set()
         thread.join()
+
+
+def _on_this_host(folder: Path) -> tuple[Mailbox, Runner]:
+    return FileMailbox(folder / "mail.db"), LocalRunner(folder)
+
+
+def connect_to_ray() -> None:
+    """By RAY_ADDRESS."""
+    from rollpacker.remote.token import demand_token
+
+    demand_token()
+    from rollpacker.remote.ray_connection import connect
+
+    connect(os.environ["RAY_ADDRESS"])
+
+
+def _on_ray(folder: Path) -> tuple[Mailbox, Runner]:
+    from rollpacker.remote.ray_jobs import RayRunner
+    from rollpacker.remote.ray_mail import RayMailbox
+
+    name = f"benchmark-{folder.name}"
+    return RayMailbox(f"mail-{name}"), RayRunner(
+        name, head=os.environ["RAY_ADDRESS"], folder=folder
+    )
 
 
 def wait(folder: Path) -> None:
@@ -109,8 +134,11 @@ def wait(folder: Path) -> None:
             raise RuntimeError(f"{own.name} ended with {code}: {output[-2000:]}")
 
 
-def submit(folder: Path, job: ClusterJob, command: Sequence[str]) -> None:
-    """`command`: of the project's Python, run in the job's own folder, FOLDER/runs/NAME."""
+def submit(
+    folder: Path, job: ClusterJob, command: Sequence[str], mailbox: Mailbox | None = None
+) -> None:
+    """`command`: of the project's Python, run in the job's own folder, FOLDER/runs/NAME. `mailbox`:
+    the service's; None: that of its folder."""
     own = folder / "runs" / job.name
     own.mkdir(parents=True, exist_ok=True)
     facts = {
@@ -121,7 +149,8 @@ def submit(folder: Path, job: ClusterJob, command: Sequence[str]) -> None:
         "folder": str(own),
         "run": str(own),
     }
-    FileMailbox(folder / "mail.db").post(SERVICE, "benchmark", job.name, "submit", facts)
+    mailbox = mailbox or FileMailbox(folder / "mail.db")
+    mailbox.post(SERVICE, "benchmark", job.name, "submit", facts)
 
 
 def ended(folder: Path, name: str) -> int | None:

@@ -7,7 +7,11 @@ What is compared, over the time in which all eight run: each job's slowdown with
 group, made from the phases alone (asked: within 5 %), and its period with the forecast one: what
 the service and switches add to it (2 %).
 
-    python benchmarks/cluster_size.py [--steps 40] [--quick]
+    python benchmarks/cluster_size.py [--steps 40] [--quick] [--ray]
+
+With `--ray` all of it is behind ray, on six hosts that are namespaces of this machine (Linux, as
+root; the packages of `make cluster`): mailbox, wardens, jobs and what they say to each other. Where
+each job runs alone, no ray is there: its phases are the same.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster_lab import Told, new_cluster, read, serving, submit
+from cluster_lab import ROOT, Told, connect_to_ray, new_cluster, read, serving, submit
 from machine import write_result
 
 from rollpacker.cluster.store import Store
@@ -37,6 +42,8 @@ JOBS = {
     for number in range(8)
 }
 """Rollout-heavy, of like length, all of them other ones."""
+NODES = (4, 2)
+"""Of rollout and of training."""
 SLO = 2.0
 WARM_UP = 3
 COLD_S = 30.0
@@ -47,25 +54,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="few steps; writes no result")
+    parser.add_argument("--ray", action="store_true", help="behind ray, on six hosts")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ray and not options.inside:
+        sys.exit(on_hosts())
     steps = 12 if options.quick else options.steps
-    with tempfile.TemporaryDirectory() as scratch:
-        alone = run(Path(scratch) / "alone", dict.fromkeys(JOBS), 8, (8, 8))
+    if options.ray:
+        connect_to_ray()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        alone = run(Path(scratch) / "alone", dict.fromkeys(JOBS), 8, (8, 8), on_ray=False)
         profiles = {name: profile(told) for name, told in alone.items()}
         folder = Path(scratch) / "shared"
-        shared = run(folder, profiles, steps, (4, 2))
-        forecasts = forecast(folder, (4, 2))
+        shared = run(folder, profiles, steps, NODES, on_ray=options.ray)
+        forecasts = forecast(folder, NODES)
     result = compare(shared, forecasts)
     print(json.dumps(result, indent=1))
     if not options.quick:
-        write_result("cluster_size", result)
+        write_result("cluster_size_ray" if options.ray else "cluster_size", result)
+
+
+def on_hosts() -> int:
+    """Run this very command on the first of six hosts, one for each node. Returns its exit code."""
+    from tests.cluster.netns import Network, why_impossible
+
+    if why := why_impossible():
+        raise SystemExit(why)
+    pools = ["train"] * NODES[1] + ["rollout"] * NODES[0]
+    with Network(len(pools), cores=1) as network:
+        for host, pool in enumerate(pools):
+            network.start_ray([host], resources={f"pool_{pool}": 1})
+        environ = {**network.environment, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *sys.argv, "--inside"]
+        return network.popen(0, command, env=environ).wait()
 
 
 def run(
-    folder: Path, profiles: dict[str, RoundTimes | None], steps: int, nodes: tuple[int, int]
+    folder: Path,
+    profiles: dict[str, RoundTimes | None],
+    steps: int,
+    nodes: tuple[int, int],
+    *,
+    on_ray: bool,
 ) -> dict[str, Told]:
     """Have all jobs run on so many nodes. Without a profile a job is one that shares nothing."""
-    with serving(folder, nodes):
+    with serving(folder, nodes, on_ray=on_ray) as mailbox:
         for name, times in profiles.items():
             rounds = times or RoundTimes(rollout_s=(1.0,), train_s=(1.0,))
             job = ClusterJob(
@@ -82,7 +115,8 @@ def run(
                 f"--train-s={JOBS[name]['train_s']}",
             ]
             own = folder / "runs" / name
-            submit(folder, job, [str(PACED), str(own), *seconds, f"--steps={steps}"])
+            command = [str(PACED), str(own), *seconds, f"--steps={steps}"]
+            submit(folder, job, command, mailbox)
     return {name: read(folder, name, folder / "runs" / name / "events.jsonl") for name in profiles}
 
 

@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--rollout-s", type=float, default=2.0)
     parser.add_argument("--train-s", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=10)
-    print(run(parser.parse_args()))
+    print(run(parser.parse_args()), flush=True)
+    os._exit(0)  # ray ends a process with 1 that a thread of its seat still asks it something in
 
 
 def run(options: argparse.Namespace) -> str:

@@ -36,6 +36,7 @@ from rollpacker.core.coexecution.nodes import Node
 
 Facts = Mapping[str, Any]
 NUM_NOTES = 200
+NUM_LAST = 8
 
 
 class Note(NamedTuple):
@@ -126,6 +127,10 @@ class Book:
 
     def note(self, at_s: float, text: str) -> None:
         self.notes.append(Note(at_s, text))
+
+    def has_told(self, text: str) -> bool:
+        """Of late."""
+        return text in [note.text for note in self.notes][-NUM_LAST:]
 
     # -- events ------------------------------------------------------------------------
 

@@ -2,10 +2,14 @@
 
     service .. keeper --> job --> engines, ranks, whatever these start
 
-Run as `python -ISB keeper.py FOLDER COMMAND...`; standard library only. It holds a lock on
+Run as `python -ISB keeper.py FOLDER CONTACT COMMAND...`; standard library only. It holds a lock on
 FOLDER/keeper for its life, whose file only the first of several makes, writes the job's process
 into FOLDER/process, and once the job has ended and all that it started is gone, its exit code into
 FOLDER/exit (-N: by signal N).
+
+CONTACT is a file that says when this host was last known to be one of the cluster's (`now_s`),
+or empty where jobs have no other host. `FENCE_S` after that the keeper ends the job, stopped or
+not: by then it counts as gone for those who cannot reach this host, and is started on another one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,10 +26,13 @@ import time
 from typing import NoReturn
 
 KEEPER, PROCESS, EXIT, OUTPUT = "keeper", "process", "exit", "output"
+FENCE_S = 30.0
+"""Without contact for so long a host has no job any more."""
+LOOK_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(folder: str, command: list[str]) -> NoReturn:
+def main(folder: str, contact: str, command: list[str]) -> NoReturn:
     if os.fork():  # whoever started this need not wait for more
         os._exit(0)
     os.setsid()
@@ -34,15 +42,44 @@ def main(folder: str, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the job
     code = 127
     try:
+        if contact and silent_s(contact) > FENCE_S:
+            raise OSError("this host is not one of the cluster's now")
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
     else:
         write(os.path.join(folder, PROCESS), str(job.pid))
-        code = job.wait()
+        code = _wait(job, contact)
         _end_all()
     write(os.path.join(folder, EXIT), str(code))
     os._exit(0)
+
+
+def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
+    """Until it has ended, by itself or because this host is cut off. Returns its exit code."""
+    ended = select.poll()
+    ended.register(os.pidfd_open(job.pid), select.POLLIN)
+    while not ended.poll(1000 * LOOK_S):
+        if contact and (seconds := silent_s(contact)) > FENCE_S:
+            told = f"this host was cut off from the cluster for {seconds:.0f} s: the job ends here"
+            print(told, file=sys.stderr, flush=True)
+            job.kill()
+            break
+    return job.wait()
+
+
+def now_s() -> float:
+    """The same for all processes of a host, also while it sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def silent_s(contact: str | os.PathLike[str]) -> float:
+    """Seconds since this host's last contact."""
+    try:
+        with open(contact) as file:
+            return now_s() - float(file.read())
+    except (OSError, ValueError):
+        return float("inf")
 
 
 def _is_first(folder: str) -> bool:
@@ -78,10 +115,11 @@ def _end_all() -> None:
 
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Whole or not at all."""
-    with open(f"{os.fspath(path)}.new", "w") as file:
+    draft = f"{os.fspath(path)}.{os.getpid()}"
+    with open(draft, "w") as file:
         file.write(text)
-    os.replace(f"{os.fspath(path)}.new", path)
+    os.replace(draft, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

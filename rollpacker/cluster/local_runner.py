@@ -40,8 +40,10 @@ _NUM_LOOKS = 2
 class LocalRunner:
     """Meets `Runner`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contact: Path | None = None) -> None:
+        """`contact`: see `keeper.py`; None: no other host has jobs."""
         self._folder = folder.absolute() / "jobs"
+        self._contact = "" if contact is None else str(contact.absolute())
 
     def start(self, order: Order) -> None:
         place = self._place(order.job, order.incarnation)
@@ -58,7 +60,7 @@ class LocalRunner:
         }
         with (place.parent / keeper.OUTPUT).open("ab") as output:
             kept = subprocess.run(
-                [sys.executable, "-ISB", keeper.__file__, str(place), *command],
+                [sys.executable, "-ISB", keeper.__file__, str(place), self._contact, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

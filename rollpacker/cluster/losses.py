@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rollpacker.cluster.book import Book, Record
 from rollpacker.cluster.mailbox_seat import lease_s
@@ -102,6 +102,15 @@ class Alive:
             if silent_s > (lease_s(turn.purpose) if turn.token else SILENT_S):
                 found.append((name, f"it was silent for {silent_s:.1f} s"))
         return found
+
+    def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
+        """Whether all its processes are gone now. If not, it is told why."""
+        try:
+            self._runner.kill(*start)
+        except OSError as error:
+            tell(f"{start[0]} cannot be ended yet: {error}")
+            return False
+        return True
 
     def press(self) -> None:
         """Starts that are to leave and do not. Raises `OSError`."""

@@ -154,9 +154,8 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """What is no event. The same is said once."""
-        notes = self._book.notes
-        if not notes or notes[-1].text != text:
+        """What is no event. The same is said once, also where several say something in turns."""
+        if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
 
@@ -300,10 +299,7 @@ class Service:
 
         def answer() -> Facts:  # it is written first
             if now and record.is_placed:
-                try:
-                    self._runner.kill(name, record.incarnation)
-                except OSError as error:
-                    self._say(f"{name} cannot be ended yet: {error}")
+                self._alive.kill((name, record.incarnation), self._say)
             return self._job(name)
 
         return answer
@@ -378,9 +374,10 @@ class Service:
             self._gone(name, incarnation, code)
         for name, why in self._alive.silent():
             record = self._book.records[name]
-            self._runner.kill(name, record.incarnation)
-            self._alive.forget(name, record.incarnation)
-            self._lost(record, why, None)
+            # A host that is cut off keeps nobody else waiting.
+            if self._alive.kill((name, record.incarnation), self._say):
+                self._alive.forget(name, record.incarnation)
+                self._lost(record, why, None)
         for record in self._book.placed():
             if record.is_cancelled and not self._alive.of(record.job.name):
                 self._end(record, "cancelled", None)

@@ -7,6 +7,9 @@ Wardens and jobs outlive the service: the next one finds them by name. Jobs are 
 packages. That could not promise what a lease needs either: that all of a job is gone, on every
 host, when `kill` returns.
 
+Of a host that ray does not have nobody can say what runs there. A job counts as gone from it when
+it was away for so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
+
 Which hosts are a pool's nodes follows from ray's resources: a host was started with
 `--resources='{"pool_NAME": 1}'`. Where no host has any such, and a phase has no more than one node,
 both nodes are the host of the head.
@@ -16,24 +19,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rollpacker.cluster.local_runner import GONE_S
-from rollpacker.remote.ray_connection import check_answers, say_short
-from rollpacker.remote.ray_mail import NAMESPACE
+from rollpacker.remote.ray_agents import LEASE_S
+from rollpacker.remote.ray_wardens import MARGIN_S, Wardens
 from rollpacker.remote.token import MODE, PATH
-from rollpacker.remote.warden import HOSTS, Start, Warden
+from rollpacker.remote.warden import HOSTS, Start
 
 if TYPE_CHECKING:
     from rollpacker.cluster.runner import Order
@@ -41,13 +39,12 @@ if TYPE_CHECKING:
 
 NODES_FILE = "nodes.json"
 """Of the cluster's folder: which host is which node."""
-ANSWER_S = 5.0
-START_S = 15.0
-"""Within which ray has made a warden, for which it starts a process first."""
-HOSTS_S, CODES_S = 1.0, 0.02
-"""So old may be what ray and what a warden said, where nothing hangs on it."""
-
-_Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=16)(Warden)
+STARTS_FILE = "starts.jsonl"
+"""Of the cluster's folder: on which hosts each job was started, and how it has ended."""
+BEGIN_S, KILL_S = 3.0, 2.0
+"""So long a call waits for that."""
+CODES_S = 0.02
+"""So old may be what a warden said."""
 
 
 def pool_resource(pool: str) -> str:
@@ -63,39 +60,50 @@ class RayRunner:
         known of jobs, and what they print, is in `folder`, on the host of each. `one_host`: nodes
         may be the head's host where no host says which pool it is of. Never of a phase that has
         several: two jobs would be on the same devices at once."""
-        self._name = name
         self._folder = Path(folder).resolve()
         self._head = head
         self._one_host = one_host
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._wardens = Wardens(name, head=head, folder=self._folder)
         self._nodes: dict[str, str] = {}
         """Addresses of nodes, by POOL/NUMBER."""
         with contextlib.suppress(FileNotFoundError):
             self._nodes = json.loads((self._folder / NODES_FILE).read_text())
-        self._lock = threading.Lock()
-        self._wardens: dict[str, Any] = {}
-        self._places: dict[Start, str] = {}
-        """The host's address."""
+        self._places: dict[Start, tuple[str, ...]] = {}
+        """The addresses of all hosts where it may have processes, first of which is the one that it
+        was started on."""
         self._codes: dict[Start, int] = {}
         """Of those that have ended."""
-        self._asked_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """By host: when it was asked last, and what it said."""
-        self._hosts: dict[str, dict[str, float]] = {}
-        self._hosts_s = -math.inf
+        self._read_starts()
+        self._gone_s: dict[Start, float] = {}
+        """Since when its first process is known to be gone."""
+        self._left: dict[str, set[Start]] = {}
+        """By host: what was gone from it as nobody could reach it. Whoever comes there looks."""
+        self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
+        """By host: when its warden said so, and what."""
+
+    def _read_starts(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self._folder / STARTS_FILE).read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # its writer was killed
+                    said = json.loads(line)
+                    start = (said["job"], said["incarnation"])
+                    if "code" in said:
+                        self._codes[start] = said["code"]
+                    else:
+                        self._places[start] = tuple(said["hosts"])
+                        self._codes.pop(start, None)
+
+    def _write_start(self, start: Start, **facts: Any) -> None:
+        line = json.dumps({"job": start[0], "incarnation": start[1], **facts})
+        with (self._folder / STARTS_FILE).open("a") as file:
+            file.write(f"\n{line}")  # the last one may be half of one
 
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Address and resources of the hosts that ray takes to be there, the head's first.
-        `fresh`: not as they were a second ago. Raises `OSError`."""
-        now_s = time.monotonic()
-        if fresh or now_s - self._hosts_s > HOSTS_S:
-            alive = [node for node in self._asked(ray.nodes) if node["Alive"]]
-            head = "node:__internal_head__"
-            alive.sort(key=lambda node: (head not in node["Resources"], node["NodeManagerAddress"]))
-            self._hosts = {node["NodeManagerAddress"]: node["Resources"] for node in alive}
-            self._hosts_s = now_s
-        return self._hosts
+        """See `Wardens.hosts`."""
+        return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
         """The node's address, which stays its own while that host is there, or until another one
@@ -129,145 +137,118 @@ class RayRunner:
             )
         return address
 
-    # -- wardens -------------------------------------------------------------------------
-
-    def _asked(self, function: Any, *arguments: Any) -> Any:
-        try:
-            check_answers(self._head)
-            return function(*arguments)
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-            raise OSError(f"ray at {self._head} cannot be asked: {say_short(error)}") from error
-
-    def _warden(self, address: str) -> Any:
-        with self._lock:
-            if address not in self._wardens:
-                self._wardens[address] = self._asked(self._make, address)
-            return self._wardens[address]
-
-    def _make(self, address: str) -> Any:
-        return _Actor.options(
-            name=f"warden-{self._name}-{address}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            resources={f"node:{address}": 0.001},
-        ).remote(self._folder)
-
-    def _tell(
-        self, addresses: Sequence[str], method: str, *arguments: Any, within_s: float = ANSWER_S
-    ) -> list[Any]:
-        """Their answers. Raises `OSError` for the first that has none."""
-        asked = [self._ask(one, method, *arguments) for one in addresses]
-        answers = []
-        for address, reference in zip(addresses, asked, strict=True):
-            try:
-                try:
-                    answers.append(ray.get(reference, timeout=within_s))
-                except RayActorError:  # it is gone: another one goes on in its place
-                    with self._lock:
-                        self._wardens.pop(address, None)
-                    reference = self._ask(address, method, *arguments)
-                    answers.append(ray.get(reference, timeout=within_s))
-            except RayTaskError as error:
-                cause = error.cause
-                raise OSError(f"{address}: {cause}") from error
-            except GetTimeoutError:
-                raise OSError(f"{address} has not answered for {within_s:g} s") from None
-            except RayError as error:
-                raise OSError(f"{address}: {say_short(error)}") from error
-        return answers
-
-    def _ask(self, address: str, method: str, *arguments: Any) -> Any:
-        return getattr(self._warden(address), method).remote(*arguments)
-
     # -- jobs ----------------------------------------------------------------------------
 
     def start(self, order: Order) -> None:
         """See `Runner`. The job's first process is on the host of its first training node, which
         writes its checkpoints."""
+        start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
+        address, code = train[0], self._codes.get(start)
+        earlier = self._places.get(start, ()) if code is None else ()
+        if code not in (None, -1) or (earlier and earlier[0] != address):
+            return  # on what was its node then; whether it runs there still, `ended` says
         environ = dict(order.environ)
         if len(self.hosts()) > 1:
             for variable, addresses in zip(HOSTS.values(), (rollout, train), strict=True):
                 environ[variable] = ",".join(dict.fromkeys(addresses))
         own = {"RAY_ADDRESS": self._head, **{name: os.environ[name] for name in (MODE, PATH)}}
-        start = (order.job, order.incarnation)
-        # Started by an earlier service, on what were its nodes then: it is there already.
-        address = self._find(start) or train[0]
+        places = tuple(dict.fromkeys((*train, *rollout, *earlier)))
+        for place in places:
+            self._wardens.make(place)
+            self._clear(place)
+        if places != earlier:
+            self._write_start(start, hosts=places)
+            self._places[start] = places
+            self._codes.pop(start, None)  # nobody knew it, or its host was away for too long
+            self._gone_s.pop(start, None)
         order = replace(order, environ=environ)
-        self._tell([address], "begin", order, own, within_s=START_S)
-        self._places[start] = address
-        self._asked_codes.pop(address, None)
+        self._wardens.tell([address], "begin", order, own, key=start, within_s=BEGIN_S)
+        self._wardens.forget(address, "codes")
+        self._said_codes.pop(address, None)
 
-    def _find(self, start: Start) -> str | None:
-        """The host that this job was started on."""
-        if start not in self._places:
-            addresses = list(self.hosts())
-            answers = self._tell(addresses, "knows", start, within_s=START_S)
-            for address, knows in zip(addresses, answers, strict=True):
-                if knows:
-                    self._places[start] = address
-                    break
-        return self._places.get(start)
+    def _clear(self, address: str) -> None:
+        """End what was left on a host that was away. Keepers have done that, but for one that was
+        killed, or stopped with its job."""
+        for start in sorted(self._left.get(address, ())):
+            self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
+        self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
         """See `Runner`."""
-        if (address := self._find((job, incarnation))) is not None:
-            self._tell([address], "stop", job, incarnation)
+        start = (job, incarnation)
+        if start in self._places and start not in self._codes:
+            self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)
 
     def kill(self, job: str, incarnation: int) -> None:
-        """See `Runner`. On every host that ray takes to be there: what was on another is gone with
-        it, since agents end after `LEASE_S` without a call (`ray_agents.py`), and ray gives a host
-        up only after a minute."""
-        self._tell(list(self.hosts()), "kill", job, incarnation, within_s=ANSWER_S + GONE_S)
-        self._asked_codes.clear()
+        """See `Runner`. Other hosts than those of its nodes are told, but not waited for: a job has
+        no business there. Raises `OSError` as long as one of its own is cut off."""
+        start, hosts = (job, incarnation), self.hosts()
+        if start in self._codes or start not in self._places:
+            return
+        first, *others = self._places[start]
+        for address in hosts.keys() - {first}:  # it may take long until the first process is gone
+            self._wardens.begin(address, "kill", *start, key=("before", start))
+        self._kill_on(first, start)
+        gone_s = self._gone_s.setdefault(start, time.monotonic())
+        for address in others:
+            self._kill_on(address, start)
+            if address not in hosts and time.monotonic() - gone_s < LEASE_S + MARGIN_S:
+                raise OSError(f"{address} is cut off, and what {job} has there may still go on")
+        for address in hosts:
+            self._wardens.forget(address, "kill", ("before", start))
+        if first not in hosts:
+            self._end(start, -1)
+
+    def _kill_on(self, address: str, start: Start) -> None:
+        if address in self.hosts(fresh=False):
+            self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
+        elif not self._wardens.is_empty(address):
+            raise OSError(f"{address} is cut off, and what {start[0]} has there is not gone yet")
+        else:
+            self._left.setdefault(address, set()).add(start)
 
     def ended(self, job: str, incarnation: int) -> int | None:
         """See `Runner`. Once it says a code, nothing of the job is on any host. None also of a job
-        whose host does not answer."""
+        whose hosts do not answer: its lease ends if it is silent, too."""
         start = (job, incarnation)
-        if start not in self._codes and (code := self._code(start)) is not None:
-            if code != -1:
+        if start not in self._places:
+            return -1
+        with contextlib.suppress(OSError):
+            if start not in self._codes and (code := self._code(start)) is not None:
                 self.kill(job, incarnation)
-            self._codes[start] = code
+                self._end(start, code)
         return self._codes.get(start)
 
+    def _end(self, start: Start, code: int) -> None:
+        if start not in self._codes:
+            self._write_start(start, code=code)
+            self._codes[start] = code
+
     def _code(self, start: Start) -> int | None:
-        address = self._find(start)
-        if address is None or address not in self.hosts(fresh=False):
-            return -1
-        asked_s, codes = self._asked_codes.get(address, (-math.inf, {}))
-        if start not in codes or time.monotonic() - asked_s > CODES_S:
+        address = self._places[start][0]
+        if address not in self.hosts(fresh=False):
+            return -1 if self._wardens.is_empty(address) else None
+        said_s, codes = self._said_codes.get(address, (0.0, {}))
+        if start not in codes or time.monotonic() - said_s > CODES_S:
             # Whoever asks about one asks about the others, too.
-            known = [one for one, there in self._places.items() if there == address]
+            known = [one for one, there in self._places.items() if there[0] == address]
             known = [one for one in known if one not in self._codes]
-            try:
-                answers = self._tell([address], "codes", known)[0]
-            except OSError:
-                return None  # as far as anybody can say; its lease ends if it is silent, too
-            codes = dict(zip(known, answers, strict=True))
-            self._asked_codes[address] = time.monotonic(), codes
-        return codes[start]
+            (codes,) = self._wardens.tell([address], "codes", known)
+            self._said_codes[address] = time.monotonic(), codes
+        return codes.get(start)
 
     def last_lines(self, job: str) -> str:
-        """See `Runner`: of its last start that is known here."""
-        places = {start[1]: address for start, address in self._places.items() if start[0] == job}
-        if not places:
+        """See `Runner`: of its last start."""
+        places = {start[1]: places[0] for start, places in self._places.items() if start[0] == job}
+        if not places or (address := places[max(places)]) not in self.hosts(fresh=False):
             return ""
         with contextlib.suppress(OSError):
-            address = places[max(places)]
-            return str(self._tell([address], "last_lines", job)[0])
+            return str(self._wardens.tell([address], "last_lines", job, key=job)[0])
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
         """See `Runner`. Ray's autoscaler is told, where there is one."""
         bundles = [{pool_resource(pool): 1} for pool, n in num_nodes.items() for _ in range(n)]
-        self._asked(request_resources, None, bundles)
-
-    def remove(self) -> None:
-        """End the wardens. Jobs go on."""
-        for address in self.hosts():
-            with contextlib.suppress(Exception):  # gone, or cannot be reached
-                ray.kill(self._warden(address))
-        self._wardens.clear()
+        self._wardens.ask_ray(request_resources, None, bundles)

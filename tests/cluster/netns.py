@@ -44,14 +44,26 @@ def why_impossible() -> str | None:
 class Network:
     """So many hosts on one switch."""
 
-    def __init__(self, size: int, *, cores: int = 2, retry_s: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        cores: int = 2,
+        retry_s: int | None = None,
+        apart: bool = False,
+        lost_s: float | None = None,
+    ) -> None:
         """`cores`: of each, as ray is told. `retry_s`: TCP sends what was lost again after so many
         seconds at most, where the system can be told (Linux 6.15); else each pause is twice as long
-        as the one before."""
+        as the one before. `apart`: no host sees another one's processes, and each may have folders
+        of its own (`own_folder`). `lost_s`: ray gives a host up that does not answer for about so
+        long; None: as it does by itself."""
         number = random.SystemRandom().randrange(1, 250)
         self._prefix = f"rp{number}"
         self.addresses = [f"10.77.{number}.{host + 1}" for host in range(size)]
-        self._cores, self._retry_s = cores, retry_s
+        self._cores, self._retry_s, self._apart, self._lost_s = cores, retry_s, apart, lost_s
+        self._first: list[subprocess.Popen[bytes]] = []
+        """Of each host that is apart."""
         self.folder = Path(tempfile.mkdtemp(prefix="rollpacker-cluster-"))
         self.token = self.folder / "token"
         self._started: list[subprocess.Popen[Any]] = []
@@ -76,6 +88,11 @@ class Network:
                 if self._retry_s is not None and Path(f"/proc/sys/{RETRY}").exists():
                     setting = f"{RETRY.replace('/', '.')}={1000 * self._retry_s}"
                     _ip("netns", "exec", name, "sysctl", "-q", "-w", setting)
+                if self._apart:
+                    self._first.append(_first_process(name))
+                    ray = self.folder / "ray"  # where sockets are named by what is there
+                    ray.mkdir(exist_ok=True)
+                    self.own_folder(host, ray)
         except BaseException:
             self.__exit__()
             raise
@@ -84,6 +101,9 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for host in range(len(self.addresses)):
             self.kill_all(host)
+        for first in self._first:
+            first.kill()
+            first.wait()
         for name in (*map(self._name, range(len(self.addresses))), self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -99,21 +119,37 @@ class Network:
     @property
     def environment(self) -> dict[str, str]:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        lost = {}
+        if self._lost_s is not None:
+            lost["RAY_health_check_initial_delay_ms"] = "0"
+            lost["RAY_health_check_period_ms"] = lost["RAY_health_check_timeout_ms"] = "1000"
+            lost["RAY_health_check_failure_threshold"] = str(round(self._lost_s))
         return {
             **os.environ,
             **own,
             "RAY_ADDRESS": f"{self.addresses[0]}:{PORT}",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": f"{START_S / 2:.0f}",
+            **lost,
         }
+
+    def own_folder(self, host: int, path: Path) -> None:
+        """What this host has at the path is its own from now on, and empty. It is apart."""
+        own = self.folder / "own" / self._name(host) / path.relative_to("/")
+        own.mkdir(parents=True)
+        self.run(host, ["mount", "--bind", str(own), str(path)])
 
     # -- what runs there ---------------------------------------------------------------------------
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a host."""
         options.setdefault("env", self.environment)
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self._name(host), *command], start_new_session=True, **options
-        )
+        enter = ["ip", "netns", "exec", self._name(host)]
+        if self._apart:
+            enter = ["nsenter", f"--target={_child(self._first[host].pid)}", "-n", "-m", "-p"]
+            if "cwd" in options:
+                enter.append(f"--wd={options['cwd']}")
+        return subprocess.Popen([*enter, *command], start_new_session=True, **options)
 
     def run(
         self, host: int, command: Sequence[str], timeout_s: float = 600.0, **options: Any
@@ -179,11 +215,12 @@ class Network:
         )
 
     def pids(self, host: int) -> list[int]:
-        """Of all processes there."""
+        """Of all processes there, as they are known outside."""
         said = subprocess.run(
             ["ip", "netns", "pids", self._name(host)], capture_output=True, text=True, check=False
         )
-        return [int(word) for word in said.stdout.split()]
+        own = {pid for one in self._first for pid in (one.pid, _child(one.pid))}
+        return [pid for word in said.stdout.split() if (pid := int(word)) not in own]
 
     def named(self, host: int, part: str) -> list[int]:
         """Of those whose command line has this part."""
@@ -202,6 +239,28 @@ class Network:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
+
+
+def _first_process(namespace: str) -> subprocess.Popen[bytes]:
+    """Begin process and mount namespaces inside of a network's. Their first process buries whoever
+    is left there, and all others end with it."""
+    apart = ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child"]
+    buries = ["sh", "-c", "trap '' CHLD; exec sleep infinity"]
+    first = subprocess.Popen(["ip", "netns", "exec", namespace, *apart, *buries])
+    until = time.monotonic() + 10
+    while not (child := _child(first.pid)) or "sleep" not in _command(child):
+        assert time.monotonic() < until, "no namespace has begun"
+        time.sleep(0.01)
+    return first
+
+
+def _child(pid: int) -> int:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(found[0]) if found else 0
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
 
 
 def _ip(*words: str) -> None:

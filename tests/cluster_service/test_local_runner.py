@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollpacker.cluster import keeper
 from rollpacker.cluster.local_runner import ROLLOUT_NODES, LocalRunner
 from rollpacker.cluster.runner import Order
 from rollpacker.core.coexecution.nodes import Node
@@ -220,3 +221,23 @@ def test_what_cannot_be_started_says_so(runner: LocalRunner, tmp_path: Path) -> 
                 train_nodes=[],
             )
         )
+
+
+def test_all_of_a_job_is_gone_once_its_host_has_had_no_contact_for_too_long(
+    tmp_path: Path,
+) -> None:
+    contact = tmp_path / "contact"
+    runner = LocalRunner(tmp_path, contact)
+    keeper.write(contact, f"{keeper.now_s()}")
+    runner.start(order(tmp_path, LASTS))
+    found = family(tmp_path)
+    os.kill(found[3], signal.SIGSTOP)
+    time.sleep(2 * keeper.LOOK_S)
+    assert not any(map(is_gone, found))
+    keeper.write(contact, f"{keeper.now_s() - keeper.FENCE_S - 0.1}")
+    assert code_of(runner) == -9
+    assert all(map(is_gone, found))
+    assert "cut off from the cluster for 3" in runner.last_lines("job")
+    runner.start(order(tmp_path, "open('begun', 'w')", 2))
+    assert code_of(runner, 2) == 127
+    assert not (tmp_path / "begun").exists()

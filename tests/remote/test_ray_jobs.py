@@ -1,14 +1,22 @@
-"""Which hosts of ray are a pool's nodes; what needs a ray is in tests/cluster/test_service.py."""
+"""Which hosts of ray are a pool's nodes, and when a job is gone from one that ray does not have;
+what needs a ray is in tests/cluster."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="runtime=ray needs it")
+from rollpacker.cluster.keeper import FENCE_S
+from rollpacker.cluster.runner import Order
 from rollpacker.core.coexecution.nodes import Node
+from rollpacker.remote import ray_wardens
+from rollpacker.remote.ray_agents import LEASE_S
 from rollpacker.remote.ray_jobs import RayRunner, pool_resource
+from rollpacker.remote.ray_wardens import MARGIN_S, Wardens
+from rollpacker.remote.token import MODE, PATH
 
 HEAD = {"node:__internal_head__": 1.0}
 CHEAP, FAST = ({pool_resource(pool): 1.0} for pool in ("cheap", "fast"))
@@ -61,3 +69,158 @@ def test_a_node_without_a_host_is_said_with_what_to_do(tmp_path: Path) -> None:
     lab = runner(tmp_path, a={**HEAD, **FAST})
     with pytest.raises(OSError, match=r"no host for node 0 of the pool cheap.*pool_cheap"):
         lab._address(Node("cheap", 0))
+
+
+# -- hosts that are away -------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Hosts(Wardens):
+    """Made up: raylets by address, and wardens that know what was started."""
+
+    def __init__(self, *addresses: str) -> None:
+        super().__init__("lab", head="a:1", folder=Path("none"))
+        self.raylets = [(address, f"{address}-1", True) for address in addresses]
+        self.running: dict[str, set[tuple[str, int]]] = {address: set() for address in addresses}
+        self.killed: list[tuple[str, tuple[str, int]]] = []
+
+    def ask_ray(self, function: Any, *arguments: Any) -> Any:
+        return [
+            {"NodeManagerAddress": address, "NodeID": name, "Alive": is_alive, "Resources": mark}
+            for address, name, is_alive in self.raylets
+            for mark in [{pool_resource("fast" if address in "ab" else "cheap"): 1.0}]
+        ]
+
+    def lose(self, address: str) -> None:
+        self.raylets = [(a, name, is_alive and a != address) for a, name, is_alive in self.raylets]
+
+    def make(self, address: str) -> None:
+        pass
+
+    def begin(self, address: str, method: str, *arguments: Any, key: Any = None) -> None:
+        if address in self.hosts():
+            self.answer(address, method, *arguments)
+
+    def tell(self, addresses: Any, method: str, *arguments: Any, **_: Any) -> list[Any]:
+        if away := set(addresses) - self.hosts().keys():
+            raise OSError(f"{away} does not answer")
+        return [self.answer(address, method, *arguments) for address in addresses]
+
+    def answer(self, address: str, method: str, *arguments: Any) -> Any:
+        there = self.running[address]
+        match method:
+            case "begin":
+                there.add((arguments[0].job, arguments[0].incarnation))
+            case "kill":
+                self.killed.append((address, arguments))
+                there.discard(arguments)
+            case "codes":
+                return {start: None if start in there else 0 for start in arguments[0]}
+        return None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_wardens, "time", clock)
+    monkeypatch.setattr("rollpacker.remote.ray_jobs.time", clock)
+    monkeypatch.setenv(MODE, "token")
+    monkeypatch.setenv(PATH, "none")
+    return clock
+
+
+def started(folder: Path) -> tuple[RayRunner, Hosts]:
+    """A job whose first process is on host a, with an engine on host c; b may take a's place."""
+    lab = RayRunner("lab", head="a:1", folder=folder)
+    hosts = lab._wardens = Hosts("a", "b", "c")
+    lab.start(order(1))
+    assert lab.ended("one", 1) is None
+    return lab, hosts
+
+
+def order(incarnation: int) -> Order:
+    return Order(
+        job="one",
+        incarnation=incarnation,
+        command=["true"],
+        environ={},
+        folder="/",
+        rollout_nodes=[Node("cheap", 0)],
+        train_nodes=[Node("fast", 0)],
+    )
+
+
+def test_a_host_that_is_away_has_its_job_until_its_keepers_have_ended_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    lab, hosts = started(tmp_path)
+    hosts.lose("a")
+    clock.now_s += 5.0
+    assert lab.ended("one", 1) is None
+    with pytest.raises(OSError, match="a is cut off, and what one has there is not gone yet"):
+        lab.kill("one", 1)
+    assert ("c", ("one", 1)) in hosts.killed, "others need not wait for it"
+    clock.now_s += FENCE_S
+    assert lab.ended("one", 1) is None
+    clock.now_s += 2 * MARGIN_S
+    assert lab.ended("one", 1) == -1
+    again = RayRunner("lab", head="a:1", folder=tmp_path)  # a new service
+    assert again.ended("one", 1) == -1
+    # It is back, and what was left there, if anything, ends before anybody is started.
+    hosts.raylets.append(("a", "a-2", True))
+    clock.now_s += 5.0
+    lab.start(order(2))
+    assert ("a", ("one", 1)) in hosts.killed
+    assert hosts.running["a"] == {("one", 2)}
+
+
+def test_a_host_that_was_back_for_a_moment_may_have_its_job_still(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Its new raylet had a warden, which has told its keepers that it is one of the cluster's."""
+    lab, hosts = started(tmp_path)
+    hosts.lose("a")
+    clock.now_s += 5.0
+    assert lab.ended("one", 1) is None
+    hosts.raylets.append(("a", "a-2", False))
+    clock.now_s += FENCE_S + MARGIN_S
+    assert lab.ended("one", 1) is None
+    clock.now_s += FENCE_S + MARGIN_S + 2.0
+    assert lab.ended("one", 1) == -1
+
+
+def test_engines_on_a_host_that_is_away_end_with_their_agent(tmp_path: Path, clock: Clock) -> None:
+    lab, hosts = started(tmp_path)
+    hosts.lose("c")
+    clock.now_s += 5.0
+    with pytest.raises(OSError, match="c is cut off"):
+        lab.kill("one", 1)
+    assert hosts.running["a"] == set()
+    assert lab.ended("one", 1) is None
+    clock.now_s += FENCE_S + MARGIN_S + 2.0
+    assert FENCE_S > LEASE_S
+    lab.kill("one", 1)
+    assert lab.ended("one", 1) == 0
+
+
+def test_who_is_at_another_host_now_is_not_started_twice(tmp_path: Path, clock: Clock) -> None:
+    """Its start was made, and the answer lost with the host."""
+    lab, hosts = started(tmp_path)
+    hosts.lose("a")
+    clock.now_s += 5.0
+    lab.start(order(1))
+    assert hosts.running["b"] == set()
+    assert lab.ended("one", 1) is None
+    clock.now_s += FENCE_S + MARGIN_S + 2.0
+    assert lab.ended("one", 1) == -1
+    lab.start(order(1))
+    assert hosts.running["b"] == {("one", 1)}
+    assert lab.ended("one", 1) is None
+    assert RayRunner("lab", head="a:1", folder=tmp_path)._codes == {}
