@@ -1,0 +1,63 @@
+"""A trajectory: the tokens of a dialogue, in order, as they were drawn and given. Light."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Adjacent tokens of one origin."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...] | None = None
+    """One per token of what the model drew. None: the tokens were given to it."""
+
+    def __post_init__(self) -> None:
+        assert self.log_probs is None or len(self.log_probs) == len(self.tokens)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.log_probs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """What came after the prompt: sampled, given, sampled, ... It begins with a sampled segment,
+    and never has two of a kind in a row; its last may be a given one while it goes on."""
+
+    prompt: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
+
+    def and_then(self, segment: Segment) -> Trajectory:
+        """With what came next; empty segments leave no trace."""
+        if not segment.tokens:
+            return self
+        if self.segments and self.segments[-1].is_sampled == segment.is_sampled:
+            last = self.segments[-1]
+            log_probs = None
+            if last.log_probs is not None and segment.log_probs is not None:
+                log_probs = last.log_probs + segment.log_probs
+            joined = Segment(last.tokens + segment.tokens, log_probs)
+            return Trajectory(self.prompt, (*self.segments[:-1], joined))
+        return Trajectory(self.prompt, (*self.segments, segment))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that came after the prompt."""
+        return tuple(token for one in self.segments for token in one.tokens)
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Of each token after the prompt: whether the model drew it, so that it is trained on."""
+        return tuple(one.is_sampled for one in self.segments for _ in one.tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(one.tokens) for one in self.segments if one.is_sampled)
+
+    @property
+    def turns(self) -> Iterator[Segment]:
+        """What the model drew, turn by turn."""
+        return (one for one in self.segments if one.is_sampled)
