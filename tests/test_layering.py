@@ -24,7 +24,7 @@ CONTRACTS = (
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("chat_template", "did_you_mean", "imports", "warn_once")
+FOR_ALL = ("chat_template", "did_you_mean", "imports", "spans", "warn_once")
 """Free to all parts but the core."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "did_you_mean": (),
     "host_store": (),
     "imports": (),
+    "spans": (),
     "warn_once": (),
     "weight_buffer": (),
     "weight_probe": (),

@@ -230,6 +230,7 @@ class Training:
                 sample=one.response.sample,
                 prompt_tokens=one.response.prompt_tokens,
                 response_tokens=one.response.tokens,
+                given=one.response.given,
             )
             for one in unasked
         ]

@@ -14,6 +14,7 @@ from rollpacker.rollout.table import (
     TENSOR_PARALLEL,
     WITHOUT_QUANTIZATION,
 )
+from rollpacker.spans import Spans, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,15 +90,22 @@ class Response:
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Response tokens as sampled, the end token included. Nobody re-tokenizes them."""
+    """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
     log_probs: tuple[float, ...]
-    """One per response token: its log-probability under the distribution it was drawn from, that is
+    """One per drawn token: its log-probability under the distribution it was drawn from, that is
     after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
     finish_reason: Literal["stop", "length", "aborted"]
     """"aborted": it was stopped on its way."""
     version: int
     turns: Turns = ()
     """Whose noise it has, where ends of it were not taken."""
+    given: Spans = ()
+    """Of the tokens, those that the model was given between its turns rather than drew. What comes
+    from an engine is one turn, and has none."""
+
+    @property
+    def num_drawn(self) -> int:
+        return num_outside(len(self.tokens), self.given)
 
 
 @dataclass(frozen=True, slots=True)
