@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rollpacker.weight_buffer import WeightSource
 
-Turns = tuple[tuple[int, int], ...]
-"""(first token, turn): from that token on the noise is of that turn. Before the first: turn 0."""
+Redraws = tuple[tuple[int, int], ...]
+"""(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""
@@ -61,13 +61,13 @@ class Carried:
     False: all stay, with the log-probabilities that they have."""
     floor: int = 0
     """A response that ends with at most so many tokens is not taken: its tokens after the first
-    that came out differently are drawn once more, with noise of another turn, sixteen times at
+    that came out differently are drawn once more, with noise of another redraw, sixteen times at
     most. With `verify` only."""
     ceiling: int | None = None
     """Once one came out differently, a response of more tokens is not taken either. None: any
     is."""
-    turns: Turns = ()
-    """`Response.turns` of the launch that left them."""
+    redraws: Redraws = ()
+    """`Response.redraws` of the launch that left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Response:
     finish_reason: Literal["stop", "length", "aborted"]
     """"aborted": it was stopped on its way."""
     version: int
-    turns: Turns = ()
+    redraws: Redraws = ()
     """Whose noise it has, where ends of it were not taken."""
     given: Spans = ()
     """Of the tokens, those that the model was given between its turns rather than drew. What comes

@@ -32,9 +32,9 @@ from rollpacker.rollout.engine import (
     EngineOutput,
     EngineStatus,
     GenerationRequest,
+    Redraws,
     Response,
     SamplingParams,
-    Turns,
 )
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
 
@@ -112,7 +112,7 @@ class PackedResponse:
     log_probs: NDArray[np.floating]
     finish_reason: Literal["stop", "length", "aborted"]
     version: int
-    turns: Turns
+    redraws: Redraws
 
     @classmethod
     def of(cls, response: Response) -> PackedResponse:
@@ -121,7 +121,7 @@ class PackedResponse:
             log_probs=floats(response.log_probs),
             finish_reason=response.finish_reason,
             version=response.version,
-            turns=response.turns,
+            redraws=response.redraws,
         )
 
     def unpacked(self, sample: SampleId, prompt_tokens: tuple[int, ...]) -> Response:
@@ -132,7 +132,7 @@ class PackedResponse:
             log_probs=tuple(self.log_probs.tolist()),
             finish_reason=self.finish_reason,
             version=self.version,
-            turns=self.turns,
+            redraws=self.redraws,
         )
 
 
@@ -217,19 +217,19 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
 def _carried_to_plain(carried: Carried) -> list[Any]:
     return [
         *(integers(carried.tokens), floats(carried.log_probs)),
-        *(carried.verify, carried.floor, carried.ceiling, carried.turns),
+        *(carried.verify, carried.floor, carried.ceiling, carried.redraws),
     ]
 
 
 def _carried_from_plain(plain: list[Any]) -> Carried:
-    tokens, log_probs, verify, floor, ceiling, turns = plain
+    tokens, log_probs, verify, floor, ceiling, redraws = plain
     return Carried(
         tokens=tuple(tokens.tolist()),
         log_probs=tuple(log_probs.tolist()),
         verify=verify,
         floor=floor,
         ceiling=ceiling,
-        turns=turns,
+        redraws=redraws,
     )
 
 

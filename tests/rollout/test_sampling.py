@@ -225,7 +225,7 @@ def test_noise_is_exponential_and_uncorrelated() -> None:
 def test_the_noise_of_another_turn_is_another() -> None:
     sample = SampleId(PromptId("train", 0, 3), 1, 0)
     assert sample_key(7, sample, 0) == sample_key(7, sample) == PINNED_KEY
-    assert len({sample_key(7, sample, turn) for turn in range(17)}) == 17
+    assert len({sample_key(7, sample, redraw) for redraw in range(17)}) == 17
 
 
 def test_samples_seeds_and_attempts_have_keys_of_their_own() -> None:
