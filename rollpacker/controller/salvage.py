@@ -343,6 +343,7 @@ def _key(request: GenerationRequest) -> str:
     rules = {
         "sampling": asdict(request.sampling),
         "noise": str(request.noise or request.sample),
+        "turn": request.turn,
         "forced_length": request.forced_length,
         "carried": carried
         and [len(carried.tokens), carried.verify, carried.floor, carried.ceiling, carried.redraws],

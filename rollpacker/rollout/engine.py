@@ -80,6 +80,8 @@ class GenerationRequest:
     """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
     noise: SampleId | None = None
     """Whose noise it is drawn with. None: its own."""
+    turn: int = 1
+    """Which one of its trajectory. The prompt is then all that came before it."""
     carried: Carried | None = None
 
 

@@ -180,6 +180,7 @@ def _exchange_to_plain(exchange: Exchange) -> list[Any]:
             samplings.setdefault(request.sampling, len(samplings)),
             request.forced_length,
             request.noise,
+            request.turn,
             request.carried,
         )
         for request in exchange.requests
@@ -204,9 +205,10 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
                 sampling=samplings[sampling],
                 forced_length=forced_length,
                 noise=noise,
+                turn=turn,
                 carried=carried,
             )
-            for sample, prompt, sampling, forced_length, noise, carried in requests
+            for sample, prompt, sampling, forced_length, noise, turn, carried in requests
         ),
         aborts=aborts,
         call=call,

@@ -82,7 +82,8 @@ class Pending:
     def key(self, redraw: int) -> int:
         """Of its noise, in this redraw."""
         request = self.request
-        return sample_key(request.sampling.seed, request.noise or request.sample, redraw)
+        whose = request.noise or request.sample
+        return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
         """From token `start` on it is drawn with noise of this redraw, whose key this returns."""

@@ -281,7 +281,7 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
     assert (num_redraws > 0) == complement
 
 
-def test_an_end_that_always_comes_is_taken_once_the_turns_are_used_up() -> None:
+def test_an_end_that_always_comes_is_taken_once_the_redraws_are_used_up() -> None:
     model = tiny_model(tie_word_embeddings=False)
     asked = [request(row, seed=1, max_response_tokens=40) for row in range(6)]
     old = generate(model, asked)
@@ -445,7 +445,7 @@ def test_what_had_ended_does_not_outgrow_the_siblings_that_were_cut_off() -> Non
     assert num_redrawn > 5
 
 
-def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
+def test_tokens_of_later_redraws_are_verified_with_their_own_noise() -> None:
     model = tiny_model()
     asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
     old = generate(model, asked)

@@ -407,7 +407,7 @@ def test_all_that_is_said_comes_back_equal():
         acknowledged=3,
         requests=(
             plain,
-            replace(plain, sample=sample, carried=carried, noise=request(1).sample),
+            replace(plain, sample=sample, carried=carried, noise=request(1).sample, turn=3),
             request(6, prompt=[1 << 40, -1], forced_length=2, stop=("x", "\n"), temperature=0.3),
         ),
         aborts=(sample,),
