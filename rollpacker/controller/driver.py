@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded
+from rollpacker.bus import Bus, Port, Recorded, Unsaid
 from rollpacker.cluster.seat import Seat
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience, nobody
@@ -59,7 +59,7 @@ from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.training import Training
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Drop, Finish
+from rollpacker.core.commands import OF_TURNS, Drop, Finish
 from rollpacker.core.events import Committed, RunStarted, StopRequested
 from rollpacker.core.job import Job
 from rollpacker.core.phases import Phase
@@ -273,6 +273,7 @@ class Controller:
             main,
             self._carried,
             Recorded(Drop),
+            Unsaid(*OF_TURNS),
             self._pools,
         ]
 
