@@ -64,9 +64,10 @@ def scripted(template: DialogueTemplate, prompt: Sequence[Message]) -> Trajector
     for turn, answers in _script(template.tools):
         messages.append(turn)
         text = template.turn_text(messages)
-        end = template.end_of_turn
         words = str(turn["content"]) if text is None else text
-        sampled = template.canonical(words) + (() if end is None else (end,))
+        sampled = template.canonical(words)
+        if template.end_of_turn in template.end_tokens:
+            sampled = (*sampled, template.end_of_turn)
         trajectory = trajectory.and_then(Segment(sampled, (0.0,) * len(sampled)))
         if answers:
             trajectory = trajectory.and_then(Segment(template.appended(answers, sampled)))

@@ -13,6 +13,8 @@ from typing import Any
 Held = Mapping[str, str]
 """What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
 
+_SPACE = "\u2581"
+
 OWN_WORDS = ("system", "developer", "assistant")
 """Roles whose words may hold markers: they are the user's setup, or the model's."""
 
@@ -37,6 +39,11 @@ class Encoder:
             before={token.content for token in added.values() if token.lstrip},
             behind={token.content for token in added.values() if token.rstrip},
         )
+
+        # Some tokenizers put a space before the first word of what they are given, wherever it is.
+        mark = next(iter(self._ids), "")
+        self._adds_space = False
+        self._adds_space = self._bare_ids("a") != self._whole_ids(mark + "a")[bool(mark) :]
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -141,6 +148,8 @@ class Encoder:
         words = [text]
         if backend.pre_tokenizer is not None:
             words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        if self._adds_space and words and not text.startswith((" ", _SPACE)):
+            words[0] = words[0].removeprefix(_SPACE)
         return [token.id for word in words for token in backend.model.tokenize(word)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
     """What the template rewrites in dialogues of a few turns; dialogues that it refuses (such as
     several calls at once) are left out."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
-    for name, messages in probes(template.tools):
+    for name, messages in probes(template):
         try:
             change = first_change(template, messages)
         except TemplateError:
@@ -138,8 +138,9 @@ def writes_today(template: DialogueTemplate) -> bool:
     return False
 
 
-def probes(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Message]]]:
-    """Dialogues, each with its name for a message."""
+def probes(template: DialogueTemplate) -> Iterator[tuple[str, list[Message]]]:
+    """Dialogues, each with its name for a message. Thinking is a key of messages where the template
+    knows that, else it stands in the text."""
 
     def user(text: str) -> Message:
         return {"role": "user", "content": text}
@@ -156,16 +157,13 @@ def probes(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Messa
         "a dialogue of other scripts",
         [user("\u00e9\u4f60\U0001f642"), turn("\u00e9\u4f60\U0001f642 \u0627"), user("\u2028 \t")],
     )
-    thought = {"reasoning_content": "thought"}
-    yield (
-        "a dialogue with thinking",
-        [user("one"), turn("first", **thought), user("two"), turn("second", **thought), user("3")],
-    )
-    written = "<think>\nthought\n</think>\n\n"
-    yield (
-        "a dialogue with thinking in the text",
-        [user("one"), turn(f"{written}first"), user("two"), turn(f"{written}second"), user("3")],
-    )
+    key = {"reasoning_content": "thought"}
+    knows_key = "thought" in template.render([user("one"), turn("first", **key)])
+    thought = key if knows_key else {}
+    written = "" if knows_key else "<think>\nthought\n</think>\n\n"
+    first, second = turn(f"{written}first", **thought), turn(f"{written}second", **thought)
+    yield "a dialogue with thinking", [user("one"), first, user("two"), second, user("three")]
+    tools = template.tools
     if not tools:
         return
     name = str(tools[0]["function"]["name"])
@@ -191,6 +189,6 @@ def probes(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Messa
         "a dialogue with thinking and tool calls",
         [
             *[question, calls(one, **thought), one, calls(two, **thought), two],
-            *[turn("first", **thought), user("two")],
+            *[first, user("two")],
         ],
     )

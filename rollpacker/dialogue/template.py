@@ -89,7 +89,7 @@ class DialogueTemplate:
 
     def canonical(self, text: str) -> tuple[int, ...]:
         """The tokens of a turn that was not sampled, such as a scripted one."""
-        return tuple(self._encoder.encode(text))
+        return tuple(self._encoder.encode(text, behind=self.tokenizer.eos_token_id))
 
     def text_of(self, sampled: Sequence[int]) -> str:
         """What was sampled, with its markers, without the token that ended it."""
