@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "cluster", "config", "controller", "core", "data"),
-    *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
+    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
     *("trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
     *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seat"),
+    "environments.environment",
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
@@ -36,6 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algo": ("imports",),
     "rollout": (*NOUNS, "host_store", "processes", "weight_buffer", "weight_probe"),
     "rewards": (*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "processes", "sandbox"),
+    "environments": (*NOUNS, "processes", "rewards.functions", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
     "processes": (),
