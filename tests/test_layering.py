@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
-    *("algo", "cli", "cluster", "config", "controller", "core", "data"),
-    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
-    *("trackers", "trainer", "trl"),
+    *("algo", "cli", "cluster", "config", "controller", "core", "data", "dialogue"),
+    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
+    *("sandbox", "sim", "trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
     *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seat"),
-    "environments.environment",
+    *("dialogue.trajectory", "environments.environment"),
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))

@@ -14,6 +14,7 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.devices import check_devices
 from rollpacker.config.placement import PlacementConfig, RewardHostsConfig, check_placement
 from rollpacker.config.rollout import RolloutConfig
+from rollpacker.core.acting import ActingConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
@@ -21,6 +22,7 @@ from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConf
 from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
+from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.rollout.engine import SamplingParams
 from rollpacker.sandbox.sandbox import SandboxConfig
@@ -33,6 +35,9 @@ trainer each have theirs from beginning to end has none to release."""
 
 MAX_TRAINER_LOSSES = 3
 """So many losses of the trainer's processes without a committed step between them end the run."""
+
+ENVIRONMENT = "environment"
+"""The built-in reward that is what the environment says."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
@@ -160,6 +165,9 @@ class RunConfig:
     placement: PlacementConfig | None = None
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
+    environment: EnvironmentConfig | None = None
+    """Tools, or an environment, that samples take turns with: what is trained on are trajectories.
+    None: one response each."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
@@ -192,6 +200,7 @@ class RunConfig:
         check_placement(self)
         self._check_stream_trainer()
         self._check_carrying()
+        self._check_environment()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -316,6 +325,28 @@ class RunConfig:
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if environment is None:
+            if any(reward.function == ENVIRONMENT for reward in self.rewards):
+                raise ValueError(
+                    f"the reward {ENVIRONMENT} is what an environment says, and there is none: set"
+                    " environment.function"
+                )
+            return
+        if not environment.tools and environment.function is None:
+            raise ValueError("environment must name tools or a function")
+        if self.rewards_hosts is not None:
+            raise ValueError(
+                "rewards_hosts does not go with environment: what was said in several turns is not"
+                " sent to other hosts yet. Leave rewards_hosts out"
+            )
+        if self.tail_batching.carries:
+            raise ValueError(
+                f"tail_batching.carry={self.tail_batching.carry} does not go with environment: a"
+                " deferred trajectory begins anew. Set tail_batching.carry=none"
+            )
+
     @property
     def engines_are_apart(self) -> bool:
         """They are in processes of their own."""
@@ -409,10 +440,15 @@ class RunConfig:
         return math.ceil(num_prompts * self.train.epochs / self.rollout.prompts_per_step)
 
     def job(
-        self, *, prompt_tokens: int = 0, reward_kinds: Mapping[str, RewardKindConfig] | None = None
+        self,
+        *,
+        prompt_tokens: int = 0,
+        reward_kinds: Mapping[str, RewardKindConfig] | None = None,
+        acting: ActingConfig | None = None,
     ) -> JobConfig:
         """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines by source of prompts."""
+        workers and deadlines by source of prompts. `acting`: of samples that take turns with
+        environments."""
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
@@ -429,6 +465,7 @@ class RunConfig:
             parallelism=self.parallelism_planner,
             fleet=self.rollout.fleet(self.parallelism_planner) if self.engines_are_apart else None,
             max_trainer_losses=None if self.train.processes is None else MAX_TRAINER_LOSSES,
+            acting=acting,
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,
                 evaluates=self.data.eval is not None or self.data.eval_fraction > 0,

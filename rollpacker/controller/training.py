@@ -15,6 +15,7 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.engines import Engines
+from rollpacker.controller.episodes import Episodes
 from rollpacker.controller.errors import BuildSamples
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.sample_rows import SampleRows
@@ -57,6 +58,8 @@ class Training:
     build_samples: BuildSamples
     rows: SampleRows | None
     """Keeps the samples' texts."""
+    episodes: Episodes | None = None
+    """Asked for the step's numbers."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
     """Groups whose gradients were asked for and are not begun ..."""
     _devices: tuple[int, ...] = field(default=(), init=False)
@@ -169,6 +172,9 @@ class Training:
         metrics.update(self.devices.take_seconds())
         with self.bus.lock:
             metrics.update(self.carried.metrics())
+        if self.episodes is not None:
+            metrics.update(self.episodes.metrics())
+        with self.bus.lock:
             metrics = {**self.desk.logged(command.groups), **metrics}
         self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollpacker.dialogue.call_formats import Call, Found, format_of
-from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_in_calls
+from rollpacker.dialogue.template import (
+    DialogueTemplate,
+    Message,
+    TemplateError,
+    stand_in_calls,
+)
 
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
@@ -123,3 +128,24 @@ def _message(found: Found, thought: str | None, turn: int) -> dict[str, Any]:
     if found.malformed:
         message["malformed_tool_calls"] = found.malformed
     return message
+
+
+class TemplateDialogue:
+    """Meets `Dialogue` with a chat template and the parser of its turns."""
+
+    def __init__(self, template: DialogueTemplate) -> None:
+        """Raises `TemplateError` as `TurnParser` does."""
+        self.template = template
+        self._parser = TurnParser(template)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.prompt(messages)
+
+    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.appended(messages, sampled)
+
+    def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
+        """See `Dialogue`."""
+        return self._parser.message(sampled, turn)

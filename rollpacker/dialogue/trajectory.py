@@ -1,10 +1,16 @@
-"""A trajectory: the tokens of a dialogue, in order, as they were drawn and given. Light."""
+"""The protocol of dialogues as tokens, and the record that crosses it: a trajectory, the tokens of
+a dialogue in order, as they were drawn and given. Light."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from rollpacker.spans import Spans
+
+Message = Mapping[str, Any]
+"""As chat templates take it: see `environments.environment`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,16 @@ class Trajectory:
         return tuple(numbers)
 
     @property
+    def given(self) -> Spans:
+        """The stretches of `tokens` that the model did not draw."""
+        spans, start = [], 0
+        for one in self.segments:
+            if not one.is_sampled:
+                spans.append((start, start + len(one.tokens)))
+            start += len(one.tokens)
+        return tuple(spans)
+
+    @property
     def num_sampled(self) -> int:
         return sum(len(one.tokens) for one in self.segments if one.is_sampled)
 
@@ -106,3 +122,21 @@ class Trajectory:
             for one in plain["segments"]
         )
         return cls(tuple(plain["prompt"]), segments)
+
+
+class Dialogue(Protocol):
+    """What a model's chat template makes of messages, and the messages that it makes of tokens."""
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens up to and with the generation prompt. Raises `ValueError` if the template
+        refuses the messages."""
+        ...
+
+    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+        """What is given to the model behind a turn of these `sampled` tokens. Raises `ValueError`
+        if the template refuses the messages."""
+        ...
+
+    def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
+        """The assistant's message of a turn's tokens, which may end anywhere. Never raises."""
+        ...

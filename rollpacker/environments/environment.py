@@ -136,6 +136,24 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What an episode came to, for rewards and for people."""
+
+    messages: tuple[Message, ...]
+    """All behind the prompt: the model's and the environment's, by turns."""
+    rewards: tuple[float | None, ...] = ()
+    """The environment's, by turn; None where it gave none."""
+    environment_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums over turns."""
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the model."""
+        return sum(message.get("role") == "assistant" for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """The episode cannot go on. Never a zero."""
 

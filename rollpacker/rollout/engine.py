@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Redraws = tuple[tuple[int, int], ...]
 """(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
+
+LIMITS = frozenset(("length", "tokens", "turns", "environment_s"))
+"""Finish reasons of what a limit ended."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""
@@ -96,8 +99,8 @@ class Response:
     log_probs: tuple[float, ...]
     """One per drawn token: its log-probability under the distribution it was drawn from, that is
     after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
-    finish_reason: Literal["stop", "length", "aborted"]
-    """"aborted": it was stopped on its way."""
+    finish_reason: str
+    """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
     version: int
     redraws: Redraws = ()
     """Whose noise it has, where ends of it were not taken."""
@@ -108,6 +111,11 @@ class Response:
     @property
     def num_drawn(self) -> int:
         return num_outside(len(self.tokens), self.given)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """A limit ended it."""
+        return self.finish_reason in LIMITS
 
 
 @dataclass(frozen=True, slots=True)

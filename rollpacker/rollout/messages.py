@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +110,7 @@ class PackedResponse:
 
     tokens: NDArray[np.integer]
     log_probs: NDArray[np.floating]
-    finish_reason: Literal["stop", "length", "aborted"]
+    finish_reason: str
     version: int
     redraws: Redraws
 

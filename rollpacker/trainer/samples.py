@@ -105,7 +105,7 @@ def _check_rewards(
 
 
 def _is_left_out(response: Response, config: AlgorithmConfig) -> bool:
-    return config.mask_truncated and response.finish_reason == "length"
+    return config.mask_truncated and response.is_cut_off
 
 
 def _token_weights(
@@ -161,7 +161,7 @@ def _for_own(
 
     return {
         "rewards_by_name": {name: values(name) for name in names},
-        "truncated": torch.tensor([r.finish_reason == "length" for r in responses]),
+        "truncated": torch.tensor([r.is_cut_off for r in responses]),
         "tokens": torch.tensor([token for r in responses for token in outside(r.tokens, r.given)]),
         "rollout_log_probs": torch.tensor(
             [value for r in responses for value in r.log_probs], dtype=torch.float64
