@@ -341,10 +341,10 @@ class RunConfig:
                 "rewards_hosts does not go with environment: what was said in several turns is not"
                 " sent to other hosts yet. Leave rewards_hosts out"
             )
-        if self.tail_batching.carries:
+        if self.tail_batching.carries and self.tail_batching.carry == "weighted":
             raise ValueError(
-                f"tail_batching.carry={self.tail_batching.carry} does not go with environment: a"
-                " deferred trajectory begins anew. Set tail_batching.carry=none"
+                "tail_batching.carry=weighted does not go with environment: a deferred trajectory"
+                " begins anew. Leave it out"
             )
 
     @property

@@ -208,7 +208,7 @@ async def evaluate(
         metrics["eval/reward"] = sum(scored) / len(scored)
     metrics.update(_means_by_reward(verdicts))
     if responses:
-        lengths = [len(response.tokens) for response in responses]
+        lengths = [response.num_drawn for response in responses]
         metrics["eval/response_length"] = sum(lengths) / len(lengths)
     metrics["eval/samples"] = float(len(requests))
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
