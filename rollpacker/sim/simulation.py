@@ -62,8 +62,7 @@ class Simulation:
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
-        work = GradientWork()
-        cap = config.max_response_tokens
+        work, cap = GradientWork(), config.max_response_tokens
         num_engines = 1 if config.fleet is None else config.fleet.num_engines
         trajectories, turns = workload.trajectories, None
         if trajectories is not None:
