@@ -62,7 +62,6 @@ class Round:
         self._num_open_quotas = share_out(plan, self._groups.values())
         self.num_under_way = 0
         """Launched, and neither generated, failed nor let go of: in the engine, or acting."""
-        self._begin_as = LAUNCHED
         self._version = plan.version
         self._needed = plan.samples_needed
         self._scored_race = plan.race == "scored"
@@ -372,10 +371,13 @@ class Round:
     # -- bookkeeping -------------------------------------------------------------------
 
     def _add_samples(self, group: Group, count: int) -> list[SampleId]:
-        samples = group.add(count, check(SampleState.PLANNED, self._begin_as))
+        samples = group.add(count, check(SampleState.PLANNED, self._begin_as()))
         self.num_under_way += count
         self.num_launched += count
         return samples
+
+    def _begin_as(self) -> SampleState:
+        return LAUNCHED
 
     def _launch(
         self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()

@@ -22,7 +22,7 @@ from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, Rel
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.groups import Group, RoundPlan, Waiting
 from rollpacker.core.ids import SampleId
-from rollpacker.core.lifecycle import check
+from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule
 from rollpacker.core.rounds import ACTING, GENERATED, LAUNCHED, Round, StrayEventError, listed
 from rollpacker.core.stream_plan import StreamPlan
@@ -44,7 +44,6 @@ class TurnRound(Round):
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
-        self._begin_as = ACTING if self._begins else LAUNCHED
         self._ended: list[tuple[int, bool]] = []
         """Tokens of what ended since the stream was told, and whether it is complete."""
         self._num_told = 0
@@ -163,6 +162,9 @@ class TurnRound(Round):
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         return self._failed(group, index, is_chance=event.cause == "infrastructure")
+
+    def _begin_as(self) -> SampleState:
+        return ACTING if self._begins else LAUNCHED
 
     def _launch(
         self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()

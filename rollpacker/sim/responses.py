@@ -62,7 +62,8 @@ class Verified:
 
 class Responses:
     """The samples launched in a step, each with a key (a small number) and the length in tokens
-    that the policy would write. They are known from their launch to the commit of the step: a step
+    that the policy would write: of trajectories, up to the end of the message at hand. They are
+    known from their launch to the commit of the step: a step
     that is filled up trains on responses of several rounds."""
 
     def __init__(
@@ -110,6 +111,8 @@ class Responses:
         self.noises += self._noises(command)
         self._add_lengths(self.noises[keys.start :])
         self.done += command.carried or [0] * len(samples)
+        if self._workload.trajectories is not None:  # these begin anew, always
+            return keys
         if command.replaces and self._tail.selection == "none":
             self._repeat(keys, [self.keys[sample] for sample in command.replaces])
         elif self._left:
@@ -132,6 +135,8 @@ class Responses:
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
         """Tokens that as many samples of these groups' prompts would have where nobody selects and
         no weights change."""
+        if self._workload.trajectories is not None:
+            return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
@@ -218,7 +223,7 @@ class Responses:
 
     def _keep(self, command: Defer) -> None:
         """The prompts will be launched again."""
-        if self._tail.selection == "published":
+        if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         ceilings = dict.fromkeys(command.prompts, 0)
         left: dict[tuple[PromptId, int], Draw] = {}

@@ -21,7 +21,9 @@ from rollpacker.core.commands import (
     Drop,
     Launch,
     Place,
+    Release,
     Score,
+    StartGradients,
     TrainOn,
 )
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
@@ -243,6 +245,17 @@ def test_an_engine_that_is_lost_while_its_samples_act_costs_them_nothing() -> No
     world = World(config, num_rows=120, faults=faults, dialogues=Dialogues(seconds=20.0))
     check_run(world.run())
     assert world.engines.num_losses > 3 and commands_of(world, Place)
+
+
+def test_the_stream_knows_which_trajectories_have_ended() -> None:
+    config = job_config(
+        *(None, 8, 4),
+        stream=StreamConfig(enabled=True, kinds=("long", "flush"), reward_wait=True),
+        layouts=(DeviceLayout(gpus=4, gpus_per_node=4, tensor_parallel=1),),
+        fleet=FleetConfig(num_engines=4, moves=True),
+    )
+    world = check_run(World(config, num_rows=100, dialogues=Dialogues(slow_rate=0.0)).run())
+    assert commands_of(world, Release) and commands_of(world, StartGradients)
 
 
 def test_what_the_driver_must_not_say() -> None:
