@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "cluster", "config", "controller", "core", "data"),
-    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
+    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
+    *("sandbox", "sim"),
     *("trackers", "trainer", "trl"),
 )
 CONTRACTS = (

@@ -170,6 +170,17 @@ def test_one_that_is_too_slow_is_lost_alone(tmp_path: Path, source: str, how: st
     played(of_class(tmp_path, source), play)
 
 
+@pytest.mark.parametrize("source", [COUNTS, ASYNC])
+def test_one_that_never_begins_is_too_slow(tmp_path: Path, source: str) -> None:
+    slow = source.replace("self.turn, self.begun = 0, time.time()", "import time; time.sleep(600)")
+    slow = slow.replace(
+        "async def reset(self, row):\n            import time; time.sleep(600)",
+        "async def reset(self, row):\n            import asyncio; await asyncio.sleep(600)",
+    )
+    lost = lost_by(of_class(tmp_path, slow, timeout_s=0.5))
+    assert (lost.cause, lost.reason) == ("deadline", "Env took longer than 0.5 s")
+
+
 def test_a_spinning_call_is_interrupted(tmp_path: Path) -> None:
     async def play(those: SupervisedEnvironments) -> float:
         await begun(those, 0)
