@@ -68,6 +68,7 @@ class Calls:
             self._thread = None
             thread.interrupt()
             await asyncio.wait({future})
+            future.exception()  # nobody wants to know
             thread.end()
             raise
 

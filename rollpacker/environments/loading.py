@@ -34,7 +34,9 @@ class Loaded:
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
     """What is opened for it is closed with `stack`. Raises what the user's modules raise, and
-    `EnvironmentSetupError`, `ImportSpecError`, `MissingPackageError`, `SandboxUnavailable`."""
+    `EnvironmentSetupError`, `ImportSpecError`, `MissingPackageError`, `SandboxUnavailable`.
+
+    Only one process is asked to `describe` tools, and so to import what makes schemas."""
     if request["function"] is not None:
         return _environment(request)
     specs: Mapping[str, Any] = request["tools"]
@@ -59,7 +61,8 @@ def _tools(request: Mapping[str, Any], specs: Mapping[str, Any], box: Sandbox | 
 
     tools = functions()
     max_chars = request["max_result_chars"]
-    schemas = [schema_of(*one) for one in zip(tools.values(), specs, strict=True)]
+    described = zip(tools.values(), specs, strict=True) if request["describe"] else ()
+    schemas = [schema_of(*one) for one in described]
     is_deterministic = all(getattr(one, "deterministic", False) for one in tools.values())
     hello = _hello(", ".join(tools), schemas, False, is_deterministic)
     if box is None:
@@ -93,7 +96,8 @@ def _environment(request: Mapping[str, Any]) -> Loaded:
         make = functools.partial(function, **arguments)
         in_loop = made_in_loop(function)
     tried = _tried(make, spec)
-    tools = [] if shapes.has_step(tried) else shapes.tools_of(tried)
+    has_tools = request["describe"] and not shapes.has_step(tried)
+    tools = shapes.tools_of(tried) if has_tools else []
     schemas = [schema_of(one, f"{spec}: {one.__name__}") for one in tools]
     schemas += list(getattr(tried, "tools", ()))
     name = type(tried).__name__

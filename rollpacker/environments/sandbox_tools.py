@@ -19,7 +19,15 @@ from typing import Any
 from rollpacker.environments.tools import ToolFailed, ToolUnavailable
 from rollpacker.sandbox import open_sandbox
 from rollpacker.sandbox.frames import checked_files
-from rollpacker.sandbox.sandbox import Limits, Profile, RunResult, Sandbox, SandboxConfig, Status
+from rollpacker.sandbox.sandbox import (
+    Limits,
+    Profile,
+    RunResult,
+    Sandbox,
+    SandboxConfig,
+    SandboxUnavailable,
+    Status,
+)
 
 WALL_S = 20.0
 """Of one program."""
@@ -31,26 +39,32 @@ _OWN_S = 2.0
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
-    warm=("base64", "json", "os", "subprocess", "sys", "traceback"),
+    warm=("base64", "json", "os", "shutil", "subprocess", "sys", "tempfile", "traceback"),
 )
 """The standard library, and the commands of this machine's /usr/bin; not its packages."""
 
 _RUNNER = r'''
-import base64, json, os, subprocess, sys
+import base64, json, os, shutil, subprocess, sys, tempfile
 
 request = json.load(sys.stdin)
+own = tempfile.mkdtemp()
+os.makedirs("work", exist_ok=True)
+os.chdir("work")
 here = os.getcwd()
 for name in request["executable"]:
     os.chmod(name, 0o755)
-said = "/tmp/said"
-environment = {**os.environ, "PYTHONPATH": here}
-environment["PATH"] = os.path.dirname(sys.executable) + ":/site/bin"
+said = os.path.join(own, "said")
+environment = {**os.environ, "PYTHONPATH": here, "HOME": here}
+path = environment["PATH"] = ":".join(
+    [os.path.dirname(sys.executable), "/site/bin", os.environ.get("PATH", os.defpath)]
+)
 if request["tool"] == "python":
-    with open("/tmp/program.py", "w") as file:
+    program = os.path.join(own, "program.py")
+    with open(program, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(request["text"])
-    command = [sys.executable, "-sB", "-X", "utf8", "/tmp/program.py"]
+    command = [sys.executable, "-sB", "-X", "utf8", program]
 else:
-    command = ["/site/bin/sh", "-c", request["text"]]
+    command = [shutil.which("sh", path=path), "-c", request["text"]]
 
 
 def as_child():
@@ -123,7 +137,7 @@ print(json.dumps(answer))
 
 async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
     """A sandbox that lives as long as the stack. Raises `SandboxUnavailable`."""
-    return await stack.enter_async_context(
+    box = await stack.enter_async_context(
         open_sandbox(
             config.backend,
             url=config.url,
@@ -136,6 +150,9 @@ async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
             wall_s=WALL_S + _OWN_S,
         )
     )
+    if missing := await box.lacks(_PROFILE):
+        raise SandboxUnavailable(missing)
+    return box
 
 
 class Folder:
@@ -179,7 +196,10 @@ class Folder:
         }
         for _ in range(2):  # what failed in the sandbox says nothing of the program
             done = await self._box.run(
-                _RUNNER, stdin=json.dumps(request), files=self._files, profile=_PROFILE
+                _RUNNER,
+                stdin=json.dumps(request),
+                files={f"work/{name}": data for name, data in self._files.items()},
+                profile=_PROFILE,
             )
             if done.status is not Status.SANDBOX_ERROR:
                 break
@@ -202,7 +222,10 @@ class Folder:
     def _keep(self, answer: Mapping[str, Any]) -> bool:
         """Take what is in the folder now. Returns whether that can be kept."""
         try:
-            files = {n: base64.b64decode(text) for n, text in dict(answer["files"]).items()}
+            files = {
+                n: base64.b64decode(text, validate=True)
+                for n, text in dict(answer["files"]).items()
+            }
             limits = replace(Limits(), disk_bytes=2 * MAX_FOLDER_BYTES)
             self._files = checked_files(files, limits)
             self._executable = [name for name in answer["executable"] if name in files]

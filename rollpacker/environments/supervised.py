@@ -87,10 +87,12 @@ class SupervisedEnvironments:
             )
         self._config = config
         self._cwd = str(Path.cwd())
-        self._load = _load(config, sandbox or SandboxConfig())
+        self._load = _load(config, sandbox or SandboxConfig(), describe=False)
         self._quota = OutputQuota()
         self._printed = Printed("environment")
-        self._spares = [self._start("environment-1")]
+        load = _load(config, sandbox or SandboxConfig(), describe=True)
+        first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
+        self._spares = [first]
         hello = self._greeted(self._spares[0])
         self.name: str = hello["name"]
         self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
@@ -330,8 +332,9 @@ def _digest(answer: Begun | Answered) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _load(config: EnvironmentConfig, sandbox: SandboxConfig) -> bytes:
-    """What a process of environments is told to load. Raises `EnvironmentSetupError`."""
+def _load(config: EnvironmentConfig, sandbox: SandboxConfig, *, describe: bool) -> bytes:
+    """What a process of environments is told to load; `describe`: and to tell of its tools. Raises
+    `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {
@@ -340,6 +343,7 @@ def _load(config: EnvironmentConfig, sandbox: SandboxConfig) -> bytes:
         "sent": None if config.function is None else _sent(config.function),
         "arguments": dict(config.arguments),
         "memory_mb": config.memory_mb,
+        "describe": describe,
         "max_result_chars": config.max_result_chars,
         "sandbox": sandbox,
     }

@@ -36,7 +36,7 @@ MAX_REPLY_BYTES = 4 << 20
 """An environment that says more at once has failed; tools are cut long before."""
 _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
-    "AdapterError",
+    *("AdapterError", "DataError"),
 )
 """Errors, by name, whose message is for the user as it is."""
 

@@ -164,6 +164,19 @@ def test_without_isolation_a_run_does_not_start(monkeypatch: pytest.MonkeyPatch)
     config = EnvironmentConfig(tools=("python",), workers=1)
     with pytest.raises(EnvironmentSetupError, match="bwrap"):
         SupervisedEnvironments(config)
-    accepted = SandboxConfig(allow_unsandboxed_code=I_ACCEPT)
-    environments = SupervisedEnvironments(config, sandbox=accepted)
-    asyncio.run(environments.close())
+
+
+def test_without_isolation_tools_work_for_those_who_accept_it() -> None:
+    config = EnvironmentConfig(tools=("python", "shell"), workers=1)
+    accepted = SandboxConfig(backend="auto", allow_unsandboxed_code=I_ACCEPT)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", "/nonexistent")
+        environments = SupervisedEnvironments(config, sandbox=accepted)
+
+    async def run() -> list[str]:
+        async with opened(environments) as those:
+            calls = [("python", {"code": "open('a', 'w').write('x'); print(5)"})] * 2
+            one = await answered(those, 1, calling(*calls, ("shell", {"command": "ls"})))
+            return [message["content"] for message in one.messages]
+
+    assert asyncio.run(run()) == ["5", "5", "a"]
