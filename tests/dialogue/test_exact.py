@@ -49,7 +49,5 @@ def test_a_fault_is_seen() -> None:
     }
     for fault, wrong in cases.items():
         template.appended = wrong  # type: ignore[method-assign]
-        found = [
-            one for number in range(40) for one in play(random.Random(number), scene).faults
-        ]
+        found = [one for number in range(40) for one in play(random.Random(number), scene).faults]
         assert fault in found
