@@ -9,7 +9,7 @@ record; the text, and where every turn was canonical the tokens, against the tem
 the whole; no words may become a marker; each message is read as it was meant. Exit code 1 if there
 is any fault.
 
-    python benchmarks/dialogue_exact.py [--count 100000] [--seed 0] [--workers 2]
+    python benchmarks/dialogue_exact.py [--count 100000] [--seed 0] [--workers 2] [--minutes M]
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import multiprocessing
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import cache
 
 from machine import ROOT, write_result
 
@@ -28,17 +29,19 @@ sys.path.insert(0, str(ROOT))
 from tests.dialogue.families import FAMILIES
 from tests.dialogue.played import Scene, play
 
-Work = tuple[str, bool, int, int]
+Work = tuple[str, bool, int, int, int]
+SLICE = 200
+scene_of = cache(Scene.of)
 
 
-def played(work: Work) -> tuple[str, dict[str, int], list[str], float]:
-    """One family's dialogues, with tools or without."""
-    name, tools, count, seed = work
+def played(work: Work) -> tuple[str, Counter[str], list[str], float]:
+    """A slice of one template's dialogues, with tools or without."""
+    name, tools, first, count, seed = work
     began = time.process_time()
-    scene = Scene.of(name, tools=tools)
+    scene = scene_of(name, tools=tools)
     counted: Counter[str] = Counter()
     shown: list[str] = []
-    for number in range(count):
+    for number in range(first, first + count):
         one = play(random.Random(f"{seed} {name} {tools} {number}"), scene)
         trajectory = one.trajectory
         counted["trajectories"] += 1
@@ -51,7 +54,7 @@ def played(work: Work) -> tuple[str, dict[str, int], list[str], float]:
         counted["with_faults"] += bool(one.faults)
         shown += [f"{name}, dialogue {number}: {fault}" for fault in one.faults]
     key = f"{name}, tools" if tools else name
-    return key, dict(counted), shown[:5], time.process_time() - began
+    return key, counted, shown[:5], time.process_time() - began
 
 
 def main() -> int:
@@ -59,6 +62,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, help="stop then, with what was played")
     args = parser.parse_args()
     kinds = [
         (name, tools)
@@ -66,24 +70,35 @@ def main() -> int:
         for tools in ((False, True) if family.tools else (False,))
     ]
     shares = [args.count // len(kinds) + (n < args.count % len(kinds)) for n in range(len(kinds))]
-    works = [(*kind, share, args.seed) for kind, share in zip(kinds, shares, strict=True)]
-    by_kind: dict[str, dict[str, int]] = {}
-    total: Counter[str] = Counter()
+    works = [
+        (*kind, first, min(SLICE, share - first), args.seed)
+        for first in range(0, max(shares), SLICE)
+        for kind, share in zip(kinds, shares, strict=True)
+        if first < share
+    ]
+    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     faults: list[str] = []
     cpu_s = 0.0
+    began = time.monotonic()
     with multiprocessing.Pool(args.workers) as pool:
-        for key, counted, shown, seconds in pool.imap(played, works):
-            by_kind[key] = counted
-            total.update(counted)
+        for done, (key, counted, shown, seconds) in enumerate(pool.imap(played, works), 1):
+            by_kind[key].update(counted)
             faults += shown
             cpu_s += seconds
-            print(f"{key}: {counted} {seconds:.0f} s", *shown, sep="\n  ", flush=True)
+            for fault in shown:
+                print(fault, flush=True)
+            if done % len(kinds) == 0:
+                print(f"{done} of {len(works)} slices, {cpu_s:.0f} s", flush=True)
+            if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
+                break
+    total: Counter[str] = sum(by_kind.values(), Counter())
     result = {
         "seed": args.seed,
         **total,
+        "with_faults": total["with_faults"],
         "processor_s": round(cpu_s, 1),
         "faults": faults,
-        "by_template": by_kind,
+        "by_template": {key: dict(counted) for key, counted in by_kind.items()},
     }
     print(dict(total), f"{cpu_s:.0f} s of processor time")
     write_result("dialogue_exact", result)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
-    *("algo", "cli", "cluster", "config", "controller", "core", "data"),
+    *("algo", "cli", "cluster", "config", "controller", "core", "data", "dialogue"),
     *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
     *("trackers", "trainer", "trl"),
 )
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "endpoints": (),
     "processes": (),
     "data": NOUNS,
+    "dialogue": ("data",),
     "trainer": (
         *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
         *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split"),

@@ -126,7 +126,7 @@ def draw(
         ]
         if rng.random() < 0.5 or not family.parallel:
             turn["content"] = ""
-    text = template.turn_text([*played.messages, turn])
+    text = template.turn_text([{"role": "user", "content": "question"}, turn])
     assert text is not None
     sampled = list(template.canonical(text))
     if played.is_canonical:
