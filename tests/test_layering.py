@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "endpoints": (),
     "processes": (),
     "data": NOUNS,
+    "dialogue": ("data",),
     "trainer": (
         *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
         *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split"),

@@ -103,7 +103,7 @@ def _up_to(
 
 def json_call(body: str, tools: Tools) -> Call | None:
     """`{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
-    return _call_of(_json(body))
+    return call_of(_json(body))
 
 
 def qwen_coder_call(body: str, tools: Tools) -> Call | None:
@@ -162,10 +162,10 @@ def mistral(text: str, tools: Tools) -> Found:
         )
         if named is not None:
             name, identity, arguments = named.groups()
-            read = [_call_of({"name": name, "arguments": _json(arguments), "id": identity})]
+            read = [call_of({"name": name, "arguments": _json(arguments), "id": identity})]
         else:
             value = _json(part)
-            read = [_call_of(one) for one in value] if isinstance(value, list) else []
+            read = [call_of(one) for one in value] if isinstance(value, list) else []
         if read and None not in read:
             calls += [call for call in read if call is not None]
         else:
@@ -181,7 +181,7 @@ def deepseek(text: str, tools: Tools) -> Found:
         head, _, rest = inside.partition(f"{left}tool{bar}sep{right}")
         block = re.fullmatch(r"([^\n]+)\n```json\n(.*)\n```\s*", rest, re.DOTALL)
         name, arguments = (head, rest) if block is None else block.groups()
-        return _call_of({"name": name.strip(), "arguments": _json(arguments)})
+        return call_of({"name": name.strip(), "arguments": _json(arguments)})
 
     one = tagged(
         body, f"{left}tool{bar}call{bar}begin{right}", f"{left}tool{bar}call{bar}end{right}"
@@ -204,13 +204,13 @@ def bare_json(text: str, tools: Tools) -> Found:
         try:
             value, end = _DECODER.raw_decode(body)
         except (ValueError, RecursionError):
-            return Found("", malformed=[told])
-        call = _call_of(value)
+            return Found("", malformed=[text])
+        call = call_of(value)
         if call is None:
-            return Found("", malformed=[told])
+            return Found("", malformed=[text])
         calls.append(call)
         body = body[end:].lstrip("; \n\t")
-    return Found("", calls) if calls else Found("", malformed=[told])
+    return Found("", calls) if calls else Found("", malformed=[text])
 
 
 _NOTHING = object()
@@ -231,7 +231,8 @@ def _json(text: str) -> Any:
         return _NOTHING
 
 
-def _call_of(value: Any) -> Call | None:
+def call_of(value: Any) -> Call | None:
+    """The call that `{"name", "arguments" or "parameters"}` says. None: it says none."""
     if not isinstance(value, dict):
         return None
     name, identity = value.get("name"), value.get("id")

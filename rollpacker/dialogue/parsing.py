@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollpacker.dialogue.call_formats import Call, Found, format_of
+from rollpacker.dialogue.call_formats import Found, call_of, format_of
 from rollpacker.dialogue.template import (
     DialogueTemplate,
     Message,
@@ -56,7 +56,7 @@ class TurnParser:
         `malformed_tool_calls`, a list of texts, if it tried to. Never raises."""
         text = self._template.text_of(sampled)
         if self._has_schema and self._format is None and self._tools:
-            return self._by_schema(text, turn)
+            return self._by_schema(text, sampled, turn)
         thought, text = self._thought_of(text)
         found = Found(text) if self._format is None else self._format(text, self._tools)
         return _message(found, thought, turn)
@@ -96,20 +96,27 @@ class TurnParser:
         thought = before.lstrip().removeprefix(self._opening).strip("\n")
         return thought, behind.lstrip("\n")
 
-    def _by_schema(self, text: str, turn: int) -> dict[str, Any]:
-        """By transformers' own parser, where the tokenizer says how."""
-        prefix = self._template.behind_turn([])
+    def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
+        """By transformers' own parser, where the tokenizer says how. It closes what is open, so
+        that a turn without its end makes no call."""
+        tokenizer = self._template.tokenizer
+        is_over = bool(sampled) and sampled[-1] in self._template.end_tokens
         try:
-            parsed = self._template.tokenizer.parse_response(
-                text, prefix=prefix, tools=list(self._template.tools)
+            parsed = tokenizer.parse_response(
+                text + (tokenizer.decode([sampled[-1]]) if is_over else ""),
+                prefix=self._template.behind_turn([]),
+                tools=list(self._template.tools),
             )
             functions = [call["function"] for call in parsed.get("tool_calls") or ()]
-            calls = [Call(str(one["name"]), dict(one["arguments"])) for one in functions]
-            found = Found(str(parsed.get("content") or ""), calls)
+            calls = [call_of(one) for one in functions]
             thought = parsed.get("reasoning_content") or parsed.get("thinking")
+            words = str(parsed.get("content") or "")
         except Exception:  # whatever the schema's author wrote, and the model
             return _message(Found("", malformed=[text]), None, turn)
-        return _message(found, None if thought is None else str(thought), turn)
+        whole = [call for call in calls if call is not None]
+        if calls and (not is_over or len(whole) < len(calls)):
+            return _message(Found("", malformed=[text]), None, turn)
+        return _message(Found(words, whole), None if thought is None else str(thought), turn)
 
 
 def _message(found: Found, thought: str | None, turn: int) -> dict[str, Any]:

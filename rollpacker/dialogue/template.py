@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from rollpacker.chat_template import end_of_turn
 from rollpacker.dialogue.encoding import Encoder, num_alike
 
 Message = Mapping[str, Any]
@@ -69,8 +70,7 @@ class DialogueTemplate:
     def end_of_turn(self) -> int | None:
         """The token that the template puts behind an assistant's message. None: it puts none there
         (the next message's own begins it)."""
-        ids = self._encoder.encode(self.ending)
-        return ids[0] if ids else None
+        return end_of_turn(self.tokenizer, self.kwargs)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens up to and with the generation prompt. Of a dialogue with turns of the model in
@@ -81,7 +81,8 @@ class DialogueTemplate:
     def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
         """What is given to the model behind a turn of these `sampled` tokens: what is missing of
         the template's ending of the turn (all of it if the turn was cut off), the new messages
-        (tools' results, a user's message; there may be none), the generation prompt."""
+        (tools' results, a user's message; there may be none), the generation prompt. Raises
+        `TemplateError` if the template refuses the messages."""
         changed, held = self._encoder.held(messages)
         end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
         text = self._without(end, self.behind_turn(changed))
@@ -101,9 +102,13 @@ class DialogueTemplate:
             )
         )
 
-    def render(self, messages: Sequence[Message], *, to_go_on: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True
+    ) -> str:
         """The template's text; `to_go_on`: with the generation prompt. Raises `TemplateError`."""
-        tools: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
+        tools: dict[str, Any] = {}
+        if self.tools and with_tools:
+            tools["tools"] = list(self.tools)
         shown = [shown_again(message, self._arguments_are_text) for message in messages]
         try:
             return str(
@@ -190,11 +195,11 @@ class DialogueTemplate:
                 break
             except TemplateError as error:
                 reason = f" ({error})"
-        told = name in self.render([_QUESTION], to_go_on=True)
+        told, untold = (self.render([_QUESTION], with_tools=told) for told in (True, False))
         missing = [
             what
             for what, is_shown in (
-                ("the tools", told),
+                ("the tools", told.count(name) > untold.count(name)),
                 ("calls of them", STAND_IN in shown),
                 ("their results", "result-of-a-tool" in shown),
             )
@@ -215,7 +220,8 @@ def stand_in_calls(results: Sequence[Message]) -> Message:
     calls = []
     for index, result in enumerate(results):
         it = STAND_IN if index == len(results) - 1 else "one before"
-        function = {"name": str(result.get("name") or "tool"), "arguments": {"it": it}}
+        name = str(result.get("name") or "tool").replace(STAND_IN, "tool")
+        function = {"name": name, "arguments": {"it": it}}
         identity = str(result.get("tool_call_id") or f"call{index:05d}")
         calls.append({"id": identity, "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}

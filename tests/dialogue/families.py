@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -142,7 +143,7 @@ FAMILIES = {
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Shared: leave it as it is."""
     family = FAMILIES[name]
-    backend = _pieces() if family.pieces else _bytes()
+    backend = piece_backend() if family.pieces else byte_backend()
     made = PreTrainedTokenizerFast(tokenizer_object=backend)
     special = [*family.special, *family.more_ends, "<pad>"]
     made.add_tokens([AddedToken(text, special=True, normalized=False) for text in special])
@@ -159,6 +160,13 @@ def template_of(name: str, tools: tuple[Any, ...] = (), **kwargs: Any) -> Dialog
     return DialogueTemplate(tokenizer, tools=tools, end_tokens=ends, **kwargs)
 
 
+def tokenizer_with(name: str, source: str) -> PreTrainedTokenizerFast:
+    """The family's tokenizer with another template."""
+    made = copy.deepcopy(tokenizer_of(name))
+    made.chat_template = source
+    return made
+
+
 def _trained(pre_tokenizer: Any, alphabet: list[str]) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizer
@@ -169,14 +177,14 @@ def _trained(pre_tokenizer: Any, alphabet: list[str]) -> Tokenizer:
     return made
 
 
-def _bytes() -> Tokenizer:
+def byte_backend() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = _trained(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet)
     made.decoder = decoders.ByteLevel()
     return made
 
 
-def _pieces() -> Tokenizer:
+def piece_backend() -> Tokenizer:
     """With a byte for what has no piece, and a space before a text's first word."""
     letters = [chr(code) for code in range(33, 127)] + ["\u2581"]
     trained = _trained(pre_tokenizers.Metaspace(prepend_scheme="first"), letters)

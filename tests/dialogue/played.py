@@ -49,6 +49,8 @@ class Played:
     """Every turn was the text of a message, ended by its token."""
     is_canonical: bool = True
     """... and drawn as the tokens that the whole rendering has."""
+    splits: bool = False
+    """Turns may be drawn as other tokens than the canonical ones of their text."""
     is_hostile: bool = False
     """Somebody's words spell markers."""
     faults: list[str] = field(default_factory=list)
@@ -57,10 +59,10 @@ class Played:
 def play(rng: random.Random, scene: Scene) -> Played:
     """One dialogue of one to five turns; what is wrong with it is told in `faults`."""
     family = FAMILIES[scene.name]
-    played = Played(Trajectory(()), [], [])
+    played = Played(Trajectory(()), [], [], splits=rng.random() < 0.5)
     if family.system and rng.random() < 0.5:
         played.messages.append({"role": "system", "content": words(rng)})
-    played.messages.append(told(rng, played, "user"))
+    played.messages.append(told(rng, scene, played, "user"))
     played.trajectory = Trajectory(scene.template.prompt(played.messages))
     check_markers(scene, played.trajectory.prompt, played.messages, None, played)
     for number in range(1, rng.randint(1, 5) + 1):
@@ -86,13 +88,13 @@ def words(rng: random.Random) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(1, 8)))
 
 
-def told(rng: random.Random, played: Played, role: str, **more: Any) -> Message:
+def told(rng: random.Random, scene: Scene, played: Played, role: str, **more: Any) -> Message:
     """Somebody's words, which may be empty, or spell markers."""
     text = words(rng) if rng.random() < 0.9 else ""
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         played.is_hostile = True
-        markers = [m for family in FAMILIES.values() for m in (*family.special, *family.plain)]
-        markers += [family.end for family in FAMILIES.values()]
+        families = [FAMILIES[scene.name]] if rng.random() < 0.5 else list(FAMILIES.values())
+        markers = [m for one in families for m in (*one.special, *one.plain, one.end)]
         spelt = [rng.choice(markers) for _ in range(3)]
         text = f"{text} {spelt[0]}{spelt[1]} {words(rng)}{spelt[2]}"
     return {"role": role, "content": text, **more}
@@ -101,11 +103,11 @@ def told(rng: random.Random, played: Played, role: str, **more: Any) -> Message:
 def draw(
     rng: random.Random, scene: Scene, played: Played, number: int
 ) -> tuple[Message | None, list[int]]:
-    """A turn without its end: a message's tokens, split where they need not be in half of the
-    cases; or any tokens."""
+    """A turn without its end: a message's tokens, in half of the dialogues split where they need
+    not be; or any tokens."""
     template, family = scene.template, FAMILIES[scene.name]
     ends = template.end_tokens
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         played.is_whole = played.is_canonical = False
         vocabulary = [i for i in range(len(template.tokenizer)) if i not in ends]
         return None, rng.choices(vocabulary, k=rng.randint(1, 30))
@@ -124,22 +126,29 @@ def draw(
         ]
         if rng.random() < 0.5 or not family.parallel:
             turn["content"] = ""
-    text = template.turn_text([*played.messages, turn])
+    text = template.turn_text([{"role": "user", "content": "question"}, turn])
     assert text is not None
-    so_far = [*played.trajectory.prompt, *played.trajectory.tokens]
     sampled = list(template.canonical(text))
     if played.is_canonical:
-        before = template.render(played.messages, to_go_on=True)
+        # A marker parts what is before it from what is behind, for every tokenizer.
+        before = decoded(template, since_marker(template, played.trajectory))
+        start = len(plain_ids(template, before))
         whole = plain_ids(template, before + text)
-        if whole[: len(so_far)] == so_far:
-            sampled = whole[len(so_far) :]
+        if whole[:start] == plain_ids(template, before):
+            sampled = whole[start:]
         else:  # the first token of the turn joins the last of the prompt
             played.is_canonical = False
-    if rng.random() < 0.5:
+    if played.splits:
         split = [piece for token in sampled for piece in pieces(rng, scene.name, token)]
         played.is_canonical &= split == sampled
         sampled = split
     return turn, sampled
+
+
+def since_marker(template: DialogueTemplate, trajectory: Trajectory) -> list[int]:
+    tokens = trajectory.segments[-1].tokens if trajectory.segments else trajectory.prompt
+    last = [at for at, token in enumerate(tokens) if token in template.marker_ids]
+    return list(tokens[last[-1] if last else 0 :])
 
 
 def call(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -179,11 +188,11 @@ def tokenizer_vocabulary(name: str) -> dict[str, int]:
 def answer(rng: random.Random, scene: Scene, played: Played, turn: Message | None) -> list[Message]:
     """Results of the calls, and sometimes a user besides; else a user."""
     answers = [
-        told(rng, played, "tool", name=one["function"]["name"], tool_call_id=one["id"])
+        told(rng, scene, played, "tool", name=one["function"]["name"], tool_call_id=one["id"])
         for one in (turn or {}).get("tool_calls", ())
     ]
     if not answers or rng.random() < 0.1:
-        answers.append(told(rng, played, "user"))
+        answers.append(told(rng, scene, played, "user"))
     return answers
 
 
@@ -195,7 +204,7 @@ def ended(
     answers: Sequence[Message],
 ) -> list[int]:
     """With the end token, or cut off at the limit."""
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         played.is_whole = played.is_canonical = False
         return sampled[: rng.randint(1, len(sampled))]
     family = FAMILIES[scene.name]

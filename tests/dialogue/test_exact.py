@@ -28,14 +28,15 @@ def test_dialogues_grow_exactly(name: str, tools: bool) -> None:
         counted["whole"] += played.is_whole
         counted["canonical"] += played.is_canonical and not played.is_hostile
         counted["hostile"] += played.is_hostile
-    # Each comparison was made, not only written down.
-    if not (scene.rewrites and name == "thinking" and not tools):
-        assert counted["whole"] > 10 and counted["canonical"] > 0
-    assert counted["hostile"] > 30
+    # Each comparison was made, not only written down. Where history is rewritten whenever a user
+    # speaks, nothing that grew is the whole rendering.
+    if (name, tools) != ("thinking", False):
+        assert counted["whole"] > 10 and counted["canonical"] >= (1 if scene.rewrites else 15)
+    assert counted["hostile"] > 10
 
 
 def test_a_fault_is_seen() -> None:
-    """Encoding a turn again, as frameworks do, is what the comparisons are to find."""
+    """A token too few, and words encoded with the markers that they spell."""
     scene = Scene.of("chatml", tools=False)
     template = scene.template
     appended = template.appended
@@ -49,5 +50,5 @@ def test_a_fault_is_seen() -> None:
     }
     for fault, wrong in cases.items():
         template.appended = wrong  # type: ignore[method-assign]
-        found = [one for number in range(40) for one in play(random.Random(number), scene).faults]
+        found = [one for number in range(100) for one in play(random.Random(number), scene).faults]
         assert fault in found

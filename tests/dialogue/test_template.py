@@ -9,7 +9,7 @@ import pytest
 from rollpacker.dialogue.rewrites import find_rewrites, first_change
 from rollpacker.dialogue.template import DialogueTemplate, TemplateError
 from tests.data.characters import character_tokenizer
-from tests.dialogue.families import FAMILIES, TOOLS, template_of, tokenizer_of
+from tests.dialogue.families import FAMILIES, TOOLS, template_of, tokenizer_with
 
 USER = {"role": "user", "content": "more"}
 RESULT = {"role": "tool", "name": "search", "tool_call_id": "call00100", "content": "found"}
@@ -76,7 +76,7 @@ def test_what_was_not_sampled_is_appended(
 
 def test_an_end_of_the_text_behind_the_last_message_is_no_end_of_a_turn() -> None:
     """As Phi's template, which closes the whole text where nothing is to be generated."""
-    tokenizer = _copy(
+    tokenizer = tokenizer_with(
         "chatml",
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<pad>{% endif %}",
@@ -177,7 +177,7 @@ def test_no_template() -> None:
     ],
 )
 def test_a_template_that_knows_no_tools(source: str, missing: str) -> None:
-    tokenizer = _copy("chatml", source)
+    tokenizer = tokenizer_with("chatml", source)
     assert DialogueTemplate(tokenizer)
     with pytest.raises(TemplateError, match=f"does not show {missing} the model"):
         DialogueTemplate(tokenizer, tools=TOOLS)
@@ -193,7 +193,7 @@ def test_a_template_that_knows_no_tools(source: str, missing: str) -> None:
 )
 def test_a_template_that_is_of_no_use(source: str, told: str) -> None:
     with pytest.raises(TemplateError, match=told):
-        DialogueTemplate(_copy("chatml", source))
+        DialogueTemplate(tokenizer_with("chatml", source))
 
 
 def test_gemma_refuses_what_it_does_not_know() -> None:
@@ -201,11 +201,3 @@ def test_gemma_refuses_what_it_does_not_know() -> None:
         template_of("gemma").appended([USER, USER], ())
     with pytest.raises(TemplateError, match="does not show the tools and calls of them"):
         template_of("gemma", TOOLS)
-
-
-def _copy(name: str, source: str) -> Any:
-    import copy
-
-    tokenizer = copy.deepcopy(tokenizer_of(name))
-    tokenizer.chat_template = source
-    return tokenizer
