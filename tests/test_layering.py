@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "cluster", "config", "controller", "core", "data"),
-    *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
-    *("trackers", "trainer", "trl"),
+    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
+    *("sandbox", "sim", "trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rewards": (*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "processes", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
+    "environments": (*NOUNS, "data", "rewards"),
     "processes": (),
     "data": NOUNS,
     "trainer": (
