@@ -21,7 +21,7 @@ NOT_IN_ALL = {"quantized", "ray", "trl", "vllm", "wandb", "mlflow", "trackio", "
 }
 """What is large and most do without; another framework; trackers, of which one wants one's own;
 environments that do not go with the rest."""
-IMPORTED_AS = {"gem_llm": "gem", "openenv_core": "openenv"}
+IMPORTED_AS = {"gem_llm": "gem"}
 """What is not installed where the tests run, and has another name there than its module."""
 TREES = [ast.parse(path.read_text()) for path in (ROOT / "rollpacker").rglob("*.py")]
 

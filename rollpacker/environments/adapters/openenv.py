@@ -44,7 +44,7 @@ class Settings:
 
 
 def factory(name: str, arguments: dict[str, Any]) -> Callable[[], OpenEnvEnvironment]:
-    require("openenv", extra="openenv", what="an environment of OpenEnv")
+    _require()
     own = OwnArguments(f"openenv:{name}", arguments)
     settings = Settings(
         action=own.take("action", "message", str),
@@ -60,6 +60,7 @@ def factory(name: str, arguments: dict[str, Any]) -> Callable[[], OpenEnvEnviron
 
 
 def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    _require()
     return numbered_rows(OwnArguments(f"openenv:{name}", arguments).take_num_rows())
 
 
@@ -102,6 +103,10 @@ class OpenEnvEnvironment:
         if wanted not in observation:
             raise KeyError(f"the observation has no {wanted}; it has {', '.join(observation)}")
         return as_text(observation[wanted])
+
+
+def _require() -> None:
+    require("openenv", extra="openenv", what="an environment of OpenEnv")
 
 
 def _check_server(url: str) -> None:

@@ -43,9 +43,9 @@ def factory(name: str, arguments: dict[str, Any]) -> Callable[[], VerifiersEnvir
 
 
 def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    config, number, is_told = _config(name, arguments)
     from verifiers.v1.utils.loaders import load_taskset
 
-    config, number, is_told = _config(name, arguments)
     taskset = load_taskset(config.taskset)
     if not is_told and not taskset.INFINITE:
         number = None

@@ -40,11 +40,12 @@ def test_a_package_that_nobody_knows(call) -> None:
 )
 def test_a_missing_package_is_one_sentence(monkeypatch, name, package, extra) -> None:
     monkeypatch.setattr(imports.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(MissingPackageError) as caught:
-        adapters.load(name, {})
-    assert str(caught.value).endswith(
-        f"needs {package}, which is not installed: pip install 'rollpacker[{extra}]'"
-    )
+    for call in (adapters.load, adapters.rows):
+        with pytest.raises(MissingPackageError) as caught:
+            call(name, {})
+        assert str(caught.value).endswith(
+            f"needs {package}, which is not installed: pip install 'rollpacker[{extra}]'"
+        )
 
 
 def test_each_episode_draws_its_own_random_numbers() -> None:
