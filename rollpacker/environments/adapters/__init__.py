@@ -4,8 +4,8 @@
 One module each, which alone imports its package; nothing here does. Each has `factory(name,
 arguments)` and `rows(name, arguments)`, which this module calls. Their environments have, beside
 `reset` and `step`, the attribute `deterministic` (the same seed and actions bring the same answers)
-and perhaps `tools` (the schemas that the model is told of; after `reset`) and `close`, to be called
-when an episode is over or given up."""
+and perhaps `tools` (the schemas that the model is told of) and `close`, to be called when an
+episode is over or given up."""
 
 from __future__ import annotations
 

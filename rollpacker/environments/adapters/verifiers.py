@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import pkgutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,9 @@ COLUMN = "verifiers_task"
 
 def factory(name: str, arguments: dict[str, Any]) -> Callable[[], VerifiersEnvironment]:
     config, _, _ = _config(name, arguments)
+    tools = _tools_of(config, f"verifiers:{name}")
     servers = Servers(config)
-    return lambda: VerifiersEnvironment(servers)
+    return lambda: VerifiersEnvironment(servers, tools)
 
 
 def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -114,8 +116,8 @@ class VerifiersEnvironment:
 
     deterministic = False
 
-    def __init__(self, servers: Servers) -> None:
-        self.tools: tuple[ToolSchema, ...] = ()
+    def __init__(self, servers: Servers, tools: tuple[ToolSchema, ...] = ()) -> None:
+        self.tools = tools
         self._servers = servers
         self._client: PolicyClient | None = None
         self._episode: asyncio.Task[Any] | None = None
@@ -189,6 +191,36 @@ class VerifiersEnvironment:
             )
         self._seen = messages
         return [dict(message) for message in messages[behind:]]
+
+
+def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
+    """What the model is told of: verifiers knows it when a tool's server runs, so an episode of the
+    first task is begun and given up, in a thread, since the caller may have an event loop. Nothing
+    is begun where there are no tools."""
+    from verifiers.v1.utils.loaders import load_taskset
+
+    taskset = load_taskset(config.taskset)
+    of_tasks = type(taskset).task_type().toolsets(taskset.config.task)
+    if not of_tasks and not taskset.toolsets(taskset.config):
+        return ()
+
+    task = next(iter(taskset), None)
+    if task is None:
+        raise AdapterError(f"{name} has no tasks.")
+
+    async def begin() -> tuple[ToolSchema, ...]:
+        environment = VerifiersEnvironment(Servers(config))
+        try:
+            await environment.reset({COLUMN: task.data.model_dump(mode="json")})
+            return environment.tools
+        finally:
+            await environment.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(asyncio.run, begin()).result()
+        except Exception as error:  # whatever a third party's tools need and do not find
+            raise AdapterError(f"{name}: its tools cannot be started: {error}") from None
 
 
 def _reward_of(episode: Any) -> float:

@@ -74,12 +74,12 @@ def test_tools_are_called_by_verifiers() -> None:
     )
 
     async def episode():
-        environment = factory()
-        played = await play(environment, row, lambda _: next(says))
+        played = await play(factory(), row, lambda _: next(says))
         assert len(asyncio.all_tasks()) == 1  # nothing is left behind
-        return environment.tools, *played
+        return played
 
-    tools, dialogue, rewards = asyncio.run(episode())
+    tools = factory().tools  # known before any episode
+    dialogue, rewards = asyncio.run(episode())
     assert [tool["function"]["name"] for tool in tools] == ["add"]
     assert set(tools[0]["function"]["parameters"]["properties"]) == {"a", "b"}
     answers = [message for message in dialogue if message["role"] == "tool"]
@@ -180,6 +180,7 @@ def test_rows_are_the_tasks_and_json() -> None:
         ("sums_taskset", {"large": 3}, "sums_taskset: taskset.large: "),
         ("sums_taskset", {"largest": "x"}, "sums_taskset: taskset.largest: .* valid integer"),
         ("sums_taskset", {"env": "user-sim"}, "has the roles assistant, user; a run trains one"),
+        ("sums_taskset", {"largest": 0}, "sums_taskset has no tasks"),
         ("json", {}, "verifiers:json cannot be had: .*exports no Taskset"),
     ],
 )
