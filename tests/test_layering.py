@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "environments": (*NOUNS, "processes", "rewards.functions", "sandbox"),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
+    "environments": (*NOUNS, "data", "rewards"),
     "processes": (),
     "data": NOUNS,
     "dialogue": ("data",),
