@@ -74,6 +74,7 @@ TICK_S = 0.25
 """How often a wait looks at its deadline and the observers at the log."""
 
 
+# size: a field for each part.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything that the controller drives. The parts do not know each other, nor the
@@ -247,10 +248,9 @@ class Controller:
             devices=self._devices,
             engines=parts.engines,
             reward=parts.reward,
-            carried=self._carried,
+            asked=[one.metrics for one in (self._carried, self._generation.episodes) if one],
             build_samples=parts.build_samples,
             rows=rows,
-            episodes=self._generation.episodes,
         )
         commits = Commits(
             *(bus, main, desk, self._scoring, watch, self._evaluator),

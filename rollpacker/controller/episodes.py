@@ -171,12 +171,11 @@ class Episodes:
     # -- a step's end ------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Of the step's trajectories, and forget them."""
+        """Of the step's trajectories, and forget them. Under the bus's lock."""
         concluded, self._concluded = self._concluded, []
         lost, self._lost = self._lost, {}
         self.player.forget_prompts()
-        with self.bus.lock:
-            self._noise = {sample: self._noise[sample] for sample in self._plays}
+        self._noise = {sample: self._noise[sample] for sample in self._plays}
         found = ends_of(concluded)
         found.update({f"episodes/lost/{cause}": float(count) for cause, count in lost.items()})
         return found

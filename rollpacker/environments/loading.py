@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.environments import shapes
+from rollpacker.environments import adapters, shapes
 from rollpacker.environments.calls import Calls
 from rollpacker.environments.environment import SANDBOX_TOOLS, EnvironmentSetupError, ToolSchema
 from rollpacker.environments.played import Played, ToolEpisode, UserEpisode, made_in_loop
@@ -19,9 +19,6 @@ from rollpacker.environments.tools import Function, named, schema_of
 from rollpacker.imports import load_function
 from rollpacker.rewards.functions.returned import shortened
 from rollpacker.sandbox.sandbox import Sandbox
-
-ADAPTED = ("gem", "gymnasium", "openenv", "reasoning-gym", "verifiers")
-"""Packages whose environments are named as `package:NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
 
     Only one process is asked to `describe` tools, and so to import what makes schemas."""
     if request["function"] is not None:
-        return _environment(request)
+        return await _environment(request)
     specs: Mapping[str, Any] = request["tools"]
     box = None
     if any(spec in SANDBOX_TOOLS for spec in specs):
@@ -85,11 +82,11 @@ def _hello(
     }
 
 
-def _environment(request: Mapping[str, Any]) -> Loaded:
+async def _environment(request: Mapping[str, Any]) -> Loaded:
     spec, arguments = request["function"], request["arguments"]
-    if spec.partition(":")[0] in ADAPTED:
-        adapters = importlib.import_module("rollpacker.environments.adapters")
-        make: Callable[[], Any] = adapters.load(spec, arguments)
+    make: Callable[[], Any]
+    if adapters.is_adapted(spec):
+        make = adapters.load(spec, arguments)
         in_loop = False
     else:
         function = _found(spec, request["sent"])
@@ -103,8 +100,8 @@ def _environment(request: Mapping[str, Any]) -> Loaded:
     name = type(tried).__name__
     hello = _hello(name, schemas, True, bool(getattr(tried, "deterministic", False)))
     close = getattr(tried, "close", None)
-    if callable(close):
-        close()
+    if callable(close) and inspect.isawaitable(closing := close()):
+        await closing
     max_chars = request["max_result_chars"]
 
     def made(calls: Calls) -> Played:
