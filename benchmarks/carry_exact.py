@@ -45,7 +45,7 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.rollout.extend import MAX_TURNS
+from rollpacker.rollout.extend import MAX_REDRAWS
 from rollpacker.rollout.sampling import exponentials, noise_size, num_groups, sample_key
 from rollpacker.rollout.torch_engine import TorchEngine
 
@@ -80,7 +80,7 @@ class Counts:
     redraws: int = 0
     turns_used_up: int = 0
     below_floor: int = 0
-    """Accepted although not longer than where it had been cut off, with turns left."""
+    """Accepted although not longer than where it had been cut off, with redraws left."""
     gaps: list[float] = field(default_factory=list)
 
 
@@ -238,9 +238,9 @@ def _compare(
     if event.num_redraws:
         counts.redrawn += 1
         counts.redraws += event.num_redraws
-        counts.turns_used_up += event.num_redraws == MAX_TURNS
+        counts.turns_used_up += event.num_redraws == MAX_REDRAWS
     stopped_short = found.finish_reason == "stop" and len(found.tokens) <= asked.carried.floor
-    counts.below_floor += stopped_short and event.num_redraws < MAX_TURNS
+    counts.below_floor += stopped_short and event.num_redraws < MAX_REDRAWS
     if event.num_redraws:
         return
     counts.wrong_num_kept += event.num_kept != _common(asked.carried.tokens, found.tokens)

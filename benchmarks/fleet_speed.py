@@ -25,20 +25,13 @@ from machine import write_result
 from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import (
     Abort,
-    CancelScore,
     Commit,
-    Defer,
-    Drop,
     FetchPrompts,
-    Finish,
     Launch,
     Move,
     Place,
-    Release,
     Replace,
-    Resize,
     Score,
-    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -60,6 +53,7 @@ from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, encode
 from rollpacker.core.tail_batching import TailBatchingConfig
 
@@ -205,7 +199,7 @@ def measure(
     def write(entry: Entry) -> None:
         lines.append(encode(entry))
 
-    idle = Recorded(CancelScore, Defer, Drop, Release, Resize, StartGradients, Finish)
+    idle = Recorded(*set(COMMANDS.values()) - ports.routes().keys())
     bus = Bus(Job(config), Clock(), [ports, idle], sinks=[write] if log else [])
     bus.take(RunStarted(time_s=0.0))
     while len(ports.seconds) < rounds:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rollpacker.cli.seats import RunSeat
 from rollpacker.cluster.seat import open_seat
-from rollpacker.config.schema import CheckpointConfig, EvalConfig
+from rollpacker.config.running import CheckpointConfig, EvalConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job_config import JobConfig

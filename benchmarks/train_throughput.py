@@ -32,6 +32,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.batches import Batcher, MicroBatch, Row, collate, row_length
 from rollpacker.trainer.learner import Learner
+from rollpacker.trainer.micro_batch import row_of
 from rollpacker.trainer.model import character_tokenizer, new_model
 from rollpacker.trainer.packing import KINDS, pack, packed_attention
 from rollpacker.trainer.policy import Policy
@@ -105,7 +106,7 @@ class Arm:
 
 
 def rows_of(samples: Sequence[TrainSample]) -> list[Row]:
-    return [(s.prompt_tokens, s.response_tokens) for s in samples]
+    return [row_of(s) for s in samples]
 
 
 def add_gradient(policy: Policy, batch: MicroBatch, samples: Sequence[TrainSample]) -> None:

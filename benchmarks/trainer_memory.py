@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.trainer.memory import PeakMemory
-from rollpacker.trainer.micro_batch import MicroBatch, collate
+from rollpacker.trainer.micro_batch import MicroBatch, Row, collate
 from rollpacker.trainer.policy import Policy
 
 VOCABULARY = 151_936
@@ -126,7 +126,7 @@ def _batch(tokens: int) -> MicroBatch:
     """Every token is a target."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (ROWS, tokens // ROWS + 1), generator=draw).tolist()
-    return collate([(row[:1], row[1:]) for row in ids], 0, torch.device("cpu"))
+    return collate([Row(row[:1], row[1:]) for row in ids], 0, torch.device("cpu"))
 
 
 def _parse() -> argparse.Namespace:

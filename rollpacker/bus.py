@@ -150,6 +150,19 @@ class Recorded:
         return dict.fromkeys(self._kinds, lambda command: None)
 
 
+class Unsaid:
+    """A port for commands that the core of this bus never says, by its configuration."""
+
+    def __init__(self, *kinds: type[Command]) -> None:
+        self._kinds = kinds
+
+    def routes(self) -> Routes:
+        return dict.fromkeys(self._kinds, self._refuse)
+
+    def _refuse(self, command: Command) -> None:
+        raise AssertionError(f"nobody here obeys {command}")
+
+
 class OwnPools:
     """A port for pools that nobody else uses: they are there at once, and nobody parks."""
 

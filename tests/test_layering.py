@@ -13,18 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
-    *("algo", "cli", "cluster", "config", "controller", "core", "data"),
-    *("endpoints", "processes", "remote", "report", "rewards", "rollout", "sandbox", "sim"),
-    *("trackers", "trainer", "trl"),
+    *("algo", "cli", "cluster", "config", "controller", "core", "data", "dialogue"),
+    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
+    *("sandbox", "sim", "trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
     *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seat"),
+    *("dialogue.trajectory", "environments.environment"),
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("chat_template", "did_you_mean", "imports", "warn_once")
+FOR_ALL = ("chat_template", "did_you_mean", "imports", "spans", "warn_once")
 """Free to all parts but the core."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -35,11 +36,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
     "rollout": (*NOUNS, "host_store", "processes", "weight_buffer", "weight_probe"),
-    "rewards": (*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "processes", "sandbox"),
+    "rewards": (
+        *(*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "environments.environment"),
+        *("processes", "sandbox"),
+    ),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
+    "environments": (*NOUNS, "data", "processes", "rewards", "sandbox"),
     "processes": (),
     "data": NOUNS,
+    "dialogue": ("data",),
     "trainer": (
         *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
         *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split"),
@@ -59,6 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "did_you_mean": (),
     "host_store": (),
     "imports": (),
+    "spans": (),
     "warn_once": (),
     "weight_buffer": (),
     "weight_probe": (),

@@ -32,6 +32,7 @@ EXIT_CODES = {
 }
 
 _USER_ERRORS = {
+    "rollpacker.environments.environment.EnvironmentSetupError",
     "rollpacker.rewards.reward.RewardError",
     "rollpacker.sandbox.sandbox.SandboxUnavailable",
 }

@@ -141,7 +141,11 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     if policy.eval_prompts is None:
         raise ValueError("this config has no held-out data: set data.eval or data.eval_fraction")
     num_steps = config.num_steps(len(policy.train_prompts.rows))
+    turns = policy.inputs.turns
+    player = None if turns is None else turns.player(config.seed)
     try:
+        if player is not None:
+            await player.environments.open()
         return await evaluate(
             config,
             policy.eval_prompts,
@@ -149,7 +153,10 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
             score=policy.reward.score,
             decode=policy.decode,
             progress=Progress(num_steps, num_steps),
+            player=player,
         )
     finally:
         await policy.engine.close()
+        if player is not None:
+            await player.environments.close()
         await policy.reward.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +10,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.environments import Turns, check_turns, load_turns, with_tools
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.data.dataset import TRAIN
-from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +97,8 @@ class Inputs:
     train_prompts: PromptSet
     eval_prompts: PromptSet | None
     reward: WeightedReward
+    turns: Turns | None = None
+    """Of samples that take turns with environments."""
     doubts: tuple[str, ...] = ()
     """What may be wrong with the rewards, a sentence each."""
 
@@ -130,14 +130,20 @@ def load_inputs(
     )
     if progress is not None:
         reward.shared.progress = progress
+    of_model = of_tokenizer(config, model_path or config.model.path)
+    turns = load_turns(config, of_model)
     train_prompts, eval_prompts = load_prompts(
         config.data,
         max_response_tokens=max(
             config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
         ),
-        **of_tokenizer(config, model_path or config.model.path),
+        **with_tools(of_model, turns),
     )
-    inputs = Inputs(train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward)
+    inputs = Inputs(
+        train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward, turns=turns
+    )
+    if turns is not None:
+        check_turns(turns, inputs.prompt_sets, tell or (lambda line: None))
     for prompts in inputs.prompt_sets.values():
         if tell is not None:
             for line in prompts.told:
@@ -379,13 +385,6 @@ def build_cursor(config: RunConfig, policy: Policy, checkpoint: Checkpoint | Non
     return cursor
 
 
-def tokenizer_fingerprint(policy: Policy) -> str:
-    """Of the vocabulary as its library reads it: what the numbers of tokens mean."""
-    tokenizer = policy.loaded.tokenizer
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
-
-
 def build_carried(
     config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
 ) -> CarriedTokens:
@@ -408,43 +407,3 @@ def build_trackers(config: RunConfig) -> list[Callback]:
     from rollpacker.trackers.by_name import make_tracker
 
     return [make_tracker(tracker) for tracker in config.tracker_configs]
-
-
-def identity(config: RunConfig, policy: Policy) -> dict[str, Any]:
-    """What a resume must find again beyond the config."""
-    from rollpacker.trainer.model import fingerprint
-
-    return {
-        "model": fingerprint(config.model.path),
-        "dtype": str(policy.loaded.dtype),
-        "train_data": policy.train_prompts.fingerprint,
-        "chat": {name: prompts.chat for name, prompts in policy.inputs.prompt_sets.items()},
-        "threads": policy.threads,
-        "files": config.algorithm.own_files()
-        | {
-            f"the reward {name}": _file_sha256(file)
-            for name, file in policy.reward.sources().items()
-        }
-        | {
-            f"the reward {reward.name or reward.function}": _code_sha256(reward.function)
-            for reward in config.rewards
-            if is_given(reward.function)
-        },
-    }
-
-
-def _code_sha256(spec: str) -> str | None:
-    """Of a function that a program gave, as its file or notebook cell has it."""
-    import inspect
-
-    try:
-        return hashlib.sha256(inspect.getsource(given(spec)).encode()).hexdigest()
-    except (OSError, TypeError):  # made by an `exec`, or no function but what can be called
-        return None
-
-
-def _file_sha256(file: str) -> str | None:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None

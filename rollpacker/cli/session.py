@@ -62,6 +62,7 @@ class Session:
     def prepare(self, watch: float) -> None:
         """Load everything and put it together. `watch` is when the process began to work."""
         from rollpacker.cli import parts as build
+        from rollpacker.cli.identity import identity_of, tokenizer_fingerprint
         from rollpacker.controller.driver import Parts
         from rollpacker.controller.event_log import LogWriter
         from rollpacker.controller.samples import SampleWriter
@@ -79,15 +80,16 @@ class Session:
         self.seat.load_libraries()
         with self.seat.holding("rollout"):
             policy = self._load_policy(before.get("threads"))
-            identity = build.identity(config, policy)
+            identity = identity_of(config, policy)
             if checkpoint is not None:
                 self._check_resume(before, identity, checkpoint)
             cursor = build.build_cursor(config, policy, checkpoint)
             job = self._job(checkpoint, cursor, policy)
-            tokenizer = build.tokenizer_fingerprint(policy)
+            tokenizer = tokenizer_fingerprint(policy)
             carried = build.build_carried(config, checkpoint, job, tokenizer)
             engines, reward_hosts = self._engines_and_reward_hosts(policy)
         salvage = self._take_folder(checkpoint, identity, job.version)
+        turns = policy.inputs.turns
         trainer = self._begin_training(checkpoint, policy, ranks, engines)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         log = LogWriter(folder.events)
@@ -114,6 +116,7 @@ class Session:
             tokenizer=tokenizer,
             observers=watching,
             audience=audience,
+            player=None if turns is None else turns.player(config.seed),
         )
         self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts), salvage)
 
@@ -304,11 +307,15 @@ class Session:
         return salvage
 
     def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
+        from rollpacker.cli.environments import sources_of
         from rollpacker.cli.parts import reward_kinds
         from rollpacker.core.pooled_job import make_job, restore_job
 
+        turns, sources = policy.inputs.turns, sources_of(self.config, policy.train_prompts)
         config = self.config.job(
-            prompt_tokens=policy.mean_prompt_tokens, reward_kinds=reward_kinds(self.config, policy)
+            prompt_tokens=policy.mean_prompt_tokens,
+            reward_kinds=reward_kinds(self.config, policy),
+            acting=None if turns is None else turns.acting(sources),
         )
         config = replace(config, shares_pools=self.seat.shares_pools)
         if checkpoint is None:

@@ -14,13 +14,21 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.devices import check_devices
 from rollpacker.config.placement import PlacementConfig, RewardHostsConfig, check_placement
 from rollpacker.config.rollout import RolloutConfig
+from rollpacker.config.running import (
+    CheckpointConfig,
+    DeadlineConfig,
+    EvalConfig,
+    RewardSchedulerConfig,
+)
+from rollpacker.core.acting import ActingConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
+from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.rollout.engine import SamplingParams
 from rollpacker.sandbox.sandbox import SandboxConfig
@@ -34,110 +42,11 @@ trainer each have theirs from beginning to end has none to release."""
 MAX_TRAINER_LOSSES = 3
 """So many losses of the trainer's processes without a committed step between them end the run."""
 
+ENVIRONMENT = "environment"
+"""The built-in reward that is what the environment says."""
+
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSchedulerConfig:
-    """Which check starts when (`reward_scheduler.*`). Workers and deadlines are each reward's
-    own."""
-
-    overlap: bool = True
-    """Check a response while others are still generated. False: all of a round's together."""
-    order: Literal["auto", "fifo", "closest", "longest"] = "auto"
-    """Who is next when a worker becomes free: who came first; the prompt that lacks the fewest
-    verdicts; the check that is expected to take longest. auto: longest, but closest in a race on
-    verdicts."""
-    cancel: bool = True
-    """End checks of samples that are not needed any more."""
-    max_retries: int = 1
-    """How often a check is asked for again when a worker or an endpoint failed; then the sample has
-    no verdict."""
-
-    def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
-
-    def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """The same settings as the core wants them."""
-        order = self.order
-        if order == "auto":
-            order = "closest" if race == "scored" else "longest"
-        return RewardScheduleConfig(
-            overlap=self.overlap,
-            order=order,
-            cancel=self.cancel,
-            max_retries=self.max_retries,
-            kinds=kinds,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation (`eval.*`)."""
-
-    every_steps: int | None = 10
-    """None: only before the first and after the last step."""
-    samples_per_prompt: int = 1
-    """More than one gives pass@k besides pass@1, for k = 2, 4, 8, ... below it and for itself."""
-    max_prompts: int | None = None
-    temperature: float | None = None
-    """None: as in training. 0: greedy."""
-    max_response_tokens: int | None = None
-    """None: as in training."""
-    pass_threshold: float = 1.0
-    """A response passes if its reward is at least this."""
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                off = (
-                    "; null evaluates only before the first and after the last step,"
-                    " data.eval=null with data.eval_fraction=0 never"
-                )
-                more = off if name == "every_steps" else ""
-                raise ValueError(f"{name} must be at least 1, not {value}{more}")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError("temperature must not be negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Checkpoints (`checkpoint.*`). The last step and a Ctrl-C always write one."""
-
-    every_steps: int = 10
-    keep_last: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlineConfig:
-    """How long each wait may last without any sign of life, in seconds (`deadlines.*`).
-
-    When one passes the run stops, resumable, and the message names what it waited for.
-    """
-
-    generation_s: float = 600.0
-    reward_s: float = 600.0
-    train_s: float = 1800.0
-    sync_s: float = 300.0
-    checkpoint_s: float = 600.0
-    heartbeat_s: float = 5.0
-    """What does not answer for so long is lost, and begun anew: an engine in a process of its own,
-    a reward host (`rewards_hosts`), and with `runtime: ray` another host, with all that the run has
-    there. So is an engine that makes no progress for twelve times as long while others make
-    some."""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be more than 0")
 
 
 # size: one field for each key of a config file; grouping them would rename the users' keys.
@@ -160,6 +69,9 @@ class RunConfig:
     placement: PlacementConfig | None = None
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
+    environment: EnvironmentConfig | None = None
+    """Tools, or an environment, that samples take turns with: what is trained on are trajectories.
+    None: one response each."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
@@ -192,6 +104,7 @@ class RunConfig:
         check_placement(self)
         self._check_stream_trainer()
         self._check_carrying()
+        self._check_environment()
         if self.tail_batching.race == "scored" and not self.reward_scheduler.overlap:
             raise ValueError(
                 "tail_batching.race=scored needs reward_scheduler.overlap=true: without it nothing"
@@ -316,6 +229,28 @@ class RunConfig:
                 "token-mask) and algorithm.old_logprobs=recomputed, or tail_batching.carry=exact"
             )
 
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if environment is None:
+            if any(reward.function == ENVIRONMENT for reward in self.rewards):
+                raise ValueError(
+                    f"the reward {ENVIRONMENT} is what an environment says, and there is none: set"
+                    " environment.function"
+                )
+            return
+        if not environment.tools and environment.function is None:
+            raise ValueError("environment must name tools or a function")
+        if self.rewards_hosts is not None:
+            raise ValueError(
+                "rewards_hosts does not go with environment: what was said in several turns is not"
+                " sent to other hosts yet. Leave rewards_hosts out"
+            )
+        if self.tail_batching.carries and self.tail_batching.carry == "weighted":
+            raise ValueError(
+                "tail_batching.carry=weighted does not go with environment: a deferred trajectory"
+                " begins anew. Leave it out"
+            )
+
     @property
     def engines_are_apart(self) -> bool:
         """They are in processes of their own."""
@@ -409,10 +344,15 @@ class RunConfig:
         return math.ceil(num_prompts * self.train.epochs / self.rollout.prompts_per_step)
 
     def job(
-        self, *, prompt_tokens: int = 0, reward_kinds: Mapping[str, RewardKindConfig] | None = None
+        self,
+        *,
+        prompt_tokens: int = 0,
+        reward_kinds: Mapping[str, RewardKindConfig] | None = None,
+        acting: ActingConfig | None = None,
     ) -> JobConfig:
         """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines by source of prompts."""
+        workers and deadlines by source of prompts. `acting`: of samples that take turns with
+        environments."""
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
@@ -429,6 +369,7 @@ class RunConfig:
             parallelism=self.parallelism_planner,
             fleet=self.rollout.fleet(self.parallelism_planner) if self.engines_are_apart else None,
             max_trainer_losses=None if self.train.processes is None else MAX_TRAINER_LOSSES,
+            acting=acting,
             cadence=Cadence(
                 checkpoint_every_steps=self.checkpoint.every_steps,
                 evaluates=self.data.eval is not None or self.data.eval_fraction > 0,

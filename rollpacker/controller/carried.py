@@ -30,9 +30,9 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
     Carried,
     GenerationRequest,
+    Redraws,
     Response,
     SamplingParams,
-    Turns,
 )
 
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
@@ -46,8 +46,8 @@ class Kept:
     log_probs: NDArray[np.float64]
     floor: int = 0
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
-    turns: Turns = ()
-    """`Response.turns`."""
+    redraws: Redraws = ()
+    """`Response.redraws`."""
 
     def under(self, cut_off_at: int | None) -> Kept:
         """The same where responses may go on from this length: one that was cut off there is at
@@ -161,7 +161,7 @@ class CarriedTokens:
             np.array(response.tokens, dtype=np.int32),
             np.array(response.log_probs, dtype=np.float64),
             floor,
-            response.turns,
+            response.redraws,
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
@@ -181,7 +181,7 @@ class CarriedTokens:
             verify=self._config.carry == "exact",
             floor=kept.floor if rule else 0,
             ceiling=_ceiling(places.values()) if rule and not kept.floor else None,
-            turns=kept.turns,
+            redraws=kept.redraws,
         )
 
     def _noise_of(self, sample: SampleId) -> SampleId:
@@ -207,7 +207,7 @@ def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
     folder.mkdir()
     np.save(folder / _TOKENS, np.concatenate([kept.tokens for _, _, kept in flat]))
     np.save(folder / _LOG_PROBS, np.concatenate([kept.log_probs for _, _, kept in flat]))
-    samples = [[str(prompt), place, len(k.tokens), k.floor, k.turns] for prompt, place, k in flat]
+    samples = [[str(prompt), place, len(k.tokens), k.floor, k.redraws] for prompt, place, k in flat]
     index = {"tokenizer": tokenizer, "samples": samples}
     (folder / _INDEX).write_text(json.dumps(index) + "\n")
 
@@ -262,9 +262,9 @@ def _read(folder: Path, samples: Sequence[tuple[str, int, int, int, list[list[in
         raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
     waiting: dict[PromptId, dict[int, Kept]] = {}
     start = 0
-    for prompt, place, count, floor, turns in samples:
+    for prompt, place, count, floor, redraws in samples:
         own = slice(start, start + count)
-        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in turns))
+        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws))
         waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
         start += count
     return waiting

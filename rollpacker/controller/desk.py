@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollpacker.core.ids import SampleId
+from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Scored
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TokenScores, TrainSample
@@ -21,6 +22,8 @@ class Known:
     """The text that the rewards were given. None: none was asked."""
     verdict: Scored | None = None
     """None: there is none yet, or the rewards had none to give."""
+    episode: Episode | None = None
+    """Of several turns: what was said."""
     check_s: float | None = None
     """How long the check took, with a verdict or without."""
     scores: TokenScores | None = None
@@ -86,7 +89,8 @@ class Desk:
     def forget(self, waiting: Iterable[SampleId]) -> None:
         """The step is settled. The responses of `waiting` are kept, since their checks are still
         to be handed over."""
-        self._known = {sample: Known(self._known[sample].response) for sample in waiting}
+        kept = {sample: self._known[sample] for sample in waiting}
+        self._known = {s: Known(one.response, episode=one.episode) for s, one in kept.items()}
         self.round_kind = ""
 
     def _scored(self, sample: SampleId) -> tuple[Response, float]:

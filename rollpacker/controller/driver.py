@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded
+from rollpacker.bus import Bus, Port, Recorded, Unsaid
 from rollpacker.cluster.seat import Seat
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience, nobody
@@ -41,6 +41,7 @@ from rollpacker.controller.clock import RealClock
 from rollpacker.controller.commits import Commits
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.engines import Engines
+from rollpacker.controller.episodes import Episodes
 from rollpacker.controller.errors import BuildSamples, Decode
 from rollpacker.controller.evaluation import Evaluator
 from rollpacker.controller.event_log import LogWriter
@@ -49,6 +50,7 @@ from rollpacker.controller.generation import Generation
 from rollpacker.controller.hand_over import HandingOver, Publish
 from rollpacker.controller.main_task import Deed, MainTask
 from rollpacker.controller.observing import Observing
+from rollpacker.controller.player import Player
 from rollpacker.controller.pools import open_pools
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.recovery import Recovery
@@ -59,7 +61,7 @@ from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.training import Training
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Drop, Finish
+from rollpacker.core.commands import OF_TURNS, Drop, Finish
 from rollpacker.core.events import Committed, RunStarted, StopRequested
 from rollpacker.core.job import Job
 from rollpacker.core.phases import Phase
@@ -72,6 +74,7 @@ TICK_S = 0.25
 """How often a wait looks at its deadline and the observers at the log."""
 
 
+# size: a field for each part.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything that the controller drives. The parts do not know each other, nor the
@@ -94,6 +97,8 @@ class Parts:
     """A checkpoint's; None: nothing was generated so far."""
     tokenizer: str = ""
     """Its fingerprint."""
+    player: Player | None = None
+    """Of samples that take turns with environments. None: one response each."""
     observers: Sequence[Observer] = ()
     audience: Audience = field(default_factory=nobody)
 
@@ -153,6 +158,7 @@ class Controller:
             rows=parts.prompts.rows,
             sampling=config.sampling,
             checkpoints=checkpoints,
+            episodes=self._make_episodes(),
         )
         self._evaluator = self._make_evaluator()
         self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
@@ -187,6 +193,8 @@ class Controller:
         self._main.open()
         self._generation.start()
         await self.parts.reward.open()
+        if self.parts.player is not None:
+            await self.parts.player.environments.open()
         try:
             await self.parts.audience.begin(self.parts.job.step)
             await self._begin()
@@ -219,6 +227,8 @@ class Controller:
         self._pools.close()
         await self.parts.engines.close()
         await self.parts.reward.close()
+        if self.parts.player is not None:
+            await self.parts.player.environments.close()
         self.parts.trainer.close()
         with self.bus.lock:  # an engine may be about to say that the last one has ended
             self._salvage.close()
@@ -238,7 +248,7 @@ class Controller:
             devices=self._devices,
             engines=parts.engines,
             reward=parts.reward,
-            carried=self._carried,
+            asked=[one.metrics for one in (self._carried, self._generation.episodes) if one],
             build_samples=parts.build_samples,
             rows=rows,
         )
@@ -273,6 +283,7 @@ class Controller:
             main,
             self._carried,
             Recorded(Drop),
+            *self._of_turns(),
             self._pools,
         ]
 
@@ -289,7 +300,20 @@ class Controller:
             decode=parts.decode,
             audience=parts.audience,
             rows=self._evaluation_rows(),
+            player=parts.player,
         )
+
+    def _make_episodes(self) -> Episodes | None:
+        player = self.parts.player
+        if player is None:
+            return None
+        common = (self.bus, self._main, self._desk, self._scoring, self._watch, player)
+        return Episodes(*common, rows=self.parts.prompts.rows)
+
+    def _of_turns(self) -> list[Port]:
+        """Who obeys what is said only where samples take turns with environments."""
+        episodes = self._generation.episodes
+        return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
     def _evaluation_rows(self) -> EvaluationRows | None:
         parts = self.parts

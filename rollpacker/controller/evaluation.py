@@ -14,12 +14,15 @@ from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
+from rollpacker.controller.player import Player
+from rollpacker.controller.playing import play_all
 from rollpacker.controller.pools import Pools
 from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import EVALUATION_ROLLOUT
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
+from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.warn_once import WarnOnce
@@ -85,6 +88,7 @@ class Evaluator:
     decode: Decode
     audience: Audience
     pools: Pools
+    player: Player | None = None
     rows: EvaluationRows | None = None
     """Keeps the samples' texts."""
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
@@ -111,6 +115,7 @@ class Evaluator:
             score=self._judge,
             decode=self.decode,
             progress=Progress(step, self.num_steps),
+            player=self.player,
         )
         told = result.out_of_reach(self.config.eval.pass_threshold)
         if told is not None:
@@ -166,9 +171,10 @@ async def evaluate(
     score: Judge,
     decode: Decode,
     progress: Progress,
+    player: Player | None = None,
 ) -> EvalResult:
     """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
-    rewards are told of the run.
+    rewards are told of the run. `player`: they are trajectories.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -184,8 +190,17 @@ async def evaluate(
         for number, row in enumerate(rows)
         for index in range(settings.samples_per_prompt)
     ]
-    responses = sorted(await generate(requests), key=lambda response: response.sample)
-    inputs = [reward_input(rows[r.sample.prompt.row], r, decode, progress) for r in responses]
+    episodes: dict[SampleId, Episode] = {}
+    if player is None:
+        drawn = await generate(requests)
+    else:
+        asked = [(request.sample, rows[request.sample.prompt.row]) for request in requests]
+        drawn, episodes = await play_all(player, asked, generate, sampling)
+    responses = sorted(drawn, key=lambda response: response.sample)
+    inputs = [
+        reward_input(rows[r.sample.prompt.row], r, decode, progress, episodes.get(r.sample))
+        for r in responses
+    ]
     verdicts = await score(inputs)
     values: dict[int, list[float]] = {}
     for response, verdict in zip(responses, verdicts, strict=True):
@@ -201,7 +216,7 @@ async def evaluate(
         metrics["eval/reward"] = sum(scored) / len(scored)
     metrics.update(_means_by_reward(verdicts))
     if responses:
-        lengths = [len(response.tokens) for response in responses]
+        lengths = [response.num_drawn for response in responses]
         metrics["eval/response_length"] = sum(lengths) / len(lengths)
     metrics["eval/samples"] = float(len(requests))
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
@@ -227,17 +242,24 @@ def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
 
 
 def reward_input(
-    row: PromptRow, response: Response, decode: Decode, progress: Progress
+    row: PromptRow,
+    response: Response,
+    decode: Decode,
+    progress: Progress,
+    episode: Episode | None = None,
 ) -> RewardInput:
+    """What the rewards see of a response, or of a trajectory."""
+    last = response.tokens[response.given[-1][1] :] if response.given else response.tokens
     return RewardInput(
         prompt=row.prompt,
-        completion=decode(response.tokens),
+        completion=decode(last),
         completion_tokens=response.tokens,
         finish_reason=response.finish_reason,
         columns=row.columns,
         task=row.task,
         messages=row.messages,
         progress=progress,
+        episode=episode,
     )
 
 

@@ -1,5 +1,5 @@
-"""The engines' port: `Launch`, `Place`, `Move` and `Abort` in, what became of samples out, and who
-of the engines is lost.
+"""The engines' port: `Launch`, `Continue`, `Place`, `Move` and `Abort` in, what became of samples
+out, and who of the engines is lost.
 
 An engine in the run's own process reports between two decode steps and waits for the answer: what
 the core says to a sample that has finished is obeyed inside that call, so that an abort takes
@@ -18,6 +18,7 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.engines import Engines, Heard, Told
+from rollpacker.controller.episodes import Episodes
 from rollpacker.controller.errors import EnginesLost
 from rollpacker.controller.held import Handle
 from rollpacker.controller.main_task import MainTask
@@ -26,7 +27,7 @@ from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Abort, Launch, Move, Place, Release
+from rollpacker.core.commands import Abort, Continue, Launch, Move, Place, Release
 from rollpacker.core.events import (
     SampleAborted,
     SampleFailed,
@@ -64,13 +65,17 @@ class Generation:
     rows: Sequence[PromptRow]
     sampling: SamplingParams
     checkpoints: Path
+    episodes: Episodes | None = None
+    """Where samples take turns with environments: what stands behind each turn."""
     _collecting: Collecting | None = field(default=None, init=False)
     """What is gathered for an evaluation, of which the core does not know."""
     _policy_is_broken: bool = field(default=False, init=False)
     """The run ends for it; what the engine still reports is not looked at."""
 
     def routes(self) -> Routes:
+        further: Routes = {} if self.episodes is None else {Continue: self._continue}
         return {
+            **further,
             Launch: self._launch,
             Place: self._place,
             Move: lambda command: self.engines.move(command.samples, command.engine),
@@ -110,7 +115,16 @@ class Generation:
     def _launch(self, command: Launch) -> None:
         self.desk.round_kind = self.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
-        self.salvage.launched(command.version, requests)
+        if self.episodes is None:
+            self.salvage.launched(command.version, requests)
+        else:
+            requests = self.episodes.launched(requests)
+        self.engines.submit(requests, command.engines)
+        self._fetch_engines()
+
+    def _continue(self, command: Continue) -> None:
+        assert self.episodes is not None
+        requests = self.episodes.further(command.samples, self.sampling)
         self.engines.submit(requests, command.engines)
         self._fetch_engines()
 
@@ -149,7 +163,12 @@ class Generation:
         """To the core; the tokens stay here."""
         if event is None:
             return
-        if isinstance(event, SampleGenerated | SampleAborted) and response is not None:
+        if self.episodes is not None:
+            if isinstance(event, SampleGenerated) and response is not None:
+                self.episodes.heard(response)
+            elif isinstance(event, SampleAborted | SampleFailed):
+                self.episodes.let_go(event.sample)
+        elif isinstance(event, SampleGenerated | SampleAborted) and response is not None:
             self.carried.ended(event, response)
             if isinstance(event, SampleGenerated):
                 self.desk.lay_down(response)

@@ -153,8 +153,8 @@ def taken_along(held: Held, event: SampleAborted, response: Response | None) -> 
     unseen = carried is not None and carried.verify and event.num_kept is None
     unseen = unseen and held.num_kept is None
     held.preemptions += event.preemptions
-    may_turn = carried is not None and (carried.floor or carried.ceiling is not None)
-    if response is None or unseen or may_turn or response.turns:
+    may_redraw = carried is not None and (carried.floor or carried.ceiling is not None)
+    if response is None or unseen or may_redraw or response.redraws:
         return held.request
     held.num_kept = event.num_kept if held.num_kept is None else held.num_kept
     return replace(

@@ -64,7 +64,7 @@ class End:
     key: str
     """What its request must come to (`_key`)."""
     response: Mapping[str, Any] | None
-    """Its finish_reason, version and turns; None: there was none."""
+    """Its finish_reason, version and redraws; None: there was none."""
     arrays: bytes
 
     def output(self, request: GenerationRequest) -> EngineOutput:
@@ -78,7 +78,7 @@ class End:
             log_probs=tuple(np.frombuffer(self.arrays[size:], np.float64).tolist()),
             finish_reason=self.response["finish_reason"],
             version=self.response["version"],
-            turns=tuple((first, turn) for first, turn in self.response["turns"]),
+            redraws=tuple((first, redraw) for first, redraw in self.response["redraws"]),
         )
         return EngineOutput(self.event, response)
 
@@ -298,7 +298,7 @@ class Salvage:
         arrays = b""
         if response is not None:
             line["response"] = {
-                name: getattr(response, name) for name in ("finish_reason", "version", "turns")
+                name: getattr(response, name) for name in ("finish_reason", "version", "redraws")
             }
             arrays = np.array(response.tokens, np.int32).tobytes()
             arrays += np.array(response.log_probs, np.float64).tobytes()
@@ -343,9 +343,10 @@ def _key(request: GenerationRequest) -> str:
     rules = {
         "sampling": asdict(request.sampling),
         "noise": str(request.noise or request.sample),
+        "turn": request.turn,
         "forced_length": request.forced_length,
         "carried": carried
-        and [len(carried.tokens), carried.verify, carried.floor, carried.ceiling, carried.turns],
+        and [len(carried.tokens), carried.verify, carried.floor, carried.ceiling, carried.redraws],
     }
     digest.update(json.dumps(rules, sort_keys=True).encode())
     digest.update(np.array(request.prompt_tokens, np.int64).tobytes())

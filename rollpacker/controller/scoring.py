@@ -121,8 +121,12 @@ class Scoring:
         """What the rewards see of a sample."""
         known = self.desk[sample]
         progress = Progress(self.bus.job.step, self.num_steps)
-        judged = reward_input(self.rows[sample.prompt.row], known.response, self.decode, progress)
+        judged = reward_input(
+            self.rows[sample.prompt.row], known.response, self.decode, progress, known.episode
+        )
         known.completion = judged.completion
+        if known.episode is not None:
+            known.completion = self.decode(known.response.tokens)
         return judged
 
     async def _score(self, commands: list[Score], inputs: list[RewardInput]) -> None:

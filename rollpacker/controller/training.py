@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.carried import CarriedTokens
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import BuildSamples
@@ -51,9 +50,10 @@ class Training:
     config: RunConfig
     devices: SharedDevices
     engines: Engines
-    """This, `reward` and `carried` are only asked how they are."""
+    """These and `reward` are only asked how they are."""
     reward: Reward
-    carried: CarriedTokens
+    asked: Sequence[Callable[[], Mapping[str, float]]]
+    """Who has numbers of the step, too; under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
     """Keeps the samples' texts."""
@@ -168,7 +168,8 @@ class Training:
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         metrics.update(self.devices.take_seconds())
         with self.bus.lock:
-            metrics.update(self.carried.metrics())
+            for numbers in self.asked:
+                metrics.update(numbers())
             metrics = {**self.desk.logged(command.groups), **metrics}
         self.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
@@ -230,6 +231,7 @@ class Training:
                 sample=one.response.sample,
                 prompt_tokens=one.response.prompt_tokens,
                 response_tokens=one.response.tokens,
+                given=one.response.given,
             )
             for one in unasked
         ]

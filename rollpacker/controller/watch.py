@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollpacker.bus import Bus
-from rollpacker.config.schema import DeadlineConfig
+from rollpacker.config.running import DeadlineConfig
 from rollpacker.controller.engines import Engines
 from rollpacker.controller.errors import DeadlineExceeded, RewardsFailed
 from rollpacker.core.pooled_job import waits_for_pool

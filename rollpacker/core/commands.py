@@ -65,9 +65,9 @@ class Launch:
 
 @command
 class Place:
-    """Start these samples again, from what their launch gave them and under their own ids: their
-    engine was lost, or none was there to take them. Of a sample that was to move, nothing of the
-    move holds any longer."""
+    """Start these samples again, from what their launch, or the `Continue` of the turn at hand,
+    gave them and under their own ids: their engine was lost, or none was there to take them. Of a
+    sample that was to move, nothing of the move holds any longer."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
@@ -117,6 +117,55 @@ class Abort:
     already, without an answer; one that is to move stays, and its engine answers."""
 
     samples: tuple[SampleId, ...]
+
+
+@command
+class Act:
+    """Give the sample's latest message to its environment; answered by `Acted`. Turn 0 has no
+    message: begin the episode, whose prompt the answer is. Where environments need not be begun,
+    turn 1 begins it."""
+
+    sample: SampleId
+    turn: int
+    """Messages of the model so far."""
+    timeout_s: float | None = None
+    """The environment may take so many seconds for each answer. None: its own limit holds."""
+    retry: int = field(default=0, metadata=OMIT_DEFAULT)
+    """How often it was said before: the episode was lost each time. It is played again from its
+    start, with the same messages, up to this one."""
+
+
+@command
+class CancelAct:
+    """Nobody needs these episodes any more: end them. Those whose `Act` was not answered still are,
+    by `Acted` with an answer that was there already or with cause "cancelled"."""
+
+    samples: tuple[SampleId, ...]
+
+
+@command
+class Continue:
+    """Go on with these: what their environments gave them stands behind what they have, and the
+    model's next message begins. Each is answered as one that was launched."""
+
+    samples: tuple[SampleId, ...]
+    engines: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """As in `Launch`; where it can be, the engine that generated the turn before."""
+
+
+@command
+class Conclude:
+    """The trajectory is over: its episode can end, and what it came to is laid down as the sample's
+    response. Tokens that were given after its last message are no part of it."""
+
+    sample: SampleId
+    reason: str
+    """Its finish reason: "done" or what the environment says, "length" (a message was cut off), or
+    the limit that was reached: "turns", "tokens", "environment_s"."""
+
+
+OF_TURNS = (Act, CancelAct, Continue, Conclude)
+"""Said only where samples take turns with environments (`JobConfig.acting`)."""
 
 
 @command
@@ -269,6 +318,10 @@ Command = (
     | Replace
     | Resize
     | Abort
+    | Act
+    | CancelAct
+    | Continue
+    | Conclude
     | Score
     | CancelScore
     | Defer

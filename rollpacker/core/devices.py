@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from rollpacker.core.commands import (
     NOWHERE,
     Command,
+    Continue,
     Launch,
     Move,
     Place,
@@ -27,7 +28,9 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 
-MOVERS = frozenset({Launch, Place, Move, Release, Resize, StartGradients, TrainOn, SyncWeights})
+MOVERS = frozenset(
+    {Launch, Place, Continue, Move, Release, Resize, StartGradients, TrainOn, SyncWeights}
+)
 """Commands that give devices to somebody, or need somebody to have them."""
 
 
@@ -62,7 +65,7 @@ class Devices:
                     self._round, self._degree = number, degree
                     self._to_engines()
                 self._have(engines, command)
-            case Place(engines=engines):
+            case Place(engines=engines) | Continue(engines=engines):
                 self._have(engines, command)
             case Move(engine=engine):
                 self._have((engine,), command)

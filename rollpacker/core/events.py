@@ -38,12 +38,13 @@ class PromptsFetched:
 
 @event
 class SampleGenerated:
-    """A response is complete."""
+    """A response is complete; in a run of several turns, a message of the model."""
 
     time_s: float
     sample: SampleId
     num_tokens: int
-    """Response tokens, the end-of-sequence token included."""
+    """Response tokens, the end-of-sequence token included; of this turn alone, here and in
+    `SampleAborted`."""
     finish_reason: str
     """"stop" (end token or stop string) or "length" (the limit was reached)."""
     version: int
@@ -152,6 +153,26 @@ class TrainerReady:
 
 
 @event
+class Acted:
+    """Answer to `Act`: what the environment made of a turn."""
+
+    time_s: float
+    sample: SampleId
+    turn: int
+    num_tokens: int = 0
+    """Given to the model by the answer: they stand behind what it has."""
+    is_over: bool = False
+    """The episode is: the model is not asked again."""
+    seconds: float | None = None
+    """In the environment, without waiting; limits and adaptive deadlines go by it."""
+    reason: str = ""
+    """Why it is over, as a finish reason ("" is "done"), or why the episode was lost."""
+    cause: str = ""
+    """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
+    (its process died: worth another try) or "cancelled"."""
+
+
+@event
 class SampleScored:
     """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
     zero."""
@@ -247,6 +268,7 @@ Event = (
     | EngineLost
     | TrainerLost
     | TrainerReady
+    | Acted
     | SampleScored
     | Trained
     | WeightsSynced

@@ -5,6 +5,7 @@ here it gets its engine, and what engines say is heeded only if it is theirs to 
 
     from the job           to the engines
     Launch                 the same with `engines`; of another degree: Resize first
+    Continue               the same, where the turn before was generated if that takes samples
     Abort                  the same; who waits for an engine has stopped
     Release                the same, and Move of what the released engines have
 
@@ -26,13 +27,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
     Command,
+    Continue,
     Launch,
     Move,
     Place,
@@ -50,10 +52,10 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleMoved,
 )
+from rollpacker.core.fleet_config import FleetConfig as FleetConfig
 from rollpacker.core.ids import SampleId
 from rollpacker.core.losses import Losses
-from rollpacker.core.plain import OMIT_DEFAULT, absent
-from rollpacker.core.routing import Engine, Known, Router, Routing
+from rollpacker.core.routing import Engine, Known, Router
 from rollpacker.core.seats import Seats
 
 ZOMBIE = "zombie"
@@ -64,37 +66,6 @@ HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
 
 _DIRECTED = frozenset({Abort, *MOVERS})
 """Commands that are about engines or their devices; most are checks of responses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """Engines that can be lost, and replaced."""
-
-    num_engines: int = 1
-    routing: Routing = "spread"
-    """How each sample is given its engine: `core/routing.py`."""
-    max_losses: int = 3
-    """So many losses of one engine without a committed step between them end the run."""
-    losses_of_all: bool = field(default=False, metadata=absent(True))
-    """Losses of all engines together count, as they did in older logs."""
-    moves: bool = False
-    """Samples under way may move to an engine that has joined, and from one that is released; the
-    engines can go on with each other's tokens."""
-    num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Devices that `num_engines` engines share at first, and others at another degree of tensor
-    parallelism. None: the engines stay as they are."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_engines", "max_losses"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.num_devices is not None and (
-            self.num_devices < 1 or self.num_devices % self.num_engines
-        ):
-            raise ValueError(
-                f"num_devices must be a multiple of num_engines ({self.num_engines}), not "
-                f"{self.num_devices}"
-            )
 
 
 class Fleet:
@@ -186,6 +157,8 @@ class Fleet:
         tokens = seats.work.pop(sample, None)
         if tokens is not None:
             self.engines[seat].tokens -= tokens
+            if number != seat:  # it was to move, and has ended before
+                seats.engine[sample] = number
             if type(event) is SampleGenerated:
                 seen = self._seen
                 seen.num_finished += 1
@@ -320,6 +293,9 @@ class Fleet:
             if type(command) is Launch:
                 assigned += self._launch(command)
                 continue
+            if type(command) is Continue:
+                assigned.append(self._continue(command))
+                continue
             assigned.append(command)
             if type(command) is Abort:
                 self._abort(command)
@@ -335,6 +311,23 @@ class Fleet:
         if len(self.engines) > 1 or not self._takers():
             command = replace(command, engines=engines)
         return [*before, command, *after]
+
+    def _continue(self, command: Continue) -> Continue:
+        """Each goes on where it was, which has what came before, or by the routing."""
+        seats, takers = self._seats, {engine.number for engine in self._takers()}
+        tokens = self._known.mean_tokens()
+        away = []
+        for sample in command.samples:
+            seats.work[sample] = tokens
+            seats.source.pop(sample, None)
+            if (home := seats.engine[sample]) in takers:
+                self.engines[home].tokens += tokens
+            else:
+                away.append(sample)
+        self._route(away)
+        if len(self.engines) > 1 or not takers:
+            return replace(command, engines=tuple(map(seats.engine.__getitem__, command.samples)))
+        return command
 
     def _begin_round(self, command: Launch) -> tuple[list[Command], list[Command]]:
         """All devices are the engines' again. What is to be said before the launch, and after."""

@@ -12,8 +12,8 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.tail_batching import Race, TailBatchingConfig
 
-IN_ENGINE = -1
-"""Instead of a length, while the engine has the sample."""
+UNDER_WAY = -1
+"""Instead of a length, while the engine or its environment has the sample."""
 
 
 class CarriedLength(NamedTuple):
@@ -119,7 +119,7 @@ class Group:
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
-        """Tokens with which the engine let go of it; `IN_ENGINE` before."""
+        """Tokens that it came to, when it was generated or let go of; `UNDER_WAY` before."""
         self.whole: list[bool] = []
         """The response is complete, rather than stopped on its way."""
         self.values: list[float | None] = []
@@ -133,6 +133,20 @@ class Group:
         self.done = False
         self.deferred = False
         self.streamed = False
+
+    def add(self, count: int, state: SampleState) -> list[SampleId]:
+        """So many samples more, in this state, each in a place of its own."""
+        start = len(self.samples)
+        samples = [SampleId(self.prompt, start + i, self.attempt) for i in range(count)]
+        self.samples += samples
+        self.states += [state] * count
+        self.places += range(start, start + count)
+        self.lengths += [UNDER_WAY] * count
+        self.kept_tokens += [None] * count
+        self.whole += [False] * count
+        self.values += [None] * count
+        self.num_generating += count
+        return samples
 
     def kept(self) -> list[int]:
         """Indices that finished first and have a verdict."""

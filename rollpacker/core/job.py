@@ -9,6 +9,7 @@ is its phase; `core/phases.py` has the table. Its parts:
     queues       which prompts wait, and which round is next
     Round        the round under way: race, abort, defer
     rewards      which check starts when
+    acting       which turn's environment is asked when
     parallelism  devices per engine, by kind of round
     stream       gradients before the round is over
     lengths      what rounds have shown of lengths: factors of races, loss weights
@@ -19,7 +20,6 @@ is its phase; `core/phases.py` has the table. Its parts:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from rollpacker.core.commands import (
 )
 from rollpacker.core.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.events import (
+    Acted,
     Committed,
     EngineLost,
     EngineReady,
@@ -51,22 +52,19 @@ from rollpacker.core.events import (
     TrainerReady,
     WeightsSynced,
 )
-from rollpacker.core.fleet import HEEDED, Fleet
+from rollpacker.core.fleet import HEEDED
+from rollpacker.core.groups import RoundPlan
 from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job_parts import JobParts
 from rollpacker.core.job_state import restore_parts, saved
-from rollpacker.core.ledger import Ledger
-from rollpacker.core.lengths.learned import Learned
-from rollpacker.core.parallelism import ParallelismPlanner
-from rollpacker.core.phases import WAITS_FOR, Phase, ProtocolError, expect
-from rollpacker.core.progress import MAX_EMPTY_STEPS, Progress
-from rollpacker.core.queues import NextRound, Queues
-from rollpacker.core.reward_schedule import RewardSchedule
+from rollpacker.core.phases import Phase, ProtocolError, expect
+from rollpacker.core.progress import MAX_EMPTY_STEPS
+from rollpacker.core.queues import NextRound
 from rollpacker.core.rounds import Round, StrayEventError
-from rollpacker.core.stream_plan import StreamPlan
-from rollpacker.core.trainer_losses import TrainerLosses
+from rollpacker.core.turn_round import TurnRound
 
 
-class Job:
+class Job(JobParts):
     HANDLERS: ClassVar[dict[type, str]] = {
         RunStarted: "_on_started",
         PromptsFetched: "_on_fetched",
@@ -76,6 +74,7 @@ class Job:
         **dict.fromkeys((SampleMoved, EngineReady, EngineLost), "_on_engine"),
         TrainerLost: "_on_trainer_lost",
         TrainerReady: "_on_trainer_ready",
+        Acted: "_on_acted",
         SampleScored: "_on_scored",
         Trained: "_on_trained",
         WeightsSynced: "_on_synced",
@@ -83,47 +82,6 @@ class Job:
         StopRequested: "_on_stop",
     }
     """Kind of event -> name of the method that answers it."""
-
-    def __init__(self, config: JobConfig) -> None:
-        self.config = config
-        self.phase = Phase.NEW
-        self.progress = Progress()
-        self.ledger = Ledger()
-        self.queues = Queues(config)
-        self.lengths = Learned(config)
-        self.rewards = RewardSchedule(config.rewards)
-        self.parallelism = ParallelismPlanner(config.parallelism)
-        self.num_late = Counter[str]()  # by event name, and zombies
-        layout, apart = config.layouts[0], config.trainer_apart
-        self.fleet: Fleet | None = None
-        if config.fleet is not None:
-            self.fleet = Fleet(config.fleet, self.num_late, layout.train_group, trainer_apart=apart)
-        self.stream = StreamPlan(
-            *(config.stream, layout),
-            max_response_tokens=config.max_response_tokens,
-            trainer_apart=apart,
-            why_kept=str if self.fleet is None else self.fleet.why_kept,
-        )
-        self.trainer = TrainerLosses(config.max_trainer_losses)
-        self._round: Round | None = None
-        self._gathered: StepGroups | None = None
-        """What the rounds of this step have brought; None between steps."""
-        self._stop_reason: str | None = None
-
-    @property
-    def step(self) -> int:
-        """Steps committed."""
-        return self.progress.step
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps applied."""
-        return self.progress.version
-
-    @property
-    def num_queued(self) -> int:
-        """Deferred prompts, whatever they wait for."""
-        return len(self.queues)
 
     def handle(self, event: Event) -> list[Command]:
         """The core's answer to what happened. Raises `ProtocolError`, `StrayEventError` or another
@@ -137,25 +95,6 @@ class Job:
         answer: list[Command] = getattr(self, self.HANDLERS[kind])(event)
         directed = fleet is not None and (answer or fleet.unanswered)
         return fleet.direct(answer, self._on_aborted) if fleet and directed else answer
-
-    def waiting_for(self) -> str:
-        """In words, for the message of a deadline."""
-        if self._round is not None:
-            nobody = self.fleet is not None and self._round.num_in_engine and self.fleet.nobody()
-            return nobody or self._round.waiting_for()
-        what = WAITS_FOR.get(self.phase, "nothing")
-        return what.format(step=self.step, next_step=self.step + 1, version=self.version)
-
-    @property
-    def waits_for_rewards(self) -> bool:
-        """The engine is done; only verdicts are missing."""
-        return self._round is not None and not self._round.num_in_engine
-
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Before the run goes on: it is about to begin, or its step is committed. A driver that
-        starts or resumes a run asks; later `Commit` says it."""
-        return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -172,11 +111,6 @@ class Job:
         self.queues.fresh = []
         self.lengths.choose_factors(self.step)
         return self._fetch()
-
-    def nothing_left(self) -> bool:
-        """Whether a run that stands here is over: no step is to come, and nobody waits."""
-        ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
-        return ends and not self.num_queued
 
     @property
     def _num_wanted(self) -> int:
@@ -237,8 +171,8 @@ class Job:
         plan = next_round.plan(
             config, number=self.progress.num_rounds, version=self.version, tensor_parallel=degree
         )
-        self._round = Round(plan, self.rewards, self.num_late)
         self.rewards.begin_round()
+        self._round = self._round_for(plan)
         if self._gathered is None:
             self._gathered = StepGroups(plan.prompts_needed)
         self.phase = Phase.ROLLING
@@ -253,6 +187,12 @@ class Job:
         )
         return commands
 
+    def _round_for(self, plan: RoundPlan) -> Round:
+        if self.acting is None:
+            return Round(plan, self.rewards, self.num_late)
+        self.acting.begin_round()
+        return TurnRound(plan, self.rewards, self.num_late, self.acting, self.stream)
+
     # -- the round at hand -------------------------------------------------------------
 
     def _round_of(self, event: SampleGenerated | SampleAborted | SampleFailed) -> Round:
@@ -260,10 +200,15 @@ class Job:
             raise StrayEventError(f"{type(event).__name__} of {event.sample} between rounds")
         return self._round
 
+    @property
+    def _counts_ends(self) -> bool:
+        """The stream is to be told what ended; a round of turns tells it by itself."""
+        return self.stream.active and self.acting is None
+
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
         round_ = self._round_of(event)
         commands = round_.on_generated(event)
-        if self.stream.active and (devices := self.stream.on_finished(event.num_tokens)):
+        if self._counts_ends and (devices := self.stream.on_finished(event.num_tokens)):
             commands.append(Release(devices=devices))
         return self._after(round_, commands)
 
@@ -288,10 +233,20 @@ class Job:
             commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
         return self._after(round_, commands)
 
+    def _on_acted(self, event: Acted) -> list[Command]:
+        assert self.acting is not None, f"{event} in a run without turns"
+        retry, round_ = self.acting.free(event), self._round
+        if retry is None:
+            raise StrayEventError(f"an answer to {event.sample}, which nobody asked for")
+        if not isinstance(round_, TurnRound):
+            self.num_late["Acted"] += event.cause != "cancelled"
+            return []
+        return self._after(round_, round_.on_acted(event, retry))
+
     def _on_aborted(self, event: SampleAborted) -> list[Command]:
         round_ = self._round_of(event)
         commands = round_.on_aborted(event)
-        if self.stream.active:
+        if self._counts_ends:
             self.stream.on_stopped(event.num_tokens)
         return self._after(round_, commands)
 
@@ -299,7 +254,7 @@ class Job:
         round_ = self._round_of(event)
         launched = round_.num_launched
         commands = round_.on_failed(event)
-        if self.stream.active:
+        if self._counts_ends:
             self.stream.on_stopped(0)
             self.stream.on_added(round_.num_launched - launched)
         return self._after(round_, commands)
@@ -323,14 +278,14 @@ class Job:
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
-        if not round_.num_in_engine:
+        if not round_.num_under_way:
             self.lengths.engine_is_empty()
             if round_.closed:
                 return commands + self._close_round(round_)
         return commands + self._stream(round_) if self.stream.active else commands
 
     def _stream(self, round_: Round) -> list[Command]:
-        engine_empty = not round_.num_in_engine
+        engine_empty = not round_.num_under_way
         if not self.stream.may_stream(engine_empty=engine_empty):
             return []
         complete = round_.take_complete()
@@ -443,8 +398,7 @@ class Job:
         """
         job = cls(config)
         job.phase = Phase.COMMITTING
-        job.progress = Progress.restore(state)
+        restore_parts(job, state)
         if data_ended is not None:
             job.progress.data_ended = data_ended
-        restore_parts(job, state)
         return job

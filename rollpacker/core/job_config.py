@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.core.acting import ActingConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.fleet import FleetConfig
@@ -52,6 +53,9 @@ class JobConfig:
     max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """So many losses of the trainer's processes without a committed step between them end the run.
     None: the trainer lives as long as the run."""
+
+    acting: ActingConfig | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Samples take turns with environments. None: one response each."""
 
     shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
     """Its devices are those of pools that other jobs use too (`core/pooled_job.py`)."""

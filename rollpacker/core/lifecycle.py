@@ -12,6 +12,8 @@ from enum import StrEnum
 class SampleState(StrEnum):
     PLANNED = "planned"
     LAUNCHED = "launched"
+    ACTING = "acting"
+    """Its turn is with the environment; the engine does not have it."""
     GENERATED = "generated"
     SCORED = "scored"
     TRAINED = "trained"
@@ -20,7 +22,7 @@ class SampleState(StrEnum):
     DEFERRED = "deferred"
     """Its prompt joined the long queue; this response is let go."""
     FAILED = "failed"
-    """The engine could not produce it."""
+    """The engine, or its environment, could not go on with it."""
     DROPPED = "dropped"
     """It has no verdict, or its group is not trained on."""
 
@@ -28,8 +30,9 @@ class SampleState(StrEnum):
 _S = SampleState
 
 TRANSITIONS: dict[SampleState, frozenset[SampleState]] = {
-    _S.PLANNED: frozenset({_S.LAUNCHED}),
-    _S.LAUNCHED: frozenset({_S.GENERATED, _S.ABORTED, _S.DEFERRED, _S.FAILED}),
+    _S.PLANNED: frozenset({_S.LAUNCHED, _S.ACTING}),
+    _S.LAUNCHED: frozenset({_S.ACTING, _S.GENERATED, _S.ABORTED, _S.DEFERRED, _S.FAILED}),
+    _S.ACTING: frozenset({_S.LAUNCHED, _S.GENERATED, _S.ABORTED, _S.DEFERRED, _S.FAILED}),
     _S.GENERATED: frozenset({_S.SCORED, _S.ABORTED, _S.DEFERRED, _S.DROPPED}),
     _S.SCORED: frozenset({_S.TRAINED, _S.ABORTED, _S.DEFERRED, _S.DROPPED}),
     _S.TRAINED: frozenset(),

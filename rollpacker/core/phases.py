@@ -3,7 +3,7 @@
     phase       waits for
     new         the run to begin
     fetching    prompts from the dataset cursor
-    rolling     responses, then the verdicts on those kept
+    rolling     responses, turn by turn, then the verdicts on those kept
     training    the optimizer step
     syncing     the engines to take the new weights
     committing  the step to become durable
@@ -17,6 +17,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from rollpacker.core.events import (
+    Acted,
     Committed,
     EngineLost,
     EngineReady,
@@ -56,10 +57,10 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
         {_P.FETCHING, _P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.DONE}
     ),
     # A round is over: train on it, commit a step that has nothing to train on, or replace groups
-    # without signal (dynamic sampling). Its last event is a response, or a verdict.
+    # without signal (dynamic sampling). Its last event is a response, an answer, or a verdict.
     **{
         (_P.ROLLING, event): frozenset({_P.ROLLING, _P.TRAINING, _P.COMMITTING, _P.FETCHING})
-        for event in (SampleGenerated, SampleAborted, SampleFailed, SampleScored)
+        for event in (SampleGenerated, SampleAborted, SampleFailed, Acted, SampleScored)
     },
     (_P.TRAINING, Trained): frozenset({_P.SYNCING}),
     (_P.SYNCING, WeightsSynced): frozenset({_P.COMMITTING}),
@@ -77,7 +78,13 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     # It is brought back in whatever phase the job is, or the run is given up.
     **{(phase, TrainerLost): frozenset({phase, _P.DONE}) for phase in Phase},
     **{(phase, TrainerReady): frozenset({phase}) for phase in Phase},
-    **{(phase, SampleScored): frozenset({phase}) for phase in Phase if phase is not _P.ROLLING},
+    # What was cancelled is answered late.
+    **{
+        (phase, event): frozenset({phase})
+        for phase in Phase
+        for event in (Acted, SampleScored)
+        if phase is not _P.ROLLING
+    },
 }
 """Where the job may be after an event that it is told in a phase."""
 

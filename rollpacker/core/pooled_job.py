@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from rollpacker.core.commands import (
     Command,
+    Continue,
     Enter,
     Launch,
     Leave,
@@ -50,7 +51,7 @@ from rollpacker.core.progress import MAX_EMPTY_STEPS
 from rollpacker.core.queues import NextRound
 
 NEEDS: Mapping[type[Command], PoolName] = {
-    **dict.fromkeys((Launch, Place, Move, Replace, Resize), "rollout"),
+    **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
     **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
 }
 """Commands that are said on this pool only."""

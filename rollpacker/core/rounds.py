@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
-from rollpacker.core.groups import IN_ENGINE, Group, Quota, RoundPlan, Waiting, share_out
+from rollpacker.core.groups import UNDER_WAY, Group, Quota, RoundPlan, Waiting, share_out
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule, RewardScheduleConfig
@@ -29,7 +29,8 @@ class StrayEventError(AssertionError):
     by."""
 
 
-LAUNCHED, GENERATED = SampleState.LAUNCHED, SampleState.GENERATED
+LAUNCHED, ACTING = SampleState.LAUNCHED, SampleState.ACTING
+GENERATED = SampleState.GENERATED
 # The two transitions that every sample makes are looked up in the table once.
 _GENERATED_NOW = check(LAUNCHED, GENERATED)
 _SCORED_NOW = check(GENERATED, SampleState.SCORED)
@@ -59,8 +60,8 @@ class Round:
         assert plan.samples_needed <= plan.num_samples
         assert self._overlap or plan.race == "generated", "no race on verdicts without overlap"
         self._num_open_quotas = share_out(plan, self._groups.values())
-        self.num_in_engine = 0
-        """Launched, and neither generated, failed nor let go of by the engine."""
+        self.num_under_way = 0
+        """Launched, and neither generated, failed nor let go of: in the engine, or acting."""
         self._version = plan.version
         self._needed = plan.samples_needed
         self._scored_race = plan.race == "scored"
@@ -85,13 +86,13 @@ class Round:
             if not quota.num_missing  # a source with too few prompts for a place of its own
             for command in self._end_race(quota)
         ]
-        return [launch, *ends]
+        return [*launch, *ends]
 
     @property
     def closed(self) -> bool:
         """The race is over, the engine holds nothing of this round, and what is kept has its
         verdicts."""
-        return not (self._num_open_quotas or self.num_in_engine or self._num_awaited)
+        return not (self._num_open_quotas or self.num_under_way or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
         """The groups to train on, in launch order with samples in index order, and the prompts to
@@ -173,11 +174,11 @@ class Round:
 
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
-        if self.num_in_engine:
-            samples = self._with(lambda group, index: group.lengths[index] == IN_ENGINE)
-            return f"{_listed(samples, 'response')} from the engine"
+        if self.num_under_way:
+            samples = self._with(lambda group, index: group.lengths[index] == UNDER_WAY)
+            return f"{listed(samples, 'response')} from the engine"
         samples = self._with(lambda group, index: group.states[index] is SampleState.GENERATED)
-        return f"{_listed(samples, 'verdict')} from the rewards"
+        return f"{listed(samples, 'verdict')} from the rewards"
 
     # -- events ------------------------------------------------------------------------
 
@@ -190,17 +191,19 @@ class Round:
             self._late["SampleGenerated"] += 1
             return self._after_engine()
         if event.version != self._version:
-            raise StrayEventError(
-                f"{sample} was sampled from version {event.version} in a round "
-                f"of version {self._version}"
-            )
-        group.num_generating -= 1
+            raise self._wrong_version(event)
         group.states[index] = _GENERATED_NOW
+        return self._generated(group, index, event.num_tokens)
+
+    def _generated(self, group: Group, index: int, num_tokens: int) -> list[Command]:
+        """The sample, which is complete, counts."""
+        sample = group.samples[index]
+        group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1
         commands: list[Command] = []
         if self._overlap:
-            commands = self._rewards.ask(sample, event.num_tokens)
+            commands = self._rewards.ask(sample, num_tokens)
         else:
             self._unasked.append((group, index))
         if not self._scored_race:
@@ -208,7 +211,7 @@ class Round:
             finished.append(index)
             if len(finished) == self._needed or not group.num_generating:
                 commands += self._finish_group(group)
-        if not self.num_in_engine:
+        if not self.num_under_way:
             commands += self._after_engine()
         return commands
 
@@ -252,6 +255,11 @@ class Round:
         if group.states[index] is not SampleState.LAUNCHED:
             self._late["SampleFailed"] += 1
             return self._after_engine()
+        return self._failed(group, index)
+
+    def _failed(self, group: Group, index: int, *, is_chance: bool = True) -> list[Command]:
+        """The sample, which nobody has any more, is not to be had. `is_chance`: it could be, by
+        another try; else its replacement has noise of its own."""
         group.num_generating -= 1
         group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
@@ -260,10 +268,12 @@ class Round:
         if hopeful < self.plan.samples_needed and group.num_retries < self.plan.max_retries:
             group.num_retries += 1
             replacement = self._add_samples(group, 1)
+            if not is_chance:
+                return self._launch(replacement)
             group.places[-1] = group.places[index]
             keeps_noise = self.plan.tail.selection == "none"
-            replaced = (event.sample,) if keeps_noise else ()
-            return [self._launch(replacement, replaces=replaced)]
+            replaced = (group.samples[index],) if keeps_noise else ()
+            return self._launch(replacement, replaces=replaced)
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:
@@ -335,7 +345,7 @@ class Round:
         for index, now in enumerate(states):
             if now is SampleState.FAILED or index in kept:
                 continue
-            if now is SampleState.LAUNCHED:
+            if now is LAUNCHED or now is ACTING:
                 running.append(group.samples[index])
             elif now is SampleState.GENERATED:
                 group.num_unscored -= 1
@@ -349,7 +359,7 @@ class Round:
 
     def _after_engine(self) -> list[Command]:
         """The engine let go of a sample: without overlap, the last one starts the checks."""
-        if self.num_in_engine or not self._unasked:
+        if self.num_under_way or not self._unasked:
             return []
         unasked, self._unasked = self._unasked, []
         commands: list[Command] = []
@@ -361,24 +371,20 @@ class Round:
     # -- bookkeeping -------------------------------------------------------------------
 
     def _add_samples(self, group: Group, count: int) -> list[SampleId]:
-        start = len(group.samples)
-        samples = [SampleId(group.prompt, start + i, group.attempt) for i in range(count)]
-        group.samples += samples
-        group.states += [check(SampleState.PLANNED, SampleState.LAUNCHED)] * count
-        group.places += range(start, start + count)
-        group.lengths += [IN_ENGINE] * count
-        group.kept_tokens += [None] * count
-        group.whole += [False] * count
-        group.values += [None] * count
-        group.num_generating += count
-        self.num_in_engine += count
+        samples = group.add(count, check(SampleState.PLANNED, self._begin_as()))
+        self.num_under_way += count
         self.num_launched += count
         return samples
 
-    def _launch(self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()) -> Launch:
+    def _begin_as(self) -> SampleState:
+        return LAUNCHED
+
+    def _launch(
+        self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
+    ) -> list[Command]:
         plan, groups = self.plan, self._groups
         carried = [groups[sample.prompt].carried_at(sample.index).tokens for sample in samples]
-        return Launch(
+        launch = Launch(
             round=plan.number,
             kind=plan.kind,
             samples=tuple(samples),
@@ -388,6 +394,7 @@ class Round:
             carried=tuple(carried) if any(carried) else (),
             replaces=replaces,
         )
+        return [launch]
 
     def _leave_engine(
         self, sample: SampleId, num_tokens: int, num_kept: int | None
@@ -397,13 +404,13 @@ class Round:
         group = self._groups.get(prompt)
         if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
             raise self._stray(sample)
-        if group.lengths[index] != IN_ENGINE:
+        if group.lengths[index] != UNDER_WAY:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
         group.kept_tokens[index] = num_kept
         if num_tokens > self.longest_tokens:
             self.longest_tokens = max(self.longest_tokens, group.new_tokens(index))
-        self.num_in_engine -= 1
+        self.num_under_way -= 1
         return group, index
 
     def _group_of(self, sample: SampleId) -> tuple[Group, int]:
@@ -412,6 +419,12 @@ class Round:
         if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
             raise self._stray(sample)
         return group, index
+
+    def _wrong_version(self, event: SampleGenerated) -> StrayEventError:
+        return StrayEventError(
+            f"{event.sample} was sampled from version {event.version} in a round "
+            f"of version {self._version}"
+        )
 
     def _stray(self, sample: SampleId) -> StrayEventError:
         return StrayEventError(f"{sample} was not launched in round {self.plan.number}")
@@ -425,7 +438,8 @@ class Round:
         ]
 
 
-def _listed(samples: Iterable[SampleId], noun: str) -> str:
+def listed(samples: Iterable[SampleId], noun: str) -> str:
+    """So many of what the noun says, and the first of them, in words."""
     samples = list(samples)
     names = ", ".join(str(sample) for sample in samples[:3])
     more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""

@@ -36,6 +36,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "code": BuiltIn("code.grading", "CodeReward", "CodeConfig"),
     "judge": BuiltIn("judge.judge_reward", "JudgeReward", "JudgeConfig"),
     "reward_model": BuiltIn("reward_model", "make", "RewardModelConfig", in_worker=True),
+    "environment": BuiltIn("environment_reward", "EnvironmentReward", "EnvironmentRewardConfig"),
     "reasoning_gym": BuiltIn("reasoning_gym", "make", "ReasoningGymConfig", in_worker=True),
 }
 

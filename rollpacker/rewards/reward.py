@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.environments.environment import Episode
 
 
 class RewardError(RuntimeError):
@@ -49,6 +50,8 @@ class RewardInput:
     """What the chat template made the prompt of. None: it had no part in it."""
     progress: Progress = UNKNOWN
     """Of the run, when the sample is judged."""
+    episode: Episode | None = None
+    """Of several turns: then `completion` is the last message. None: there was one response."""
 
     @property
     def asked(self) -> str | list[dict[str, str]]:

@@ -82,7 +82,7 @@ class RowText(Text):
     group: PromptId
     num_seen: int
     """Response tokens that are in `text`."""
-    turn: int
+    redraw: int
     """Of the complement rule, which may take tokens back."""
     earlier: Text | None = None
     source: Text | None = None
@@ -256,13 +256,13 @@ class Drafter:
 
     def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
         """These rows' texts, with all that is new."""
-        counts, turns = rows.host_column("count"), rows.host_column("turn")
+        counts, redraws = rows.host_column("count"), rows.host_column("redraw")
         texts = []
         for row in which:
-            entry, count, turn = rows.pending[row], int(counts[row]), int(turns[row])
+            entry, count, redraw = rows.pending[row], int(counts[row]), int(redraws[row])
             known = self._rows.get(entry.sequence)
-            if known is None or known.turn != turn or known.num_seen > count:
-                known = self._rows[entry.sequence] = _row_text(entry, rows.tokens(row), turn)
+            if known is None or known.redraw != redraw or known.num_seen > count:
+                known = self._rows[entry.sequence] = _row_text(entry, rows.tokens(row), redraw)
             elif count > known.num_seen:
                 known.go_on(_text(rows.tokens(row, known.num_seen)))
             texts.append(known)
@@ -386,14 +386,14 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
     return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
-def _row_text(entry: Pending, tokens: Sequence[int], turn: int) -> RowText:
+def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
     """What it had in an earlier launch goes on where the row is now."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),
         group=request.sample.prompt,
         num_seen=len(tokens),
-        turn=turn,
+        redraw=redraw,
     )
     if request.carried is not None and len(request.carried.tokens) > len(tokens):
         text.earlier = text.source = Text(_text(request.carried.tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
@@ -14,14 +14,18 @@ from rollpacker.rollout.table import (
     TENSOR_PARALLEL,
     WITHOUT_QUANTIZATION,
 )
+from rollpacker.spans import Spans, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollpacker.weight_buffer import WeightSource
 
-Turns = tuple[tuple[int, int], ...]
-"""(first token, turn): from that token on the noise is of that turn. Before the first: turn 0."""
+Redraws = tuple[tuple[int, int], ...]
+"""(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
+
+LIMITS = frozenset(("length", "tokens", "turns", "environment_s"))
+"""Finish reasons of what a limit ended."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""
@@ -60,13 +64,13 @@ class Carried:
     False: all stay, with the log-probabilities that they have."""
     floor: int = 0
     """A response that ends with at most so many tokens is not taken: its tokens after the first
-    that came out differently are drawn once more, with noise of another turn, sixteen times at
+    that came out differently are drawn once more, with noise of another redraw, sixteen times at
     most. With `verify` only."""
     ceiling: int | None = None
     """Once one came out differently, a response of more tokens is not taken either. None: any
     is."""
-    turns: Turns = ()
-    """`Response.turns` of the launch that left them."""
+    redraws: Redraws = ()
+    """`Response.redraws` of the launch that left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,8 @@ class GenerationRequest:
     """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
     noise: SampleId | None = None
     """Whose noise it is drawn with. None: its own."""
+    turn: int = 1
+    """Which one of its trajectory. The prompt is then all that came before it."""
     carried: Carried | None = None
 
 
@@ -89,15 +95,27 @@ class Response:
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Response tokens as sampled, the end token included. Nobody re-tokenizes them."""
+    """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
     log_probs: tuple[float, ...]
-    """One per response token: its log-probability under the distribution it was drawn from, that is
+    """One per drawn token: its log-probability under the distribution it was drawn from, that is
     after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
-    finish_reason: Literal["stop", "length", "aborted"]
-    """"aborted": it was stopped on its way."""
+    finish_reason: str
+    """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
     version: int
-    turns: Turns = ()
+    redraws: Redraws = ()
     """Whose noise it has, where ends of it were not taken."""
+    given: Spans = ()
+    """Of the tokens, those that the model was given between its turns rather than drew. What comes
+    from an engine is one turn, and has none."""
+
+    @property
+    def num_drawn(self) -> int:
+        return num_outside(len(self.tokens), self.given)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """A limit ended it."""
+        return self.finish_reason in LIMITS
 
 
 @dataclass(frozen=True, slots=True)

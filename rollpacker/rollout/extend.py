@@ -27,7 +27,7 @@ from rollpacker.rollout.kv_slots import ExtendStep
 from rollpacker.rollout.rows import ANY_LENGTH
 from rollpacker.rollout.sampling import draw
 
-MAX_TURNS = 16
+MAX_REDRAWS = 16
 """An end that the complement rule refuses is drawn once more at most so often."""
 MAX_GUESS = 255
 """Longer guesses are cut: a response that differs early then costs one short pass."""
@@ -229,10 +229,10 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """What comes next of the carried tokens, as far as they have noise of one turn: the token
+        """What comes next of the carried tokens, as far as they have noise of one redraw: the token
         after a guess is drawn with it too."""
-        turn, end = self._rows.pending[row].carried_turn(count)
-        self._rows.draw_turn(row, count, turn)
+        redraw, end = self._rows.pending[row].carried_redraw(count)
+        self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
         carried, part = self._carried(row), slice(count, count + size)
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
@@ -243,19 +243,19 @@ class Extender:
 
         A response that was cut off at a length does not end before it, and one that had ended
         before its siblings were cut off does not grow beyond that: where it would, the tokens after
-        the first that came out differently are drawn with noise of another turn, and that one too
+        the first that came out differently are drawn with noise of another redraw, and that one too
         if it is the end.
         """
         column = self._rows.host_column
         count = column("count")[rows]
         is_wrong = (count <= column("floor")[rows]) | (count > column("ceiling")[rows])
-        again: np.ndarray = is_wrong & (column("turn")[rows] < MAX_TURNS)
+        again: np.ndarray = is_wrong & (column("redraw")[rows] < MAX_REDRAWS)
         column("ceiling")[rows[~again]] = ANY_LENGTH
         refused = rows[again]
         if len(refused):
             starts = np.minimum(column("num_kept")[refused] + 1, column("count")[refused] - 1)
             for row, start in zip(refused.tolist(), starts.tolist(), strict=True):
-                self._rows.turn_over(row, start)
+                self._rows.redraw_from(row, start)
             self._rows.cut(refused, starts.tolist())
             self._decoder.forget_plan()
         return again

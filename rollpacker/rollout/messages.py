@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,9 @@ from rollpacker.rollout.engine import (
     EngineOutput,
     EngineStatus,
     GenerationRequest,
+    Redraws,
     Response,
     SamplingParams,
-    Turns,
 )
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
 
@@ -110,9 +110,9 @@ class PackedResponse:
 
     tokens: NDArray[np.integer]
     log_probs: NDArray[np.floating]
-    finish_reason: Literal["stop", "length", "aborted"]
+    finish_reason: str
     version: int
-    turns: Turns
+    redraws: Redraws
 
     @classmethod
     def of(cls, response: Response) -> PackedResponse:
@@ -121,7 +121,7 @@ class PackedResponse:
             log_probs=floats(response.log_probs),
             finish_reason=response.finish_reason,
             version=response.version,
-            turns=response.turns,
+            redraws=response.redraws,
         )
 
     def unpacked(self, sample: SampleId, prompt_tokens: tuple[int, ...]) -> Response:
@@ -132,7 +132,7 @@ class PackedResponse:
             log_probs=tuple(self.log_probs.tolist()),
             finish_reason=self.finish_reason,
             version=self.version,
-            turns=self.turns,
+            redraws=self.redraws,
         )
 
 
@@ -180,6 +180,7 @@ def _exchange_to_plain(exchange: Exchange) -> list[Any]:
             samplings.setdefault(request.sampling, len(samplings)),
             request.forced_length,
             request.noise,
+            request.turn,
             request.carried,
         )
         for request in exchange.requests
@@ -204,9 +205,10 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
                 sampling=samplings[sampling],
                 forced_length=forced_length,
                 noise=noise,
+                turn=turn,
                 carried=carried,
             )
-            for sample, prompt, sampling, forced_length, noise, carried in requests
+            for sample, prompt, sampling, forced_length, noise, turn, carried in requests
         ),
         aborts=aborts,
         call=call,
@@ -217,19 +219,19 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
 def _carried_to_plain(carried: Carried) -> list[Any]:
     return [
         *(integers(carried.tokens), floats(carried.log_probs)),
-        *(carried.verify, carried.floor, carried.ceiling, carried.turns),
+        *(carried.verify, carried.floor, carried.ceiling, carried.redraws),
     ]
 
 
 def _carried_from_plain(plain: list[Any]) -> Carried:
-    tokens, log_probs, verify, floor, ceiling, turns = plain
+    tokens, log_probs, verify, floor, ceiling, redraws = plain
     return Carried(
         tokens=tuple(tokens.tolist()),
         log_probs=tuple(log_probs.tolist()),
         verify=verify,
         floor=floor,
         ceiling=ceiling,
-        turns=turns,
+        redraws=redraws,
     )
 
 

@@ -41,7 +41,7 @@ _HOST_COLUMNS = {
     "may_stop": np.bool_,
     "has_stop_strings": np.bool_,
     "key": np.uint64,
-    "turn": np.int64,
+    "redraw": np.int64,
     "floor": np.int64,
     "ceiling": np.int64,
     "num_kept": np.int64,
@@ -56,8 +56,8 @@ class Pending:
 
     request: GenerationRequest
     sequence: int
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    """`Response.turns`, of what is generated so far."""
+    redraws: list[tuple[int, int]] = field(default_factory=list)
+    """`Response.redraws`, of what is generated so far."""
 
     @property
     def limit(self) -> int:
@@ -72,30 +72,31 @@ class Pending:
     def has_carried(self) -> bool:
         return bool(self.request.carried and self.request.carried.tokens)
 
-    def carried_turn(self, token: int) -> tuple[int, int | None]:
-        """The turn whose noise a carried token had, and the token at which the next one begins."""
+    def carried_redraw(self, token: int) -> tuple[int, int | None]:
+        """The redraw whose noise a carried token had, and the token at which the next begins."""
         carried = self.request.carried
-        turns = carried.turns if carried is not None and carried.verify else ()
-        turn = max([turn for start, turn in turns if start <= token], default=0)
-        return turn, min([start for start, _ in turns if start > token], default=None)
+        redraws = carried.redraws if carried is not None and carried.verify else ()
+        redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
+        return redraw, min([start for start, _ in redraws if start > token], default=None)
 
-    def key(self, turn: int) -> int:
-        """Of its noise, in this turn."""
+    def key(self, redraw: int) -> int:
+        """Of its noise, in this redraw."""
         request = self.request
-        return sample_key(request.sampling.seed, request.noise or request.sample, turn)
+        whose = request.noise or request.sample
+        return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
-    def draw_turn(self, start: int, turn: int) -> int:
-        """From token `start` on it is drawn with noise of this turn, whose key this returns."""
-        self.turns[:] = [one for one in self.turns if one[0] < start]
-        if turn != (self.turns[-1][1] if self.turns else 0):
-            self.turns.append((start, turn))
-        return self.key(turn)
+    def draw_with(self, start: int, redraw: int) -> int:
+        """From token `start` on it is drawn with noise of this redraw, whose key this returns."""
+        self.redraws[:] = [one for one in self.redraws if one[0] < start]
+        if redraw != (self.redraws[-1][1] if self.redraws else 0):
+            self.redraws.append((start, redraw))
+        return self.key(redraw)
 
-    def turn_over(self, start: int) -> int:
-        """From token `start` on it is drawn with noise of a turn that it had not yet."""
+    def redraw_from(self, start: int) -> int:
+        """From token `start` on it is drawn with noise of a redraw that it had not yet."""
         carried = self.request.carried
-        before = (*self.turns, *(carried.turns if carried is not None else ()))
-        return self.draw_turn(start, 1 + max([turn for _, turn in before], default=0))
+        before = (*self.redraws, *(carried.redraws if carried is not None else ()))
+        return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
 
 
 class RowTable:
@@ -103,7 +104,7 @@ class RowTable:
 
     token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
     which is where the next step writes its key and value. Of tokens carried into the row, num_kept
-    [slots] came out the same, or -1 if nobody looked; floor and turn are those of the complement
+    [slots] came out the same, or -1 if nobody looked; floor and redraw are those of the complement
     rule (`Carried.floor`). With `mirrored` the device has copies of
     its columns, which the step itself keeps up to date and `upload` refreshes.
     """
@@ -236,10 +237,10 @@ class RowTable:
         columns["has_stop_strings"][rows] = [
             bool(request.sampling.stop) and request.forced_length is None for request in requests
         ]
-        columns["turn"][rows] = 0
+        columns["redraw"][rows] = 0
         columns["ceiling"][rows] = ANY_LENGTH
         for row, entry in enumerate(new, first):
-            self.draw_turn(row, 0, entry.carried_turn(0)[0])
+            self.draw_with(row, 0, entry.carried_redraw(0)[0])
         columns["floor"][rows] = [
             request.carried.floor if request.carried and request.carried.verify else 0
             for request in requests
@@ -307,15 +308,15 @@ class RowTable:
         self._fill_noise(rows)
         self.upload()
 
-    def turn_over(self, row: int, start: int) -> None:
-        """From token `start` on the row is drawn with noise of a turn that it had not yet, once
+    def redraw_from(self, row: int, start: int) -> None:
+        """From token `start` on the row is drawn with noise of a redraw that it had not yet, once
         `cut` was called."""
-        self._columns["turn"][row] += 1
-        self._columns["key"][row] = self.pending[row].turn_over(start)
+        self._columns["redraw"][row] += 1
+        self._columns["key"][row] = self.pending[row].redraw_from(start)
 
-    def draw_turn(self, row: int, start: int, turn: int) -> None:
-        """From token `start` on the row is drawn with noise of this turn."""
-        self._columns["key"][row] = self.pending[row].draw_turn(start, turn)
+    def draw_with(self, row: int, start: int, redraw: int) -> None:
+        """From token `start` on the row is drawn with noise of this redraw."""
+        self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
         added = max(64, self._tokens.shape[1])
@@ -353,7 +354,7 @@ class RowTable:
             log_probs=tuple(self._log_probs[store, :count].tolist()),
             finish_reason=reason,
             version=version,
-            turns=tuple(self.pending[row].turns),
+            redraws=tuple(self.pending[row].redraws),
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:

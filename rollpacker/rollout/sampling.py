@@ -33,9 +33,11 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def sample_key(seed: int, sample: SampleId, turn: int = 0) -> int:
-    """64-bit key of a sample's noise; every further turn has noise of its own."""
-    text = f"{seed}|{sample}" if turn == 0 else f"{seed}|{sample}|{turn}"
+def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
+    """64-bit key of a sample's noise; every further redraw has noise of its own, and every further
+    turn."""
+    text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
+    text = text if turn == 1 else f"{text}|turn {turn}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -190,7 +190,7 @@ class TorchEngine(LoopEngine):
         num_kept = int(column("num_kept")[row])
         return {
             "num_kept": num_kept if num_kept >= 0 else None,
-            "num_redraws": int(column("turn")[row]),
+            "num_redraws": int(column("redraw")[row]),
         }
 
     def _why_impossible(self, entry: Pending) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.rollout.engine import Carried, Response
-from rollpacker.rollout.extend import MAX_TURNS
+from rollpacker.rollout.extend import MAX_REDRAWS
 from rollpacker.rollout.rows import Pending
 from rollpacker.rollout.vllm_draws import Anew, Draw
 
@@ -43,7 +43,7 @@ class Live:
         self.num_kept: int | None = None
         """Of the carried tokens, so many came out the same. None: nobody has looked."""
         self.num_redraws = 0
-        entry.draw_turn(0, entry.carried_turn(0)[0])
+        entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
         """When vLLM had it before."""
 
@@ -79,13 +79,13 @@ class Live:
         """
         entry = self.entry
         if not self.is_unseen:
-            key = entry.key(entry.turns[-1][1] if entry.turns else 0)
+            key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
             self.draw = Draw(entry.request.sampling, key, offset=len(self.given))
             return self.given
         keys: list[int] = []
         while len(keys) < len(self.given):
-            turn, end = entry.carried_turn(len(keys))
-            keys += [entry.key(turn)] * (min(end or len(self.given), len(self.given)) - len(keys))
+            redraw, end = entry.carried_redraw(len(keys))
+            keys += [entry.key(redraw)] * (min(end or len(self.given), len(self.given)) - len(keys))
         *before, last = keys
         self.draw = Draw(entry.request.sampling, last, offset=len(before), anew=Anew(before))
         return self.given[:-1]
@@ -119,8 +119,8 @@ class Live:
         self.given, self.log_probs = anew.tokens[:num_tokens], anew.log_probs[:num_tokens]
         place = 0
         while place <= num_same:
-            turn, end = self.entry.carried_turn(place)
-            self.entry.draw_turn(place, turn)
+            redraw, end = self.entry.carried_redraw(place)
+            self.entry.draw_with(place, redraw)
             place = num_same + 1 if end is None else end
         return num_tokens
 
@@ -148,7 +148,7 @@ class Live:
     @property
     def is_too_long(self) -> bool:
         """vLLM, which has it, has taken it beyond its ceiling."""
-        return len(self.tokens) > self._ceiling and self.num_redraws < MAX_TURNS
+        return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
         """The complement rule, for one that has left vLLM, or was stopped there: whether it goes
@@ -156,12 +156,12 @@ class Live:
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling
-        if not is_wrong or self.num_redraws == MAX_TURNS:
+        if not is_wrong or self.num_redraws == MAX_REDRAWS:
             return False
         num_kept = -1 if self.num_kept is None else self.num_kept
         start = min(num_kept + 1, count - 1)
         self.num_redraws += 1
-        self.entry.turn_over(start)
+        self.entry.redraw_from(start)
         self.cut(start)
         return True
 
@@ -186,5 +186,5 @@ class Live:
             log_probs=tuple(self.log_probs),
             finish_reason=reason,
             version=version,
-            turns=tuple(self.entry.turns),
+            redraws=tuple(self.entry.redraws),
         )

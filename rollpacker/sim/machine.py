@@ -38,6 +38,8 @@ class Machine:
     """The trainer's stages; None: its work is shared out without a remainder."""
     checks: RecordedChecks | None = None
     """Of a run; instead of what the workload says of them."""
+    keep_rows: bool = True
+    """Engines keep what they have of a sample while its environment answers."""
     mismatch: float = 0.0
     """Chance per token and update that a token drawn before comes out differently under newer
     weights."""

@@ -6,8 +6,8 @@ drawn before may come out differently, with a chance given per token and update 
 what stands before the first such token is kept, and the rest is a fresh draw from the prompt's own
 law, given what is kept (`Workload.redrawn`, an approximation).
 
-    kept tokens | the token that came out differently, and a new end    (turn 0)
-                | another end, if that one came at or before the floor  (turn 1, ...)
+    kept tokens | the token that came out differently, and a new end    (redraw 0)
+                | another end, if that one came at or before the floor  (redraw 1, ...)
 
 The floor is the furthest place where the response was ever cut off; one that had ended before its
 siblings were cut off has a ceiling instead (`tail_batching.complement`).
@@ -26,7 +26,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
-MAX_TURNS = 16
+MAX_REDRAWS = 16
 """An end at or before the floor is drawn once more at most so often, as in a real engine."""
 
 
@@ -62,7 +62,8 @@ class Verified:
 
 class Responses:
     """The samples launched in a step, each with a key (a small number) and the length in tokens
-    that the policy would write. They are known from their launch to the commit of the step: a step
+    that the policy would write: of trajectories, up to the end of the message at hand. They are
+    known from their launch to the commit of the step: a step
     that is filled up trains on responses of several rounds."""
 
     def __init__(
@@ -72,7 +73,7 @@ class Responses:
         self.samples: list[SampleId] = []
         """By key, as all below."""
         self.lengths: list[int] = []
-        """Of the turn at hand."""
+        """Of the redraw at hand."""
         self.noises: list[SampleId] = []
         """Whose noise it is, with the attempt in which its end was drawn."""
         self.done: list[int] = []
@@ -82,13 +83,13 @@ class Responses:
         self.kept: dict[int, int] = {}
         """Of those whose carried tokens were verified: how many came out the same."""
         self.redraws: dict[int, int] = {}
-        """Of those that had any: turns taken so far, beyond the first."""
+        """Of those that had any: redraws taken so far, beyond the first."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         """Floor and ceiling of those that were deferred."""
         self.verified = Verified()
-        self._turns: dict[int, list[int]] = {}
-        """Lengths of the turns to come, the next one last."""
+        self._to_come: dict[int, list[int]] = {}
+        """Lengths of the redraws to come, the next one last."""
         self._workload = workload
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
@@ -110,6 +111,8 @@ class Responses:
         self.noises += self._noises(command)
         self._add_lengths(self.noises[keys.start :])
         self.done += command.carried or [0] * len(samples)
+        if self._workload.trajectories is not None:  # these begin anew, always
+            return keys
         if command.replaces and self._tail.selection == "none":
             self._repeat(keys, [self.keys[sample] for sample in command.replaces])
         elif self._left:
@@ -122,7 +125,7 @@ class Responses:
         for few in (self.reached, self.kept, self.redraws):
             few.clear()
         self._bounds.clear()
-        self._turns.clear()
+        self._to_come.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
         """Of all samples of these groups."""
@@ -132,16 +135,18 @@ class Responses:
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
         """Tokens that as many samples of these groups' prompts would have where nobody selects and
         no weights change."""
+        if self._workload.trajectories is not None:
+            return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
-    def next_turn(self, key: int) -> bool:
+    def next_redraw(self, key: int) -> bool:
         """The response has come to an end that is not taken: another one is drawn. False: it is
         taken."""
-        turns = self._turns.get(key)
-        if not turns:
+        redraws = self._to_come.get(key)
+        if not redraws:
             return False
-        self.lengths[key] = turns.pop()
+        self.lengths[key] = redraws.pop()
         self.redraws[key] = self.redraws.get(key, 0) + 1
         return True
 
@@ -204,21 +209,21 @@ class Responses:
             if self._tail.complement:
                 floor, grown = self._bounds[key]
                 ceiling = math.inf if floor or kept == num_tokens else grown
-        turns = [self.lengths[key]]
+        redraws = [self.lengths[key]]
         if kept < num_tokens:
             self.noises[key] = noise
-            turns = [self._workload.redrawn(noise, 0, kept)]
-        while not floor < turns[-1] <= ceiling and len(turns) <= MAX_TURNS:
-            if turns[-1] > ceiling:  # given up as soon as that is known
-                turns[-1] = int(ceiling) + 1
-            turns.append(self._workload.redrawn(noise, len(turns), kept))
-        self.lengths[key] = turns[0]
-        if len(turns) > 1:
-            self._turns[key] = turns[:0:-1]
+            redraws = [self._workload.redrawn(noise, 0, kept)]
+        while not floor < redraws[-1] <= ceiling and len(redraws) <= MAX_REDRAWS:
+            if redraws[-1] > ceiling:  # given up as soon as that is known
+                redraws[-1] = int(ceiling) + 1
+            redraws.append(self._workload.redrawn(noise, len(redraws), kept))
+        self.lengths[key] = redraws[0]
+        if len(redraws) > 1:
+            self._to_come[key] = redraws[:0:-1]
 
     def _keep(self, command: Defer) -> None:
         """The prompts will be launched again."""
-        if self._tail.selection == "published":
+        if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         ceilings = dict.fromkeys(command.prompts, 0)
         left: dict[tuple[PromptId, int], Draw] = {}

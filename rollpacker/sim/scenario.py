@@ -33,6 +33,7 @@ from rollpacker.sim.scenario_checks import (
     check_training_memory,
     listed,
 )
+from rollpacker.sim.turns_spec import TurnsSpec
 from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
@@ -201,6 +202,8 @@ class Scenario:
     """Of every response, unless its reward stage has lengths of its own."""
     rewards: tuple[RewardStage, ...] = ()
     """Ways in which answers are checked, mixed by share; none: every verdict is there at once."""
+    turns: TurnsSpec | None = None
+    """Samples take turns with environments; None: a sample is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
     """Seconds to bring new weights into the engines; None: a power law of the parameters."""
@@ -270,6 +273,15 @@ class Scenario:
         law = stage.lengths or self.lengths
         assert law is not None
         return law
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a response; of a trajectory, where there are turns."""
+        return self.rollout.max_response_tokens if self.turns is None else self.turns.max_tokens
+
+    @property
+    def _cap_key(self) -> str:
+        return "rollout.max_response_tokens" if self.turns is None else "turns.max_tokens"
 
     def _check_rewards(self) -> None:
         if not self.rewards:
@@ -350,12 +362,12 @@ class Scenario:
             capacity = machine.kv_tokens(degree)
         except ValueError as error:
             raise ValueError(f"rollout.tensor_parallel is {degree}: {error}") from None
-        longest = self.rollout.prompt_tokens + self.rollout.max_response_tokens
+        longest = self.rollout.prompt_tokens + self.max_tokens
         if capacity < longest:
             raise ValueError(
                 f"rollout.tensor_parallel is {degree}: beside the weights an engine's cache has "
                 f"room for {capacity} tokens, less than one response of full length with its "
-                f"prompt ({longest}): raise it, or lower rollout.max_response_tokens"
+                f"prompt ({longest}): raise it, or lower {self._cap_key}"
             )
 
 

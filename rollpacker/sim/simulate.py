@@ -76,6 +76,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         speculation=rollout.speculation,
         drafts=rollout.drafts,
         check_slowdown={"judge": 1 / share},
+        keep_rows=scenario.turns is None or scenario.turns.keep_rows,
         mismatch=scenario.carry.mismatch,
         resize_s=scenario.parallelism_planner.resize_s,
         pipeline=pipeline_of(scenario, latency),
@@ -87,11 +88,12 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     layouts = _layouts(scenario, machine)
     degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
+    kinds = tuple(stage.kind for stage in scenario.stages)
     return JobConfig(
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
         max_steps=None,
-        max_response_tokens=rollout.max_response_tokens,
+        max_response_tokens=scenario.max_tokens,
         prompt_tokens=rollout.prompt_tokens,
         tail_batching=scenario.tail_batching,
         rewards=RewardScheduleConfig(
@@ -103,6 +105,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
                 for stage in scenario.stages
             },
         ),
+        acting=None if scenario.turns is None else scenario.turns.acting(kinds),
         parallelism=ParallelismConfig(
             enabled=scenario.parallelism_planner.enabled,
             degrees=degrees,
@@ -135,7 +138,7 @@ def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
     """One for every degree that the planner may choose: inside a node, weights and a response of
     full length fitting. The scenario's own first."""
     cluster, rollout = scenario.cluster, scenario.rollout
-    longest = rollout.prompt_tokens + rollout.max_response_tokens
+    longest = rollout.prompt_tokens + scenario.max_tokens
     own = rollout.tensor_parallel
     others = [d for d in range(1, cluster.node_gpus + 1) if cluster.node_gpus % d == 0 and d != own]
     layouts = []

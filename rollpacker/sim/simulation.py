@@ -20,18 +20,20 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollpacker.bus import Bus, OwnPools, Port, Recorded, Routes, Sink
-from rollpacker.core.commands import Drop, Finish, RestoreTrainer
+from rollpacker.bus import Bus, OwnPools, Port, Recorded, Routes, Sink, Unsaid
+from rollpacker.core.commands import Act, CancelAct, Conclude, Drop, Finish, RestoreTrainer
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.pooled_job import make_job
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
+from rollpacker.sim.ports.environments import Environments
 from rollpacker.sim.ports.recorded_rewards import RecordedRewards
 from rollpacker.sim.ports.rewards import Rewards
 from rollpacker.sim.ports.rollout import Rollout
 from rollpacker.sim.ports.training import GradientWork, Training
+from rollpacker.sim.ports.turns import Turns
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.tally import Tally
@@ -60,19 +62,26 @@ class Simulation:
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
         self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
-        work = GradientWork()
-        cap = config.max_response_tokens
+        work, cap = GradientWork(), config.max_response_tokens
         num_engines = 1 if config.fleet is None else config.fleet.num_engines
-        self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines)
+        trajectories, turns = workload.trajectories, None
+        if trajectories is not None:
+            turns = Turns(trajectories, responses, keep_rows=machine.keep_rows)
+        self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines, turns)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
         if machine.checks is not None:
             rewards = RecordedRewards(*parts, machine.checks, self.rollout.is_busy)
-        ports: tuple[Port, ...] = (self.rollout, rewards)
+        acting: Port = Unsaid(Act, CancelAct, Conclude)
+        if trajectories is not None:
+            acting = Environments(clock, responses, trajectories, self.rollout.concluded)
+        ports: tuple[Port, ...] = (self.rollout, rewards, acting)
         self._unkind: Unkind | None = None
         if unkind is not None:
             self._unkind = Unkind(unkind, *ports, seed=seed)
             rewards.delay_s = self._unkind.delay_s
+            if isinstance(acting, Environments):
+                acting.hangs = self._unkind.hangs
             self.rollout.life_s = self._unkind.life_s
             self.rollout.start_s = unkind.engine_start_s
             ports = (self._unkind,)

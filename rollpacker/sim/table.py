@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollpacker.core.commands import RoundKind
 from rollpacker.sim.pipeline_table import pipeline_tables
-from rollpacker.sim.result import BUBBLE_CAUSES, OTHER_POOL, PIPELINE, SystemResult
+from rollpacker.sim.result import (
+    BUBBLE_CAUSES,
+    ENVIRONMENT,
+    OTHER_POOL,
+    PIPELINE,
+    SystemResult,
+)
 
 Results = Mapping[str, SystemResult]
 """By system, in the order in which they are shown; the first is what the others are compared
@@ -121,7 +127,7 @@ def _lengths_table(results: Results) -> list[list[str]]:
 
 def _idle_table(results: Results) -> list[list[str]]:
     causes = [*BUBBLE_CAUSES]
-    for rare in (PIPELINE, OTHER_POOL):
+    for rare in (ENVIRONMENT, PIPELINE, OTHER_POOL):
         if any(rare in result.bubble for result in results.values()):
             causes.append(rare)
     rows = [["idle, of all device time", *(cause.replace("_", " ") for cause in causes), "sum"]]

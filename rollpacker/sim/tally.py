@@ -15,7 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollpacker.sim.result import BUBBLE_CAUSES, OTHER_POOL, PIPELINE, StepResult, SystemResult
+from rollpacker.sim.result import (
+    BUBBLE_CAUSES,
+    ENVIRONMENT,
+    OTHER_POOL,
+    PIPELINE,
+    StepResult,
+    SystemResult,
+)
 from rollpacker.sim.workload import Workload
 
 
@@ -51,6 +58,19 @@ class Tally:
         step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
+
+    def environments_waited(self, device_s: float) -> None:
+        """Engines were idle for so many device-seconds while environments answered."""
+        self.bubble[ENVIRONMENT] = self.bubble.get(ENVIRONMENT, 0.0) + device_s
+
+    def rollout_goes_on(self, now_s: float) -> None:
+        """What seemed to be the end of the rollout was a wait for environments."""
+        step = self.step
+        assert step.empty_since_s is not None
+        waited_s = now_s - step.empty_since_s
+        step.rollout_s += waited_s
+        step.rollout_from_s = step.empty_since_s = now_s
+        self.environments_waited(waited_s * self._gpus)
 
     def streamed(self, num_samples: int) -> None:
         """Gradients of so many samples begin before the round is over."""

@@ -1,4 +1,5 @@
-"""What goes wrong in a run that is made up: failures, late finishes, lost verdicts, slow checks.
+"""What goes wrong in a run that is made up: failures, late finishes, lost verdicts, slow checks,
+environments that hang.
 
     bus --command--> Unkind --> the port that obeys it
     bus <--event---- Unkind.answer <-- what that port says
@@ -11,14 +12,15 @@ else: the same run meets the same misfortune again, also after a resume.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
 from rollpacker.bus import Port, Routes
-from rollpacker.core.commands import Launch, Score
+from rollpacker.core.commands import Act, Command, Launch, Score
 from rollpacker.core.events import (
+    Acted,
     Event,
     SampleAborted,
     SampleFailed,
@@ -42,6 +44,12 @@ class UnkindConfig:
     """Share of the checks whose machinery fails; worth asking again."""
     verdict_delay_s: float = 0.0
     """Checks take up to so many seconds longer, all lengths of time alike."""
+    act_failure_rate: float = 0.0
+    """Share of the turns in which the environment raises."""
+    act_hang_rate: float = 0.0
+    """Share of the turns that the environment never answers; a deadline ends them."""
+    act_infrastructure_rate: float = 0.0
+    """Share of the acts at which the environment's process is lost; worth asking again."""
     engine_life_s: float = 0.0
     """Mean time until an engine is lost, at the same rate throughout; 0: it never is."""
     engine_start_s: float = 60.0
@@ -57,7 +65,7 @@ class UnkindConfig:
 
 
 class Unkind:
-    """A port around others that launch and judge samples."""
+    """A port around others that launch and judge samples, and act for them."""
 
     def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
         self.config = config
@@ -67,11 +75,18 @@ class Unkind:
         """The version of the weights that the samples at work come from."""
         self._retries: dict[SampleId, int] = {}
         """Checks that were asked for again, and how often."""
+        self._replays: dict[SampleId, int] = {}
+        """The same of acts."""
 
     def routes(self) -> Routes:
         """The routes of the ports inside; launches and checks are overheard on their way."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
-        for kind, overhear in ((Launch, self._on_launch), (Score, self._on_score)):
+        overheard: Mapping[type[Command], Callable[[Any], None]] = {
+            Launch: self._on_launch,
+            Score: self._on_score,
+            Act: self._on_act,
+        }
+        for kind, overhear in overheard.items():
             if kind in routes:
                 routes[kind] = _both(overhear, routes[kind])
         return routes
@@ -101,6 +116,8 @@ class Unkind:
                         engine=event.engine,
                         incarnation=event.incarnation,
                     )
+            case Acted(sample=sample, cause=""):
+                return self._answer(event, self._replays.pop(sample, 0))
             case SampleScored(sample=sample, cause=""):
                 return self._verdict(event, self._retries.pop(sample, 0))
         return event
@@ -110,11 +127,33 @@ class Unkind:
         most = self.config.verdict_delay_s
         return most * self._share("delay", sample) if most else 0.0
 
+    def hangs(self, sample: SampleId, turn: int) -> bool:
+        """Whether the environment of this sample never answers this turn."""
+        rate = self.config.act_hang_rate
+        return bool(rate) and self._share(f"hang {turn}", sample) < rate
+
     def life_s(self, engine: int, incarnation: int) -> float:
         """How long this incarnation of this engine lives, in seconds."""
         mean = self.config.engine_life_s
         share = self._share("life", f"{engine}.{incarnation}")
         return -mean * math.log1p(-share) if mean else math.inf
+
+    def _answer(self, event: Acted, retry: int) -> Acted:
+        sample, turn = event.sample, event.turn
+        if self._share(f"process {turn} {retry}", sample) < self.config.act_infrastructure_rate:
+            cause, reason = "infrastructure", "made to be lost"
+        elif self._share(f"raise {turn}", sample) < self.config.act_failure_rate:
+            cause, reason = "environment", "made to raise"
+        else:
+            return event
+        return Acted(
+            time_s=event.time_s,
+            sample=sample,
+            turn=turn,
+            seconds=event.seconds,
+            reason=reason,
+            cause=cause,
+        )
 
     def _verdict(self, event: SampleScored, retry: int) -> SampleScored:
         sample = event.sample
@@ -139,6 +178,10 @@ class Unkind:
     def _on_score(self, command: Score) -> None:
         if command.retry:
             self._retries[command.sample] = command.retry
+
+    def _on_act(self, command: Act) -> None:
+        if command.retry:
+            self._replays[command.sample] = command.retry
 
     def _share(self, what: str, of: object) -> float:
         """A number in [0, 1), the same whenever it is asked for."""

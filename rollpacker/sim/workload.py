@@ -28,6 +28,7 @@ import numpy as np
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.sim.length_laws import CHUNK, FloatArray, IntArray, Lengths, PoolLengths, lengths_of
 from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.trajectories import Trajectories
 from rollpacker.sim.workload_spec import RewardStage
 
 BLOCK_ROWS = 512
@@ -38,11 +39,17 @@ CORRECT_SHARE = 0.5
 """Of the answers that are in time."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
-_MISMATCH_STREAM, _REDRAW_STREAM = 4, 5
+_MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
+TURN_CHUNKS = 16
+"""So many chunks of responses lie between the messages of one turn and of the next."""
 
 
+# size: what it is drawn by, and what is kept of that
 class Workload:
     """An endless dataset with a mix of reward stages, or the prompts of a real run."""
+
+    trajectories: Trajectories | None = None
+    """Of a scenario with turns; lengths are then those of messages."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Raises `ConfigError` if a trace cannot be read."""
@@ -50,6 +57,10 @@ class Workload:
         parts = [_Part(stage, lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages]
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
         self._set_up(parts, scenario.seed, None, window, scenario.rollout.samples_per_prompt)
+        if scenario.turns is not None:
+            self.trajectories = trajectories = Trajectories(self, scenario.turns, cap)
+            lengths = trajectories.policy_lengths(self._sources)
+            self.policy_length_mean, self.policy_length_p95 = lengths
 
     @classmethod
     def from_pools(
@@ -177,6 +188,23 @@ class Workload:
         prompts = range(BLOCK_ROWS)
         own = [self._lengths(0, 0, 0)[row * CHUNK : (row + 1) * CHUNK] for row in prompts]
         return float(np.mean(np.array(own) >= cap))
+
+    # -- turns -------------------------------------------------------------------------
+
+    def message(self, sample: SampleId, turn: int) -> int:
+        """Tokens of the model's message in this turn, counted from 0: in turn 0 the length of the
+        response, later that of a further one."""
+        prompt, index, attempt = sample
+        place = prompt.row if self._rows is None else self._place(prompt)
+        chunk = turn * TURN_CHUNKS + index // CHUNK
+        lengths = self._lengths(place // BLOCK_ROWS, attempt, chunk)
+        return lengths[place % BLOCK_ROWS * CHUNK + index % CHUNK]
+
+    def at_rank(
+        self, law: Mapping[float, float], sample: SampleId, what: int, count: int
+    ) -> FloatArray:
+        """So many draws for the sample from a law by quantiles; `what` tells its laws apart."""
+        return _seconds_at(law, _uniforms(count, *self._key(_TURN_STREAM, sample), what))
 
     # -- under other weights -----------------------------------------------------------
 

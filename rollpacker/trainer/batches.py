@@ -91,7 +91,7 @@ class Batcher:
         """The least work possible, one target after one token, for a rank that has fewer
         micro-batches than others and must run along. Give its loss no weight."""
         token = (self._pad_token_id,)
-        return self.batch([(token, token)])
+        return self.batch([Row(token, token)])
 
     @contextmanager
     def attention(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def losses_of(
     outputs: Outputs, samples: Sequence[TrainSample], *, config: AlgorithmConfig
 ) -> Losses:
     """The samples' share of the step's losses."""
-    log_probs, num_targets = outputs.log_probs, [len(s.response_tokens) for s in samples]
+    log_probs, num_targets = outputs.log_probs, [s.num_targets for s in samples]
     rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
     places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))
     old = _old_log_probs(samples, log_probs, rollout, config)
@@ -122,7 +122,7 @@ def no_losses(outputs: Outputs) -> Losses:
 def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
     """Which samples made the loss or a log-prob non-finite."""
     finite = losses.per_token.isfinite() & losses.log_ratio.isfinite()
-    lengths = [len(s.response_tokens) for s in samples]
+    lengths = [s.num_targets for s in samples]
     rows = torch.split(finite, lengths)
     bad = [s.sample for s, row in zip(samples, rows, strict=True) if not row.all()]
     values = ", ".join(f"{loss.item()}" for loss in losses.losses)

@@ -8,24 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollpacker.spans import Spans, num_outside, outside
+from rollpacker.trainer.trainer import ScoreRequest
+
 MICRO_BATCH_OVERHEAD_TOKENS = 192
 """What starting a micro-batch costs, in padded tokens: worth this much padding to avoid one
 more."""
 
-Row = tuple[Sequence[int], Sequence[int]]
-"""Context and targets: a prompt's tokens and a response's. Both have at least one token."""
+
+class Row(NamedTuple):
+    """A sample's tokens. Those of the response that were drawn are targets."""
+
+    context: Sequence[int]
+    """The prompt's; at least one."""
+    response: Sequence[int]
+    """At least one of them was drawn."""
+    given: Spans = ()
+    """Of the response, what the model was given: context for what follows, and no target."""
+
+    @property
+    def num_targets(self) -> int:
+        return num_outside(len(self.response), self.given)
+
+
+def row_of(sample: ScoreRequest) -> Row:
+    """What goes through the models of a sample."""
+    return Row(sample.prompt_tokens, sample.response_tokens, sample.given)
 
 
 def row_length(row: Row) -> int:
     """Tokens of a row that go through the model: its last one predicts nothing and is left out."""
-    context, targets = row
-    return len(context) + len(targets) - 1
+    return len(row.context) + len(row.response) - 1
 
 
 def plan_micro_batches(
@@ -90,8 +109,8 @@ def collate(rows: Sequence[Row], pad_token_id: int, device: torch.device) -> Mic
     lengths = [row_length(row) for row in rows]
     width = max(lengths)
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    for index, (context, targets) in enumerate(rows):
-        input_ids[index, : lengths[index]] = [*context, *targets[:-1]]
+    for index, row in enumerate(rows):
+        input_ids[index, : lengths[index]] = [*row.context, *row.response[:-1]]
     return micro_batch(rows, input_ids, np.arange(len(rows)) * width, {}, device)
 
 
@@ -103,17 +122,18 @@ def micro_batch(
     device: torch.device,
 ) -> MicroBatch:
     """The micro-batch of rows that lie in `input_ids` from the flat positions `starts` on."""
-    positions = []
-    for start, (context, targets) in zip(starts, rows, strict=True):
-        assert len(context) > 0 and len(targets) > 0, "a row needs a context and a target"
-        first = start + len(context) - 1
-        positions.append(np.arange(first, first + len(targets)))
-    targets_N = np.concatenate([np.asarray(targets, dtype=np.int64) for _, targets in rows])
+    positions, targets = [], []
+    for start, row in zip(starts, rows, strict=True):
+        assert row.context and row.num_targets > 0, "a row needs a context and a target"
+        first = start + len(row.context) - 1
+        places = range(first, first + len(row.response))
+        positions.append(np.asarray(outside(places, row.given), dtype=np.int64))
+        targets.append(np.asarray(outside(row.response, row.given), dtype=np.int64))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        targets=torch.from_numpy(targets_N).to(device),
-        num_targets=tuple(len(targets) for _, targets in rows),
+        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        num_targets=tuple(row.num_targets for row in rows),
         lengths=tuple(row_length(row) for row in rows),
         model_inputs=model_inputs,
     )

@@ -41,7 +41,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     call, and for its backward pass if that computes activations again."""
     lengths = [row_length(row) for row in rows]
     packed = PackedRows(lengths, device)
-    tokens = [token for context, targets in rows for token in (*context, *targets[:-1])]
+    tokens = [token for row in rows for token in (*row.context, *row.response[:-1])]
     return micro_batch(
         rows,
         np.asarray([tokens], dtype=np.int64),

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.losses import Losses, Outputs, no_losses
-from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
+from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.sharding import Shards, same_number
 from rollpacker.trainer.step_sums import StepSums
@@ -86,7 +86,7 @@ class LocalPasses:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """See `Passes`."""
-        rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
+        rows = [row_of(request) for request in requests]
         scores: dict[int, TokenScores] = {}
         with self._batcher.attention():
             for places, batch in self._micro_batches(rows):
@@ -105,7 +105,7 @@ class LocalPasses:
         look: Look | None = None,
     ) -> bool:
         """See `Passes`."""
-        rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        rows = [row_of(sample) for sample in samples]
         finite = True
         with self._batcher.attention(), self._models.for_backward():
             for places, batch in self._micro_batches(rows):

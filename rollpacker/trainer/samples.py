@@ -17,6 +17,7 @@ from rollpacker.algo.shaping import shape_rewards
 from rollpacker.algo.step import StepAdvantages, step_advantages
 from rollpacker.algo.weights import token_weights
 from rollpacker.core.ids import SampleId
+from rollpacker.spans import outside
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainSample
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def build_train_samples(
     if not flat:
         return [], {}
     responses = [response for response, _ in flat]
-    lengths = [len(response.tokens) for response in responses]
+    lengths = [response.num_drawn for response in responses]
     rewards = torch.tensor([reward for _, reward in flat], dtype=torch.float64)
     of_group = [0] * len(groups) if updates is None else updates
     of_update = [u for u, group in zip(of_group, groups, strict=True) for _ in group]
@@ -104,7 +105,7 @@ def _check_rewards(
 
 
 def _is_left_out(response: Response, config: AlgorithmConfig) -> bool:
-    return config.mask_truncated and response.finish_reason == "length"
+    return config.mask_truncated and response.is_cut_off
 
 
 def _token_weights(
@@ -119,7 +120,7 @@ def _token_weights(
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
         of_places = token_weights(
-            [len(responses[place].tokens) for place in places],
+            [responses[place].num_drawn for place in places],
             config=config,
             denominator=denominator,
             counted=[not _is_left_out(responses[place], config) for place in places],
@@ -160,8 +161,8 @@ def _for_own(
 
     return {
         "rewards_by_name": {name: values(name) for name in names},
-        "truncated": torch.tensor([r.finish_reason == "length" for r in responses]),
-        "tokens": torch.tensor([token for r in responses for token in r.tokens]),
+        "truncated": torch.tensor([r.is_cut_off for r in responses]),
+        "tokens": torch.tensor([token for r in responses for token in outside(r.tokens, r.given)]),
         "rollout_log_probs": torch.tensor(
             [value for r in responses for value in r.log_probs], dtype=torch.float64
         ),
@@ -191,7 +192,7 @@ def _flat_scores(
             if of_sample is None or so_far is None:
                 found[name] = None
                 continue
-            assert len(of_sample) == len(response.tokens), f"{response.sample}: {name}"
+            assert len(of_sample) == response.num_drawn, f"{response.sample}: {name}"
             so_far.extend(of_sample)
     return {
         name: None if flat is None else torch.tensor(flat, dtype=torch.float64)
@@ -208,7 +209,7 @@ def _samples(
 ) -> list[TrainSample]:
     advantages = step.advantages.tolist()
     returns = None if step.returns is None else step.returns.tolist()
-    starts = list(accumulate((len(r.tokens) for r in responses), initial=0))
+    starts = list(accumulate((r.num_drawn for r in responses), initial=0))
     samples = []
     for index, (response, weight) in enumerate(zip(responses, token_weights, strict=True)):
         tokens = slice(starts[index], starts[index + 1])
@@ -218,6 +219,7 @@ def _samples(
                 sample=response.sample,
                 prompt_tokens=response.prompt_tokens,
                 response_tokens=response.tokens,
+                given=response.given,
                 rollout_log_probs=response.log_probs,
                 advantage=tuple(advantages[tokens]) if step.per_token else advantages[index],
                 token_weight=weight,

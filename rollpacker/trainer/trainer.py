@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.ids import SampleId
 from rollpacker.core.pipeline import check_order_name
+from rollpacker.spans import Spans, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -301,11 +302,18 @@ class ScoreRequest:
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
+    given: Spans = ()
+    """Of the response's tokens, those that the model did not draw, but was given."""
+
+    @property
+    def num_targets(self) -> int:
+        """Drawn tokens."""
+        return num_outside(len(self.response_tokens), self.given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What advantages may depend on besides rewards; one number per response token each. None:
+    """What advantages may depend on besides rewards; one number per drawn token each. None:
     the algorithm does not need it. Log-probs are at the sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
@@ -318,38 +326,35 @@ class TokenScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
-    """One sample as the trainer takes it. Which algorithm made the numbers, the trainer does not
-    know."""
+class TrainSample(ScoreRequest):
+    """One sample as the trainer takes it, to whom all algorithms are alike."""
 
-    sample: SampleId
-    prompt_tokens: tuple[int, ...]
-    response_tokens: tuple[int, ...]
     rollout_log_probs: tuple[float, ...]
+    """One per drawn token, as all that follows."""
     advantage: float | tuple[float, ...]
-    """One number for every response token, or one each."""
+    """One number for all drawn tokens, or one each."""
     token_weight: float
-    """Weight of each response token's loss in the step's sum, with the step's *global* denominator
+    """Weight of each drawn token's loss in the step's sum, with the step's *global* denominator
     already in it: 1 / (tokens of the whole step) for token-mean. Any split of the samples then adds
     up to the same gradient. A sample that is accumulated before the denominator is known has
     another one in it, and `Trainer.rescale` makes up for it."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's, if they were asked for before; one per response token."""
+    """The reference model's, if they were asked for before."""
     loss_weight: float = 1.0
     """What is in `token_weight` besides the denominator: undoes the selection by length."""
     values: tuple[float, ...] | None = None
-    """The critic's estimates that the advantages were made of; one per response token."""
+    """The critic's estimates that the advantages were made of."""
     returns: tuple[float, ...] | None = None
-    """What the critic should have said; one per response token."""
+    """What the critic should have said."""
     old_log_probs: tuple[float, ...] | None = None
-    """The trainer's own under the weights that sampled, one per response token. None: the policy
-    was not updated since, so they are what it says now."""
+    """The trainer's own under the weights that sampled. None: the policy was not updated since, so
+    they are what it says now."""
 
 
 class Trainer(Protocol):
-    """`accumulate` any number of times, then `apply` once: a step with one update. With more of
-    them, each but the last is `accumulate` and `update`. `rescale` comes between two calls of
-    `accumulate` if the first samples had to be weighted provisionally."""
+    """`accumulate` any number of times, then `apply`: a step of one update. With more, each but the
+    last is `accumulate` and `update`. `rescale` comes between two calls of `accumulate` if the
+    first samples had to be weighted provisionally."""
 
     @property
     def version(self) -> int:
@@ -359,9 +364,8 @@ class Trainer(Protocol):
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """What the algorithm's advantages need to know of these responses, under the weights as
-        they are. In the same order. Not called if the algorithm needs nothing. `replicas`: those
-        that compute; None: all."""
+        """What advantages need to know of these, under the weights as they are, in their order. Not
+        called if they need nothing. `replicas`: those that compute; None: all."""
         ...
 
     async def accumulate(
@@ -398,8 +402,7 @@ class Trainer(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Let go of the devices' memory: all that it has there waits in host memory until `reload`.
-        Idempotent."""
+        """Let go of the devices' memory: it all waits in host memory until `reload`. Idempotent."""
         ...
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
@@ -408,13 +411,11 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors and JSON,
-        no pickle)."""
+        """Write `folder/model` (a Hugging Face folder) and `folder/trainer` (safetensors, JSON)."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore weights, optimizer, schedule and version from what `save` wrote, bit for bit at
-        the same number of processes."""
+        """Restore all of it from what `save` wrote, bit for bit at the same number of processes."""
         ...
 
     def how_lost(self) -> str | None:
@@ -424,11 +425,9 @@ class Trainer(Protocol):
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
         """After `RanksLost`, or where `how_lost` says so: start new processes, and bring them to
-        where `version` was reached, from a folder that `save` wrote, or from the beginning where
-        there is none yet. Gradients since then are lost. `tell` is called now and then, as a sign
-        of life, in any thread.
-
-        Raises `RanksLost` if one of the new ones ends meanwhile.
+        where `version` was reached, from a folder that `save` wrote; None: from the beginning.
+        Gradients since then are lost. `tell` is called now and then, as a sign of life, in any
+        thread. Raises `RanksLost` if one of the new ones ends meanwhile.
         """
         ...
 

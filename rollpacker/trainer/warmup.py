@@ -269,7 +269,7 @@ def _tokenize(
     rendered = encode([t.prompt for t in texts if t.rendered], special=False)
     completions = encode([t.completion for t in texts], special=False)
     return [
-        (next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
+        Row(next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
         for t in texts
     ]
 
@@ -277,7 +277,7 @@ def _tokenize(
 def _problem_with(
     text: _Text, row: Row, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
 ) -> str | None:
-    prompt, completion = row
+    prompt, completion, _ = row
     unknown = tokenizer.unk_token_id
     if tokenizer.unk_token == UNKNOWN and (unknown in prompt or unknown in completion):
         known = tokenizer.get_vocab()
@@ -313,7 +313,7 @@ def _run_stage(
     with nullcontext() if kind is None else packed_attention(model, kind):
         for step in range(stage.steps):
             batch = sorted((rows[next(order)] for _ in range(stage.batch_size)), key=row_length)
-            num_targets = sum(len(completion) for _, completion in batch)
+            num_targets = sum(row.num_targets for row in batch)
             loss = 0.0
             for micro_batch in _micro_batches(batch, tokenizer, model.device, kind is not None):
                 log_probs, _ = policy(micro_batch, 1.0)

@@ -19,11 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollpacker.bus import Bus, Recorded, Routes
+from rollpacker.bus import Bus, Recorded, Routes, Unsaid
 from rollpacker.controller.carried import CarriedTokens, Waiting, read_carried, write_carried
 from rollpacker.controller.clock import RealClock
 from rollpacker.controller.errors import DeadlineExceeded
 from rollpacker.core.commands import (
+    OF_TURNS,
     Abort,
     CancelScore,
     Commit,
@@ -115,7 +116,7 @@ class Rollouts:
         self._reported_s = self.seconds()
         at_once(engine.update_weights(job.version))
         self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
-        self.bus.connect(self, self._carried, Recorded(Drop, CancelScore))
+        self.bus.connect(self, self._carried, Recorded(Drop, CancelScore), Unsaid(*OF_TURNS))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         session = Session(
             started_at=started_at, time_s=0.0, step=job.step, job=job.config.to_plain()

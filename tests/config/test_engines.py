@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.config.schema import DeadlineConfig, RolloutConfig
+from rollpacker.config.running import DeadlineConfig
+from rollpacker.config.schema import RolloutConfig
 from rollpacker.core.fleet import FleetConfig
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.exactly_once import check
-from rollpacker.config.schema import EvalConfig, RunConfig
+from rollpacker.config.running import EvalConfig
+from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.controller.errors import DeadlineExceeded, RunError
 from rollpacker.controller.replay import equal_commands, replay

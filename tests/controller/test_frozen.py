@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.config.schema import EvalConfig, RunConfig
+from rollpacker.config.running import EvalConfig
+from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint
 from rollpacker.core.commands import Command, TrainOn
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig

@@ -271,7 +271,7 @@ def response_to(request: GenerationRequest, reason: Any = "stop") -> Response:
         log_probs=(-0.1, -1e-17, -123.456),
         finish_reason=reason,
         version=3,
-        turns=((1, 2),),
+        redraws=((1, 2),),
     )
 
 

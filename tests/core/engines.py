@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace, Resize
+from rollpacker.core.commands import (
+    NOWHERE,
+    Abort,
+    Continue,
+    Launch,
+    Move,
+    Place,
+    Release,
+    Replace,
+    Resize,
+)
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -59,6 +69,8 @@ class Request:
     noise: SampleId
     carried: int
     length: int
+    """Of the message at hand."""
+    is_cut_off: bool = False
 
 
 @dataclass
@@ -109,6 +121,10 @@ class Engines:
         self.where: dict[SampleId, Life | None] = {}
         """Of those that have not ended; None: no engine was there."""
         self.moving: dict[SampleId, SampleMoved] = {}
+        self.last: dict[SampleId, Life] = {}
+        """Of those that have ended: in which engine."""
+        self.stopping: set[SampleId] = set()
+        """That were told to stop."""
         self.num_losses = 0
         self.num_recent = 0
         """Since the last commit."""
@@ -125,6 +141,7 @@ class Engines:
         return {
             Launch: self.launch,
             Abort: self.abort,
+            Continue: self.continue_,
             Place: self.place,
             Move: self.move,
             Replace: self.replace,
@@ -153,12 +170,36 @@ class Engines:
             noise = before.noise if before else world.config.tail_batching.noise_of(origin)
             assert tokens in (0, world.left.get(noise)), "carried is what was left"
             length = max(tokens, world.length(noise, world.rng("length", noise)))
-            self.requests[sample] = Request(noise, tokens, length)
+            self.requests[sample] = Request(noise, tokens, length, self.cuts_off(sample, 1))
+            world.environments.goes_on(sample)
             self.where[sample] = None
             if number != NOWHERE:
                 self.start(sample, number, tokens)
         if command.round == world.stop_at_round:
             world.push(0.0, StopRequested(time_s=0.0))
+
+    def continue_(self, command: Continue) -> None:
+        world = self.world
+        engines = command.engines or (0,) * len(command.samples)
+        for sample, number in zip(command.samples, engines, strict=True):
+            assert sample not in self.where and sample not in self.stopping
+            world.environments.goes_on(sample)
+            turn = world.environments.played[sample].messages + 1
+            noise = self.requests[sample].noise
+            length = world.length(noise, world.rng("length", noise, turn))
+            self.requests[sample] = Request(noise, 0, length, self.cuts_off(sample, turn))
+            before, self.where[sample] = self.last.get(sample), None
+            if number != NOWHERE:
+                takes = before is not None and before.ready and before.engine not in self.released
+                assert not takes or number == before.engine, "another has what came before"
+                self.start(sample, number, 0)
+
+    def cuts_off(self, sample: SampleId, turn: int) -> bool:
+        """Whether this message runs into the limit of a turn."""
+        if self.world.config.acting is None:
+            return False
+        rate = self.world.dialogues.cut_off_rate
+        return self.world.rng("cut off", sample, turn).random() < rate
 
     def start(self, sample: SampleId, number: int, tokens: int) -> None:
         life = self.current(number)
@@ -172,7 +213,7 @@ class Engines:
             time_s=0.0,
             sample=sample,
             num_tokens=request.length,
-            finish_reason="stop",
+            finish_reason="length" if request.is_cut_off else "stop",
             version=life.version,
             preemptions=self.world.preemptions(sample),
             num_kept=request.carried or None,
@@ -184,6 +225,7 @@ class Engines:
 
     def abort(self, command: Abort) -> None:
         assert command.samples
+        self.stopping.update(command.samples)
         for sample in command.samples:
             life = self.where[sample]
             moving = self.moving.pop(sample, None)
@@ -337,6 +379,7 @@ class Engines:
                 del life.runs[event.sample]
                 return None
             del self.where[event.sample]
+            self.last[event.sample] = life
         del life.runs[event.sample]
         return event
 

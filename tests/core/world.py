@@ -2,7 +2,8 @@
 
 It is the bus of every run with small ports of its own, which obey to the letter, and with an
 `Unkind` around them that makes of their answers what it is told to: engine failures, missing or
-slow verdicts, responses that finish in the same instant in which they are aborted.
+slow verdicts, lost environments, responses that finish in the same instant in which they are
+aborted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.events import (
+    Acted,
     Committed,
     Event,
     PromptsFetched,
@@ -43,6 +45,7 @@ from rollpacker.core.records import Entry, Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
 from tests.core.engines import Engines, Faults
+from tests.core.environments import Dialogues, Environments
 from tests.core.pools import EVALUATION_S, Broker, Driver, check_now
 from tests.core.trainer import Trainer, TrainerFaults
 
@@ -62,6 +65,7 @@ class World:
     unkind: UnkindConfig = field(default_factory=UnkindConfig)
     faults: Faults | None = None
     trainer_faults: TrainerFaults = field(default_factory=TrainerFaults)
+    dialogues: Dialogues = field(default_factory=Dialogues)
     preemption_rate: float = 0.0
     sources: tuple[str, ...] = ("train",)
     """Prompts take turns among them."""
@@ -131,7 +135,8 @@ class World:
     def begin(self, event: Event) -> None:
         """Join the parts; the run begins with this event, or with an evaluation before it."""
         self.engines = Engines(self, self.faults)
-        self.misfortune = Unkind(self.unkind, self, self.engines, seed=self.seed)
+        self.environments = Environments(self, self.dialogues)
+        self.misfortune = Unkind(self.unkind, self, self.engines, self.environments, seed=self.seed)
         self.trainer = Trainer(self, self.trainer_faults)
         self.driver = None if self.broker is None else Driver(self, self.broker)
         pools = self.driver or OwnPools(lambda event: self.push(0.0, event))
@@ -160,6 +165,7 @@ class World:
         if event is not None:
             event = self.misfortune.answer(event)
             self.engines.leave(event)
+            self.environments.heard(event)
             self.bus.take(event)
             if self.driver is not None:
                 self.driver.heard(event)
@@ -175,6 +181,8 @@ class World:
             if event.sample not in self.checking:
                 return None
             self.checking.remove(event.sample)
+        if isinstance(event, Acted) and not self.environments.meets(event):
+            return None
         if not self.trainer.meets(event):
             return None
         if self.driver is not None and not self.driver.meets(event):
@@ -309,7 +317,7 @@ class World:
 
 
 _SETTINGS = ("config", "broker", "num_rows", "epochs", "seed", "length", "unkind", "faults",
-             "sources", "trainer_faults", "preemption_rate")  # fmt: skip
+             "sources", "trainer_faults", "preemption_rate", "dialogues")  # fmt: skip
 
 
 def copy_of(world: World, **changed: object) -> World:

@@ -17,7 +17,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout import extend
 from rollpacker.rollout.collect import collect
 from rollpacker.rollout.engine import Carried, EngineOutput, GenerationRequest, Response
-from rollpacker.rollout.extend import MAX_TURNS
+from rollpacker.rollout.extend import MAX_REDRAWS
 from rollpacker.rollout.torch_engine import TorchEngine
 from tests.rollout.tiny import (
     END,
@@ -268,7 +268,7 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
             del asked[sample]
             num_redraws += event.num_redraws
             if complement and event.finish_reason == "stop":
-                assert event.num_tokens > floors[sample] or event.num_redraws == MAX_TURNS
+                assert event.num_tokens > floors[sample] or event.num_redraws == MAX_REDRAWS
             if event.num_redraws == 0:
                 num_equal += event.num_kept is not None
                 assert response.tokens == scratch[sample].tokens
@@ -281,7 +281,7 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
     assert (num_redraws > 0) == complement
 
 
-def test_an_end_that_always_comes_is_taken_once_the_turns_are_used_up() -> None:
+def test_an_end_that_always_comes_is_taken_once_the_redraws_are_used_up() -> None:
     model = tiny_model(tie_word_embeddings=False)
     asked = [request(row, seed=1, max_response_tokens=40) for row in range(6)]
     old = generate(model, asked)
@@ -298,7 +298,7 @@ def test_an_end_that_always_comes_is_taken_once_the_turns_are_used_up() -> None:
             if size
         ]
         for output in serve(model, requests):
-            assert output.event.num_redraws == MAX_TURNS
+            assert output.event.num_redraws == MAX_REDRAWS
             assert output.event.num_kept == 0
             assert output.response.tokens == (END,)
 
@@ -440,12 +440,12 @@ def test_what_had_ended_does_not_outgrow_the_siblings_that_were_cut_off() -> Non
         start = one.event.num_kept + 1
         assert other.response.tokens[:start] == one.response.tokens[:start]
         num_redrawn += other.event.num_redraws > 0
-        used_up = other.event.num_redraws == MAX_TURNS
+        used_up = other.event.num_redraws == MAX_REDRAWS
         assert used_up or len(other.response.tokens) <= ceiling
     assert num_redrawn > 5
 
 
-def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
+def test_tokens_of_later_redraws_are_verified_with_their_own_noise() -> None:
     model = tiny_model()
     asked = [one for row in range(9) for one in group(row, 6, max_response_tokens=40)]
     old = generate(model, asked)
@@ -455,20 +455,20 @@ def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
         for one, response in zip(asked, old, strict=True)
         if len(response.tokens) > 1
     ]
-    redrawn = [o for o in serve(model, requests) if 0 < o.event.num_redraws < MAX_TURNS]
+    redrawn = [o for o in serve(model, requests) if 0 < o.event.num_redraws < MAX_REDRAWS]
     assert len(redrawn) > 5
     by_sample = {one.sample: one for one in requests}
     again = []
     for output in redrawn:
         response = output.response
-        assert response is not None and response.turns
+        assert response is not None and response.redraws
         again.append(
             carrying(
                 by_sample[response.sample],
                 response,
                 len(response.tokens),
                 floor=len(response.tokens) - 1,
-                turns=response.turns,
+                redraws=response.redraws,
             )
         )
     for output, asked_again, before in zip(serve(model, again), again, redrawn, strict=True):
@@ -476,4 +476,4 @@ def test_tokens_of_later_turns_are_verified_with_their_own_noise() -> None:
         assert output.event.num_kept == len(asked_again.carried.tokens)
         assert output.event.num_redraws == 0
         assert output.response.tokens == before.response.tokens
-        assert output.response.turns == before.response.turns
+        assert output.response.redraws == before.response.redraws

@@ -64,7 +64,7 @@ def engine(kind: Implementation, folder: Path) -> Iterator[Engine]:
 
 def asked(row: int, index: int = 0, *, prompt: Sequence[int] | None = None, **more: object):
     """One sample of prompt number `row`, whose tokens follow from the number unless given."""
-    about = ("forced_length", "noise", "carried")
+    about = ("forced_length", "noise", "turn", "carried")
     options = {name: more.pop(name) for name in about if name in more}
     if prompt is None:
         prompt = [3 + (row * 5 + place * place) % 40 for place in range(1 + row % 9)]
@@ -160,6 +160,18 @@ def test_draws_are_the_embedded_engines_bit_for_bit(
     wanted = responses(reference, requests)
     asyncio.run(reference.close())
     assert [replace(one, version=0) for one in responses(engine, requests)] == wanted
+
+
+def test_a_further_turn_goes_on_from_all_before_it_with_noise_of_its_own(engine: Engine) -> None:
+    """The sample may come again, under its own id, once its turn has ended."""
+    first = responses(engine, [asked(row, temperature=1.0) for row in range(4)])
+    prompts = [(*one.prompt_tokens, *one.tokens, 7, 8, 9) for one in first]
+    further = [asked(row, prompt=prompts[row], turn=2, temperature=1.0) for row in range(4)]
+    second = responses(engine, further)
+    assert [one.prompt_tokens for one in second] == prompts
+    assert [one.tokens for one in responses(engine, further)] == [one.tokens for one in second]
+    other = responses(engine, [replace(one, turn=3) for one in further])
+    assert all(a.tokens != b.tokens for a, b in zip(second, other, strict=True))
 
 
 def test_stop_strings_limits_and_forced_lengths_end_a_response(engine: Engine) -> None:

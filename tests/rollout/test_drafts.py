@@ -232,7 +232,7 @@ class Rows:
     def __init__(self, *rows: tuple[int, int, str], limit: int = 100, prompt: str = "") -> None:
         params = SamplingParams(max_response_tokens=limit)
         self.texts = [text for _, _, text in rows]
-        self.turns = [0] * len(rows)
+        self.redraws = [0] * len(rows)
         self.limit = limit
         self.pending = [
             Pending(
@@ -254,7 +254,7 @@ class Rows:
         columns = {
             "count": [len(text) for text in self.texts],
             "limit": [self.limit] * len(self.texts),
-            "turn": self.turns,
+            "redraw": self.redraws,
         }
         return np.array(columns[name])
 
@@ -315,7 +315,7 @@ def test_an_ended_sibling_stays_up_to_its_end() -> None:
     drafter = _drafter()
     rows = Rows((0, 0, "the quick brown fox"), (0, 1, "brown dog"), (0, 2, "The quick bro"))
     drafter.keep(rows, [0, 1])  # type: ignore[arg-type]
-    del rows.pending[:2], rows.texts[:2], rows.turns[:2]
+    del rows.pending[:2], rows.texts[:2], rows.redraws[:2]
     assert _proposed(drafter, rows) == ["wn fox"]
     drafter.forget()
     assert _proposed(drafter, rows) is None
@@ -331,7 +331,7 @@ def test_tokens_taken_back_are_forgotten() -> None:
     drafter = _drafter()
     rows = Rows((0, 0, "uvwxyz123456uvwxyz"))
     assert _proposed(drafter, rows) == ["123456u"]
-    rows.texts[0], rows.turns[0] = "abcdefgh7777abcdefgh", 1
+    rows.texts[0], rows.redraws[0] = "abcdefgh7777abcdefgh", 1
     assert _proposed(drafter, rows) == ["7777abc"]
 
 

@@ -399,7 +399,7 @@ def test_all_that_is_said_comes_back_equal():
         log_probs=(-0.1, -1e-300, -math.inf),  # not all of them are numbers of 32 bits
         floor=3,
         ceiling=9,
-        turns=((4, 1), (6, 2)),
+        redraws=((4, 1), (6, 2)),
     )
     plain = request(5)
     exchange = Exchange(
@@ -407,7 +407,7 @@ def test_all_that_is_said_comes_back_equal():
         acknowledged=3,
         requests=(
             plain,
-            replace(plain, sample=sample, carried=carried, noise=request(1).sample),
+            replace(plain, sample=sample, carried=carried, noise=request(1).sample, turn=3),
             request(6, prompt=[1 << 40, -1], forced_length=2, stop=("x", "\n"), temperature=0.3),
         ),
         aborts=(sample,),
@@ -438,7 +438,7 @@ def test_all_that_is_said_comes_back_equal():
             log_probs=log_probs,
             finish_reason="aborted",
             version=3,
-            turns=((2, 1),),
+            redraws=((2, 1),),
         )
         event = SampleAborted(time_s=0.0, sample=sample, num_tokens=len(log_probs), num_kept=1)
         said = codec().decode(codec().encode(packed(EngineOutput(event, response))))

@@ -222,10 +222,13 @@ def test_noise_is_exponential_and_uncorrelated() -> None:
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.012
 
 
-def test_the_noise_of_another_turn_is_another() -> None:
+def test_the_noise_of_another_redraw_or_turn_is_another() -> None:
     sample = SampleId(PromptId("train", 0, 3), 1, 0)
     assert sample_key(7, sample, 0) == sample_key(7, sample) == PINNED_KEY
-    assert len({sample_key(7, sample, turn) for turn in range(17)}) == 17
+    assert len({sample_key(7, sample, redraw) for redraw in range(17)}) == 17
+    assert sample_key(7, sample, 0, turn=1) == PINNED_KEY
+    keys = {sample_key(7, sample, redraw, turn) for redraw in range(4) for turn in range(1, 9)}
+    assert len(keys) == 32
 
 
 def test_samples_seeds_and_attempts_have_keys_of_their_own() -> None:

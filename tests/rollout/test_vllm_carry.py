@@ -18,7 +18,7 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.rollout import vllm_verify
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Response
-from rollpacker.rollout.extend import MAX_TURNS
+from rollpacker.rollout.extend import MAX_REDRAWS
 from rollpacker.rollout.vllm_draws import Settings
 from rollpacker.rollout.vllm_engine import VllmEngine
 from tests.rollout.test_carry import SAMPLINGS, Letters
@@ -151,7 +151,7 @@ def test_ends_before_the_floor_and_beyond_the_ceiling_are_not_taken(engine: Vllm
     outputs = check_alike(engine, model, cut_off, ties=2)
     assert sum(output.event.num_redraws > 0 for output in outputs) > 5
     for output, one in zip(outputs, cut_off, strict=True):
-        used_up = output.event.num_redraws == MAX_TURNS
+        used_up = output.event.num_redraws == MAX_REDRAWS
         stopped = output.event.finish_reason == "stop"
         assert not stopped or used_up or output.event.num_tokens > one.carried.floor
     ceiling = sorted(len(one.tokens) for one in old)[len(old) // 3]
@@ -161,17 +161,21 @@ def test_ends_before_the_floor_and_beyond_the_ceiling_are_not_taken(engine: Vllm
         if len(had.tokens) <= ceiling
     ]
     assert sum(o.event.num_redraws > 0 for o in check_alike(engine, model, held, ties=2)) > 3
-    # What was drawn with noise of later turns is carried once more.
+    # What was drawn with noise of later redraws is carried once more.
     again = [
         carrying(
-            one, had := output.response, len(had.tokens), floor=len(had.tokens) - 1, turns=had.turns
+            one,
+            had := output.response,
+            len(had.tokens),
+            floor=len(had.tokens) - 1,
+            redraws=had.redraws,
         )
         for one, output in zip(cut_off, outputs, strict=True)
         if output.event.num_redraws
     ]
     for output, one in zip(check_alike(engine, model, again, ties=0), again, strict=True):
         assert output.event.num_kept == len(one.carried.tokens)
-        assert (output.event.num_redraws, output.response.turns) == (0, one.carried.turns)
+        assert (output.event.num_redraws, output.response.redraws) == (0, one.carried.redraws)
     moved(model, 0.05, seed=4)
     outputs = check_alike(engine, model, again, ties=2)
     assert len({output.event.num_redraws for output in outputs}) > 1
@@ -190,7 +194,7 @@ def test_whatever_is_carried_both_engines_make_the_same_of_it(
         options = {
             "floor": dice.choice((0, size, size + 3)),
             "ceiling": dice.choice((None, None, size + 1)),
-            "turns": dice.choice(((), ((0, 2),), ((size // 2, 1), (size // 2 + 3, 4)))),
+            "redraws": dice.choice(((), ((0, 2),), ((size // 2, 1), (size // 2 + 3, 4)))),
             "verify": dice.random() < 0.9 or len(had.tokens) == size,
         }
         requests.append(carrying(one, had, size, **options))
@@ -211,7 +215,7 @@ def test_an_end_that_always_comes_is_taken_once_the_turns_are_used_up(
     ]
     ended = [output.event for output in check_alike(engine, model, requests)]
     assert any(one.finish_reason == "stop" for one in ended)
-    assert all((one.num_redraws == MAX_TURNS) == (one.finish_reason == "stop") for one in ended)
+    assert all((one.num_redraws == MAX_REDRAWS) == (one.finish_reason == "stop") for one in ended)
 
 
 def test_where_a_pass_gives_no_numbers_the_token_is_drawn_as_in_plain_generation(
@@ -289,8 +293,8 @@ def test_several_aborts_under_weights_that_move(
                 carried = asked.pop(sample).carried
                 num_redraws += event.num_redraws
                 if complement and event.finish_reason == "stop":
-                    assert event.num_tokens > floors[sample] or event.num_redraws == MAX_TURNS
-                if not event.num_redraws and (carried is None or not carried.turns):
+                    assert event.num_tokens > floors[sample] or event.num_redraws == MAX_REDRAWS
+                if not event.num_redraws and (carried is None or not carried.redraws):
                     num_carried += event.num_kept is not None
                     num_other += response.tokens != wanted[sample]
                 continue
@@ -298,14 +302,14 @@ def test_several_aborts_under_weights_that_move(
             if response is None:
                 continue
             before = asked[sample].carried
-            turns = response.turns
+            redraws = response.redraws
             if before is not None and event.num_kept is None:
                 num_unseen += 1
                 assert response.tokens == before.tokens
-                turns = before.turns
+                redraws = before.redraws
             floor = floors[sample] if complement else 0
             asked[sample] = carrying(
-                asked[sample], response, event.num_tokens, floor=floor, turns=turns
+                asked[sample], response, event.num_tokens, floor=floor, redraws=redraws
             )
         moved(model, AMOUNT, seed=version)
     assert not asked and num_other <= 2

@@ -137,7 +137,7 @@ def check_alike(
             continue
         own = {"preemptions": one.event.preemptions, "version": one.event.version}
         assert one.event == replace(other.event, **own)
-        assert (mine.finish_reason, mine.turns) == (theirs.finish_reason, theirs.turns)
+        assert (mine.finish_reason, mine.redraws) == (theirs.finish_reason, theirs.redraws)
         assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-3)
     assert num_other <= ties
     check_empty(engine)

@@ -15,7 +15,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.length_laws import PoolLengths, lengths_of
-from rollpacker.sim.responses import MAX_TURNS, Responses
+from rollpacker.sim.responses import MAX_REDRAWS, Responses
 from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.unkind import UnkindConfig
@@ -199,20 +199,20 @@ def test_a_response_does_not_end_before_the_place_where_it_was_cut_off() -> None
         deferred(known, *cut)
         known.add(launch(1, 1, *cut))
         for key, floor in enumerate(cut):
-            turns = [known.lengths[key]]
-            while known.next_turn(key):
-                turns.append(known.lengths[key])
-            assert all(length <= floor for length in turns[:-1])
-            assert turns[-1] > floor or len(turns) == MAX_TURNS + 1
-            assert known.redraws.get(key, 0) == len(turns) - 1
+            redraws = [known.lengths[key]]
+            while known.next_redraw(key):
+                redraws.append(known.lengths[key])
+            assert all(length <= floor for length in redraws[:-1])
+            assert redraws[-1] > floor or len(redraws) == MAX_REDRAWS + 1
+            assert known.redraws.get(key, 0) == len(redraws) - 1
         # Cut off again, earlier: the place further on is remembered.
         again = [min(10, length - 1) for length in known.lengths]
         deferred(known, *again)
         known.add(launch(2, 2, *again))
-        while any(known.next_turn(key) for key in range(4)):
+        while any(known.next_redraw(key) for key in range(4)):
             pass
         assert all(
-            known.lengths[key] > cut[key] or known.redraws[key] == MAX_TURNS for key in range(4)
+            known.lengths[key] > cut[key] or known.redraws[key] == MAX_REDRAWS for key in range(4)
         )
 
 
@@ -227,7 +227,7 @@ def test_a_complete_one_has_no_floor_and_weighted_ones_stay() -> None:
     known._keep(Defer(prompts=(known.samples[0].prompt,)))
     known.clear()
     known.add(launch(1, 1, *lengths))
-    assert known.kept == dict.fromkeys(range(4), 0) and not known.next_turn(0)
+    assert known.kept == dict.fromkeys(range(4), 0) and not known.next_redraw(0)
     assert known.lengths != lengths
     known = responses(1.0, carry="weighted")
     known.add(launch(0, 0))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollpacker.trainer.batches import MicroBatch
+from rollpacker.trainer.batches import MicroBatch, Row
 
 CPU = torch.device("cpu")
 VOCABULARY = 23
@@ -43,13 +43,13 @@ def new_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedMode
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
-def new_rows(seed: int = 0) -> list[tuple[list[int], list[int]]]:
+def new_rows(seed: int = 0) -> list[Row]:
     """Not sorted; the shortest goes through the model as one token."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
     for length in (31, 2, 3, 9, 30, 3, 5, 70):
         tokens = torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()
-        rows.append((tokens[: 1 + length // 4], tokens[1 + length // 4 :]))
+        rows.append(Row(tokens[: 1 + length // 4], tokens[1 + length // 4 :]))
     return rows
 
 
@@ -80,7 +80,7 @@ AttentionInterface.register("textbook", textbook_attention)
 def alone(model: nn.Module, rows) -> torch.Tensor:
     """Every row by itself."""
     results = []
-    for context, targets in rows:
+    for context, targets, _ in rows:
         ids = torch.tensor([[*context, *targets]])
         table = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         results.append(table.gather(-1, ids[0, 1:, None])[len(context) - 1 :, 0])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpacker.trainer.batches import Batcher, collate, plan_micro_batches, row_length
+from rollpacker.trainer.batches import Batcher, Row, collate, plan_micro_batches, row_length
 from rollpacker.trainer.packing import pack
 from tests.trainer.families import (
     CPU,
@@ -61,7 +61,7 @@ def test_micro_batches_cost_the_least(lengths, budget):
 
 
 def test_collate_places_rows_and_targets():
-    batch = collate([((7, 8), (9,)), ((5,), (6, 4, 3))], 0, CPU)
+    batch = collate([Row((7, 8), (9,)), Row((5,), (6, 4, 3))], 0, CPU)
     assert batch.input_ids.tolist() == [[7, 8, 0], [5, 6, 4]]
     assert batch.positions.tolist() == [1, 3, 4, 5]
     assert batch.targets.tolist() == [9, 6, 4, 3]
@@ -70,7 +70,7 @@ def test_collate_places_rows_and_targets():
 
 
 def test_pack_places_rows_and_targets():
-    batch = pack([((7, 8), (9,)), ((5,), (6, 4, 3))], CPU)
+    batch = pack([Row((7, 8), (9,)), Row((5,), (6, 4, 3))], CPU)
     assert batch.input_ids.tolist() == [[7, 8, 5, 6, 4]]
     assert batch.positions.tolist() == [1, 2, 3, 4]
     assert batch.targets.tolist() == [9, 6, 4, 3]
@@ -79,10 +79,10 @@ def test_pack_places_rows_and_targets():
 
 
 @pytest.mark.parametrize("make", [lambda rows: collate(rows, 0, CPU), lambda rows: pack(rows, CPU)])
-@pytest.mark.parametrize("row", [((), (3,)), ((3,), ())])
+@pytest.mark.parametrize("row", [Row((), (3,)), Row((3,), ()), Row((3,), (4,), ((0, 1),))])
 def test_rows_need_a_context_and_a_target(make, row):
     with pytest.raises(AssertionError, match="a row needs a context and a target"):
-        make([((3, 4), (5, 6)), row])
+        make([Row((3, 4), (5, 6)), row])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,12 +120,12 @@ def test_any_layout_gives_the_same_step(layout):
     expected = alone(model, rows)
     expected_gradients = gradients_of(model, expected, weights=torch.ones(len(expected)))
     batcher = new_batcher(layout, model=model)
-    ends = torch.tensor([len(targets) for _, targets in rows]).cumsum(0).tolist()
+    ends = torch.tensor([row.num_targets for row in rows]).cumsum(0).tolist()
     model.zero_grad()
     with batcher.attention():
         for places in batcher.plan([row_length(row) for row in rows]):
             batch = batcher.batch([rows[i] for i in places])
-            assert batch.num_targets == tuple(len(rows[i][1]) for i in places)
+            assert batch.num_targets == tuple(rows[i].num_targets for i in places)
             log_probs = log_probs_of(model, batch)
             log_probs.sum().backward()
             for i, part in zip(places, log_probs.split(list(batch.num_targets)), strict=True):

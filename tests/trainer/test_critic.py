@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
-from rollpacker.trainer.batches import collate
+from rollpacker.trainer.batches import Row, collate
 from rollpacker.trainer.critic import (
     Critic,
     from_policy_model,
@@ -24,7 +24,7 @@ from rollpacker.trainer.critic import (
 from rollpacker.trainer.model import ModelError, character_tokenizer, new_model
 from rollpacker.trainer.trainer import ModelConfig, TrainerError
 
-ROWS = [([3, 4], [5, 6, 7]), ([5], [4]), ([6, 5, 4, 3], [3, 7])]
+ROWS = [Row([3, 4], [5, 6, 7]), Row([5], [4]), Row([6, 5, 4, 3], [3, 7])]
 TOKENIZER = character_tokenizer("abcdefg")
 
 
@@ -55,7 +55,7 @@ def batch():
 def one_state_at_a_time(model: PreTrainedModel, critic: Critic) -> list[float]:
     """Values by the whole language model's last hidden state, without padding."""
     values = []
-    for context, targets in ROWS:
+    for context, targets, _ in ROWS:
         for end in range(len(targets)):
             ids = torch.tensor([[*context, *targets[:end]]])
             hidden = model(ids, output_hidden_states=True).hidden_states[-1][0, -1]

@@ -20,7 +20,7 @@ from rollpacker.trainer import logprobs
 from rollpacker.trainer.activation_checkpointing import enable_checkpointing, layers_in_training
 from rollpacker.trainer.estimate import CARRIED_TOKEN_BYTES, estimate
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
-from rollpacker.trainer.micro_batch import collate
+from rollpacker.trainer.micro_batch import Row, collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.model_shape import read_shape
 from rollpacker.trainer.optimizer import build_optimizer
@@ -114,7 +114,7 @@ def test_activations_are_within_a_tenth_of_the_measured(folder, dtype, checkpoin
     """Of one full micro-batch, all of it response; its logits are one block, which is kept."""
     model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
     layers = enable_checkpointing(model) if checkpointed else []
-    measured = kept_for_backward(model, [((3,), tuple([4] * 128))] * 4, layers)
+    measured = kept_for_backward(model, [Row((3,), tuple([4] * 128))] * 4, layers)
     result = estimate(
         run_config(folder, dtype=dtype, gradient_checkpointing=checkpointed), has_cuda=False
     )
@@ -127,7 +127,7 @@ def test_activations_under_adapters_are_within_a_tenth_of_the_measured(folder, d
     pytest.importorskip("peft")
     model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
     add_adapter(model, LoraConfig(rank=2))
-    measured = kept_for_backward(model, [((3,), tuple([4] * 128))] * 4)
+    measured = kept_for_backward(model, [Row((3,), tuple([4] * 128))] * 4)
     result = estimate(run_config(folder, dtype=dtype, lora=LoraConfig(rank=2)), has_cuda=False)
     logits = 512 * model.config.vocab_size * 4
     assert part(result, "activations") + logits == pytest.approx(measured, rel=0.1)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollpacker.trainer.batches import collate
+from rollpacker.trainer.batches import Row, collate
 from rollpacker.trainer.frozen import frozen_copy, load_teacher
 from rollpacker.trainer.model import ModelError, character_tokenizer, new_model
 
 ALPHABET = "abcdefg"
-ROWS = [([3, 4], [5, 6, 7]), ([5], [4])]
+ROWS = [Row([3, 4], [5, 6, 7]), Row([5], [4])]
 
 
 def language_model(alphabet: str = ALPHABET, seed: int = 0, **settings: object) -> PreTrainedModel:
@@ -38,7 +38,7 @@ def write(folder: Path, alphabet: str = ALPHABET, **settings: object) -> PreTrai
 
 def plain_log_probs(model: PreTrainedModel, temperature: float) -> torch.Tensor:
     values = []
-    for context, targets in ROWS:
+    for context, targets, _ in ROWS:
         logits = model(torch.tensor([[*context, *targets]])).logits[0] / temperature
         table = logits.log_softmax(-1)
         values += [table[len(context) - 1 + i, target] for i, target in enumerate(targets)]

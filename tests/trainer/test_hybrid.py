@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from benchmarks.resume import ALPHABET, write_config
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.batches import Batcher, row_length
 from rollpacker.trainer.checkpoint import save_model
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
@@ -79,7 +79,7 @@ def test_a_mask_of_the_padding_changes_nothing() -> None:
     right comes after all that is looked at, so that none is needed."""
     model, rows = in_double(hybrid_model()), new_rows()
     batch = batcher_of(model).batch(rows)
-    lengths = torch.tensor([len(context) + len(targets) - 1 for context, targets in rows])
+    lengths = torch.tensor([row_length(row) for row in rows])
     mask = (torch.arange(batch.input_ids.shape[1]) < lengths[:, None]).long()
     assert not mask.all()
     with torch.no_grad():
@@ -203,7 +203,9 @@ def gradients_of_shares(shards: Shards | None) -> dict[str, Tensor]:
         model.train()
     policy = Policy(model)
     rows = new_rows()
-    batches = [batcher.batch([rows[i] for i in run]) for run in batcher.plan([*map(len_of, rows)])]
+    batches = [
+        batcher.batch([rows[i] for i in run]) for run in batcher.plan([*map(row_length, rows)])
+    ]
     if shards is None:
         for batch in batches:
             policy(batch, 1.0)[0].sum().backward()
@@ -217,10 +219,6 @@ def gradients_of_shares(shards: Shards | None) -> dict[str, Tensor]:
     sums.finish(lambda: (policy(batcher.filler(), 1.0)[0].sum() * 0.0).backward())
     named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     return dict(full_tensors(named, shards))
-
-
-def len_of(row: tuple[list[int], list[int]]) -> int:
-    return len(row[0]) + len(row[1]) - 1
 
 
 def test_two_processes_compute_the_gradient_of_one(ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from rollpacker.core.packs import plan_packs
 from rollpacker.rollout.attention import ATTENTION_NAME, install_attention
 from rollpacker.trainer import packing, varlen
-from rollpacker.trainer.batches import Batcher, collate
+from rollpacker.trainer.batches import Batcher, Row, collate
 from rollpacker.trainer.packing import best_kind, pack, packed_attention, why_not
 from rollpacker.trainer.varlen import PackedRows
 from tests.trainer.families import (
@@ -95,8 +95,9 @@ def test_a_pack_equals_its_rows_by_themselves(on_cpu, family, kind):
 def test_no_token_sees_another_row(on_cpu, kind):
     """Not by a bit: other rows' tokens are changed, and their gradient is exactly nothing."""
     model, rows = new_model("qwen2_windows"), new_rows()
-    changed = [r if i in (0, 3) else ([5] * len(r[0]), r[1]) for i, r in enumerate(rows)]
-    ends = torch.tensor([len(targets) for _, targets in rows]).cumsum(0).tolist()
+    changed = [Row([5] * len(row.context), row.response) for row in rows]
+    changed[0], changed[3] = rows[0], rows[3]
+    ends = torch.tensor([row.num_targets for row in rows]).cumsum(0).tolist()
     with packed_attention(model, kind), torch.no_grad():
         before, after = (log_probs_of(model, pack(some, CPU)) for some in (rows, changed))
     assert torch.equal(before[: ends[0]], after[: ends[0]])

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.rollout.attention import install_attention
-from rollpacker.trainer.micro_batch import MicroBatch, collate
+from rollpacker.trainer.micro_batch import MicroBatch, Row, collate
 from rollpacker.trainer.policy import Policy
 from tests.trainer.test_logprobs import LargestTensor
 
 TEMPERATURE = 0.7
-ROWS = [((3, 4), (5, 6, 7)), ((3,), (4, 4, 9, 9, 2)), ((8, 9, 1, 2, 3), (5,))]
+ROWS = [Row((3, 4), (5, 6, 7)), Row((3,), (4, 4, 9, 9, 2)), Row((8, 9, 1, 2, 3), (5,))]
 SMALL = {
     "vocab_size": 37,
     "hidden_size": 16,
@@ -58,7 +58,7 @@ def batch_of(rows=ROWS) -> MicroBatch:
 def plain(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Each row by itself, with full logits."""
     log_probs, entropies = [], []
-    for context, targets in ROWS:
+    for context, targets, _ in ROWS:
         ids = torch.tensor([[*context, *targets]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1]
         table = torch.log_softmax(logits / TEMPERATURE, -1)
@@ -168,7 +168,7 @@ def test_no_tensor_has_the_size_of_full_logits():
     """Only the output layer's share of a larger batch; the rest of the model is smaller."""
     model = make("qwen2 tied")
     policy = Policy(model, block_elements=600)
-    batch = batch_of([(tuple(range(1, 4)), (5,) * 60)] * 2)
+    batch = batch_of([Row(tuple(range(1, 4)), (5,) * 60)] * 2)
     with LargestTensor() as largest:
         log_probs, entropy = policy(batch, TEMPERATURE)
         (log_probs.sum() + entropy.sum()).backward()

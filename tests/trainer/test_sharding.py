@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.trainer.batches import collate
+from rollpacker.trainer.batches import Row, collate
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import (
@@ -209,7 +209,7 @@ def test_a_step_can_be_dropped(ranks, gradient_sync):
     assert relative_difference(got, plain_gradients((2,))) < 1e-12
 
 
-ROWS = [((3, 4), (5, 6, 7)), ((8,), (9, 10)), ((2, 3, 4, 5), (6,))]
+ROWS = [Row((3, 4), (5, 6, 7)), Row((8,), (9, 10)), Row((2, 3, 4, 5), (6,))]
 
 
 def policy_and_critic(shards: Shards | None) -> dict[str, Tensor]:

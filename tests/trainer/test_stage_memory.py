@@ -18,7 +18,7 @@ from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer.estimate import Estimate, estimate
 from rollpacker.trainer.lora import add_adapter
-from rollpacker.trainer.micro_batch import collate
+from rollpacker.trainer.micro_batch import Row, collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.pipeline.deferred import DeferredWeights
 from rollpacker.trainer.pipeline.stage import Stage
@@ -146,7 +146,7 @@ def test_what_waits_for_w_is_what_the_estimate_says(folder: Path) -> None:
     model = load_model(ModelConfig(path=str(folder), device="cpu")).model
     policy, deferred = Policy(model), DeferredWeights()
     deferred.attach(policy)
-    rows = [((3,), tuple([4] * ROW))] * 2
+    rows = [Row((3,), tuple([4] * ROW))] * 2
     log_probs, _ = policy(collate(rows, 0, torch.device("cpu")), 1.0)
     with deferred.collected() as products:
         log_probs.sum().backward()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollpacker.trainer.batches import collate
+from rollpacker.trainer.batches import Row, collate
 from rollpacker.trainer.step_sums import StepSums
 
 NORMS = {"grad_norm": 0.5, "learning_rate": 1e-3}
@@ -19,7 +19,7 @@ def micro_batch(seed: int, num_rows: int = 3) -> dict:
     """Arguments of `add_micro_batch` with made-up numbers."""
     draw = np.random.default_rng(seed)
     rows = [
-        ([5] * int(draw.integers(1, 5)), [6] * int(draw.integers(1, 9))) for _ in range(num_rows)
+        Row([5] * int(draw.integers(1, 5)), [6] * int(draw.integers(1, 9))) for _ in range(num_rows)
     ]
     batch = collate(rows, 0, torch.device("cpu"))
     num_tokens = len(batch.targets)

@@ -28,7 +28,7 @@ WARM_ROUNDS = 8
 MIN_ROUNDS = 24
 MIN_PROMPTS = 1024
 """Rounds that count bring at least so many groups, or the longest responses are left to chance."""
-MAX_TURNS = 16
+MAX_REDRAWS = 16
 GRID = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5)
 """Candidates for the factor."""
 
@@ -201,7 +201,7 @@ class _Play:
             ceilings = np.where(floors > 0, ceilings, furthest[rows])
         lengths = self._beyond(classes, kept)
         wasted = np.zeros_like(lengths)
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_REDRAWS):
             wrong = np.flatnonzero((lengths <= floors) | (lengths > ceilings))
             if not wrong.size:
                 break

@@ -1,4 +1,5 @@
-"""What the workers of one reward print, as its author sees it: the first lines, then a count.
+"""What the workers of one reward or environment print, as its author sees it: the first lines,
+then a count.
 
 The lines come from `processes/output.py`, which makes control characters visible and drops what
 exceeds its quota of bytes. They are told as warnings, which are seen without any set-up; what is
@@ -16,27 +17,29 @@ MAX_LINES = 20
 
 
 class Printed:
-    """Belongs to one reward; its workers share it."""
+    """Belongs to one reward or environment; its workers share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "reward") -> None:
+        """`kind`: what messages call it."""
+        self._kind = kind
         self._num_lines = 0
 
-    def line(self, reward: str, line: str) -> None:
+    def line(self, name: str, line: str) -> None:
         """A worker printed it."""
         self._num_lines += 1
         if self._num_lines <= MAX_LINES:
-            logger.warning("reward %s: %s", reward, line)
+            logger.warning("%s %s: %s", self._kind, name, line)
         else:
-            logger.info("reward %s: %s", reward, line)
+            logger.info("%s %s: %s", self._kind, name, line)
         if self._num_lines == MAX_LINES:
             logger.warning(
-                "reward %s: what it prints from here on is counted, not shown (--verbose shows it)",
-                reward,
+                "%s %s: what it prints from here on is counted, not shown (--verbose shows it)",
+                *(self._kind, name),
             )
 
-    def close(self, reward: str) -> None:
+    def close(self, name: str) -> None:
         """Tell how many lines were not shown. Printing again begins a new count."""
         if self._num_lines > MAX_LINES:
             num_more = self._num_lines - MAX_LINES
-            logger.warning("reward %s printed %d more lines", reward, num_more)
+            logger.warning("%s %s printed %d more lines", self._kind, name, num_more)
         self._num_lines = 0

@@ -14,7 +14,7 @@ from typing import Any
 MAX_REWARD = 1e30
 """Up to this, sums and squares stay finite in float64, and advantages in float32."""
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _MAX_LINES = 4000
 
 Value = float | dict[str, str] | None

@@ -94,6 +94,9 @@ def _column(name: str, sample: RewardInput) -> Any:
 
 
 def _chat(sample: RewardInput) -> Any:
+    """TRL's: of several turns all messages, the environment's too."""
+    if sample.episode is not None:
+        return [dict(message) for message in sample.episode.messages]
     if isinstance(sample.prompt, str):
         return sample.completion
     return [{"role": "assistant", "content": sample.completion}]

@@ -1,4 +1,4 @@
-"""The calls of a reward function, the workers of its pool, and how a call can fail."""
+"""The calls of a function, the workers of its pool, and how a call can fail."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rollpacker.rewards.functions.worker_process import WorkerProcess
 class Overran(Exception):
     """The call took longer than its limit."""
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, own: bool = True) -> None:
         super().__init__()
         self.shared = shared
         """Other calls ran in the same worker, which hung: it may have been one of them."""
+        self.own = own
+        """It was this call's limit that passed, and not only that of another one there."""
 
 
 class WorkerLost(Exception):
@@ -71,6 +73,16 @@ class PoolWorker:
     draining: bool = False
     """It takes no more calls."""
     was_stopped: bool = False
+    num_kept: int = 0
+    """What calls have begun there and others go on with: it cannot go on elsewhere."""
+    num_hung: int = 0
+    """Calls that were given up and went on all the same."""
+    gone: str = ""
+    """How it ended, once it has."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.calls or self.given_up or self.num_kept)
 
     @property
     def num_calls(self) -> int:

@@ -1,4 +1,4 @@
-"""The worker processes of one reward function, and who calls which of them.
+"""The worker processes of one function, and who calls which of them.
 
     call -> waits -> runs in a worker -> its reply
                                       -> Overran, WorkerLost: the worker is ended and replaced
@@ -41,7 +41,13 @@ MAX_FAILED_STARTS = 3
 
 
 class WorkerPool:
-    """The workers that one event loop uses: the one that runs when the pool is made."""
+    """The workers that one event loop uses: the one that runs when the pool is made.
+
+    A subclass says who gets a call (`_place`) and how many there are (`_num_to_start`).
+    """
+
+    kind = "reward"
+    """What messages call the function."""
 
     def __init__(
         self,
@@ -79,12 +85,18 @@ class WorkerPool:
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
         """Return the worker's reply. The limit begins when a worker has the call. Raises `Overran`,
         `WorkerLost` and `NoWorker`."""
-        future: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        call = PoolCall(next(self._numbers), payload, limit_s, alone, future)
+        call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
+        return await self._answer(call)
+
+    def _made(self, payload: bytes, limit_s: float, *, alone: bool = False) -> PoolCall:
+        future: asyncio.Future[dict[str, Any]] = self.loop.create_future()
+        return PoolCall(next(self._numbers), payload, limit_s, alone, future)
+
+    async def _answer(self, call: PoolCall) -> dict[str, Any]:
         try:
-            return await future
+            return await call.future
         except asyncio.CancelledError:
             self._cancel(call)
             raise
@@ -95,13 +107,17 @@ class WorkerPool:
             if call.future.done():  # cancelled
                 self._waiting.popleft()
                 continue
-            free = (w for w in self._workers if w.has_room(call, self._capacity))
-            worker = next(free, None)
+            worker = self._place(call)
             if worker is None:
                 self._plan_growth()
                 return
             self._waiting.popleft()
             self._begin(call, worker)
+
+    def _place(self, call: PoolCall) -> PoolWorker | None:
+        """Who gets the call; None: nobody has room."""
+        free = (w for w in self._workers if w.has_room(call, self._capacity))
+        return next(free, None)
 
     def _begin(self, call: PoolCall, worker: PoolWorker) -> None:
         call.worker = worker
@@ -127,7 +143,7 @@ class WorkerPool:
         self._freed(worker)
 
     def _freed(self, worker: PoolWorker) -> None:
-        if worker.num_calls == 0:
+        if worker.is_idle:
             worker.idle_since = self.loop.time()
             if worker.draining:
                 self._retire(worker)
@@ -144,21 +160,24 @@ class WorkerPool:
             self._lose_stopped(worker)
         elif self._is_async:
             worker.process.send(CANCEL, call.number)
-            call.timer = self.loop.call_later(ANSWER_WITHIN_S, self._hangs, call, worker)
+            call.timer = self.loop.call_later(self._answer_within_s(), self._hangs, call, worker)
         else:
             self._hangs(call, worker)
+
+    def _answer_within_s(self) -> float:
+        return ANSWER_WITHIN_S
 
     def _hangs(self, call: PoolCall, worker: PoolWorker) -> None:
         if call.future.done():
             return
         logger.warning(
-            "reward %s: a call in worker %s took longer than %g s; it is ended and replaced",
-            *(self._name, worker, call.limit_s),
+            "%s %s: a call in worker %s took longer than %g s; it is ended and replaced",
+            *(self.kind, self._name, worker, call.limit_s),
         )
         shared = worker.num_calls > 1
-        calls = self._retire(worker)
+        calls = self._retire(worker, f"worker {worker} hung")
         for one in calls:
-            one.settle(Overran(shared=shared))
+            one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int) -> None:
         """Settle a call of which an async worker has heard that it is over. Others go on there."""
@@ -209,21 +228,21 @@ class WorkerPool:
     def _lose_stopped(self, worker: PoolWorker) -> None:
         how = f"worker {worker} was stopped by a signal"
         if worker.ready:
-            logger.warning("reward %s: %s; it is ended and replaced", self._name, how)
+            logger.warning("%s %s: %s; it is ended and replaced", self.kind, self._name, how)
         else:
             self._start_failed(how)
-        for call in self._retire(worker):
+        for call in self._retire(worker, how):
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
         """End and replace a worker that hung up by itself."""
         if worker in self._workers:
-            self._retire(worker, by_itself=True)
+            self._retire(worker, f"worker {worker} ended by itself", by_itself=True)
 
     def _lose_ended(self, worker: PoolWorker, calls: list[PoolCall], how: str) -> None:
         what = f"worker {worker} ended by itself ({how})"
         if worker.ready:
-            logger.warning("reward %s: %s; it is replaced", self._name, what)
+            logger.warning("%s %s: %s; it is replaced", self.kind, self._name, what)
         else:
             self._start_failed(what)
         for call in calls:
@@ -249,12 +268,8 @@ class WorkerPool:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
 
     def _grow(self) -> None:
-        """Start as many again as there are, if so many calls wait."""
         self._grow_timer = None
-        num_ready = sum(worker.ready for worker in self._workers)
-        num_starting = len(self._workers) - num_ready
-        room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
-        for _ in range(min(room, len(self._waiting) - num_starting)):
+        for _ in range(self._num_to_start()):
             try:
                 process = self._start_process(f"{self._name}-{next(self._names)}")
             except OSError as error:
@@ -263,6 +278,13 @@ class WorkerPool:
             worker = self._add(process, ready=False)
             self.loop.call_later(LOAD_TIMEOUT_S, self._must_be_ready, worker)
             self._keep_watching()
+
+    def _num_to_start(self) -> int:
+        """As many again as there are, if so many calls wait."""
+        num_ready = sum(worker.ready for worker in self._workers)
+        num_starting = len(self._workers) - num_ready
+        room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
+        return min(room, len(self._waiting) - num_starting)
 
     def _loaded(self, worker: PoolWorker, hello: dict[str, Any]) -> None:
         if "refused" in hello:
@@ -280,7 +302,7 @@ class WorkerPool:
     def _start_failed(self, why: str, *, for_good: bool = False) -> None:
         """Give up the calls that wait, if no worker is ready and none will be: one failed start may
         be an accident, several in a row are none, nor is one that fails `for_good`."""
-        logger.warning("reward %s: a worker was not started: %s", self._name, why)
+        logger.warning("%s %s: a worker was not started: %s", self.kind, self._name, why)
         self._num_failed_starts += not for_good
         if not for_good and self._num_failed_starts < MAX_FAILED_STARTS:
             return
@@ -297,15 +319,18 @@ class WorkerPool:
         self._idle_timer = None
         now = self.loop.time()
         for worker in self._workers[:0:-1]:
-            if worker.ready and not worker.num_calls and now - worker.idle_since >= IDLE_S:
+            if worker.ready and worker.is_idle and now - worker.idle_since >= IDLE_S:
                 self._retire(worker)
         if len(self._workers) > 1:
             self._idle_timer = self.loop.call_later(IDLE_S / 4, self._retire_idle)
 
-    def _retire(self, worker: PoolWorker, *, by_itself: bool = False) -> list[PoolCall]:
-        """End it. Returns the calls that ran in it, for somebody to settle, unless it ended
-        `by_itself`: then they are settled when it is known how."""
+    def _retire(
+        self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
+    ) -> list[PoolCall]:
+        """End it; `gone` says why. Returns the calls that ran in it, for somebody to settle, unless
+        it ended `by_itself`: then they are settled when it is known how."""
         worker.process.kill()
+        worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())
         worker.calls.clear()
         worker.given_up.clear()
@@ -329,7 +354,7 @@ class WorkerPool:
     def give_idle(self) -> list[WorkerProcess]:
         """Return the workers that are still good, for another loop, and end the others. The pool's
         own loop has closed."""
-        idle = [w.process for w in self._workers if w.ready and not w.num_calls and not w.draining]
+        idle = [w.process for w in self._workers if w.ready and w.is_idle and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:
                 worker.process.close()
@@ -346,6 +371,6 @@ class WorkerPool:
         for worker in list(self._workers):
             calls += self._retire(worker)
         for call in calls:
-            call.settle(NoWorker("the reward was closed"))
+            call.settle(NoWorker(f"the {self.kind} was closed"))
         while self._ending:
             await asyncio.wait(self._ending)

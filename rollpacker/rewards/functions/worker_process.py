@@ -1,4 +1,8 @@
-"""One worker process as the controller sees it: started, told, listened to, ended."""
+"""One worker process as the controller sees it: started, told, listened to, ended.
+
+Its program is the one for reward functions (`worker_program.py`), or another that says hello and
+answers as that does.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,12 @@ LOAD_TIMEOUT_S = 300.0
 MAX_REPLY_BYTES = 64 << 20
 """A worker that sends more in one message is ended: functions return a number a sample."""
 
+FUNCTIONS = "rollpacker.rewards.functions.worker_program"
+"""The program of reward functions: a module with a `main` that is given a descriptor."""
+
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
-    " from rollpacker.rewards.functions.worker_program import main; main(int(sys.argv[1]))"
+    " from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
 )
 """The worker finds modules where this process finds them, and nowhere else."""
 
@@ -45,7 +52,15 @@ class WorkerProcess:
     """Started by the constructor. `greet` waits for it outside of an event loop, `attach` lets a
     loop listen to it. Ends with this object at the latest."""
 
-    def __init__(self, name: str, load: bytes, cwd: str, quota: OutputQuota) -> None:
+    def __init__(
+        self,
+        name: str,
+        load: bytes,
+        cwd: str,
+        quota: OutputQuota,
+        *,
+        program: str = FUNCTIONS,
+    ) -> None:
         """`quota` is shared by all that may print as much together. Raises `OSError`."""
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
@@ -53,7 +68,10 @@ class WorkerProcess:
         self._output = Output(quota, self._heard_line)
         self._line, theirs = Line.pair(max_bytes=MAX_REPLY_BYTES)
         paths = [path for path in sys.path if isinstance(path, str)]
-        command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), json.dumps(paths)]
+        command = [
+            *(sys.executable, "-P", "-c", _START),
+            *(str(theirs.fileno()), json.dumps(paths), program),
+        ]
         try:
             self.child = Child.start(
                 command,

@@ -37,10 +37,7 @@ LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
 
 def main(line_fd: int) -> None:
     """Answer requests until the controller hangs up."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    controller = _Controller(Line.inherited(line_fd))
-    controller.reply(0, {"pid": os.getpid()})
+    controller = connected(line_fd)
     hello, function = _load(controller.request().payload)
     controller.reply(0, hello)
     if function is None:
@@ -54,7 +51,16 @@ def main(line_fd: int) -> None:
         controller.reply(request.number, function.answer(request.payload))
 
 
-class _Controller:
+def connected(line_fd: int) -> Controller:
+    """Return who started this process, and tell it which one that is."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    controller = Controller(Line.inherited(line_fd))
+    controller.reply(0, {"pid": os.getpid()})
+    return controller
+
+
+class Controller:
     """The other end of the line. When it hangs up, this process ends."""
 
     def __init__(self, line: Line) -> None:
@@ -69,13 +75,17 @@ class _Controller:
             os._exit(0)
 
     def reply(self, call: int, reply: dict[str, Any], kind: int = REPLY) -> None:
+        self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
+
+    def say(self, call: int, payload: bytes, kind: int = REPLY) -> None:
+        """Reply with what is JSON already."""
         if os.getpid() != self._pid:  # a child that the function forked came back here too
             os._exit(0)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         try:
-            self.send(kind, call, json.dumps(reply, allow_nan=False).encode())
+            self.send(kind, call, payload)
         except LineEnded:
             os._exit(0)
 
@@ -198,7 +208,7 @@ def _not_answered(error: BaseException) -> dict[str, Any]:
     return {"wrong": str(error)} if isinstance(error, WrongReturn) else dict(error_of(error))
 
 
-async def _serve_async(controller: _Controller, function: LoadedFunction) -> None:
+async def _serve_async(controller: Controller, function: LoadedFunction) -> None:
     import asyncio
 
     loop = asyncio.get_running_loop()

@@ -9,7 +9,17 @@ from dataclasses import replace
 from functools import partial
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import NOWHERE, Abort, Launch, Move, Place, Release, Replace, Resize
+from rollpacker.core.commands import (
+    NOWHERE,
+    Abort,
+    Continue,
+    Launch,
+    Move,
+    Place,
+    Release,
+    Replace,
+    Resize,
+)
 from rollpacker.core.events import (
     EngineLost,
     EngineReady,
@@ -22,6 +32,7 @@ from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.training import GradientWork
+from rollpacker.sim.ports.turns import Home, Turns
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 
@@ -55,8 +66,10 @@ class Rollout:
         work: GradientWork,
         max_response_tokens: int | None,
         num_engines: int,
+        turns: Turns | None = None,
     ) -> None:
-        """`num_engines`: at the start, as the core knows them."""
+        """`num_engines`: at the start, as the core knows them. `turns`: where samples take turns
+        with environments."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -79,6 +92,7 @@ class Rollout:
         """By key of the sample, unless no engine has it."""
         self._carried: dict[int, int] = {}
         """By key: tokens that the sample's launch gave it; none where that says nothing of it."""
+        self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
         """When the engines let go of the last response."""
@@ -88,6 +102,7 @@ class Rollout:
     def routes(self) -> Routes:
         return {
             Launch: self._obey_launch,
+            Continue: self._continue,
             Abort: self._abort,
             Release: self._release,
             Place: self._place,
@@ -122,6 +137,8 @@ class Rollout:
         self._fleet = self._fleet_of(command.tensor_parallel, command.speculate)
         self._lane_of = {}
         self._carried.clear()
+        if self._turns is not None:
+            self._turns.clear()
         self._released = None
         self._work.begin_round(now)
         for lane in self._fleet:
@@ -146,8 +163,11 @@ class Rollout:
             tokens = sum([carried.get(key, 0) for key in own]) if carried else 0
             self._submit(self._fleet[number], own, tokens, now)
 
-    def _submit(self, lane: Lane, keys: Sequence[int], carried: int, now: float) -> None:
-        """Samples begin in this engine, with so many carried tokens of all of them."""
+    def _submit(
+        self, lane: Lane, keys: Sequence[int], carried: int, now: float, *, is_new: bool = True
+    ) -> None:
+        """Samples begin in this engine, with so many tokens to be computed of all of them. One that
+        is not new has its prompt there."""
         assert self._launch is not None
         lengths, done = self._responses.lengths, self._responses.done
         latency, degree = self._machine.latency, self._launch.tensor_parallel
@@ -155,11 +175,40 @@ class Rollout:
         # The prefill gives the first token; that of carried tokens the one that follows those that
         # stand. What is complete then takes one more step here.
         requests = [(key, lengths[key], min(done[key] + 1, lengths[key] - 1)) for key in keys]
-        prefill_s = latency.prefill_s(len(keys), degree)
+        prefill_s = latency.prefill_s(len(keys), degree) if is_new else 0.0
         if carried:
             prefill_s += latency.recompute_token_s(degree) * carried
         lane.engine.submit(now, requests, prefill_s)
         self._clock.expect(lane.engine, lane.finish)
+
+    # -- turns -------------------------------------------------------------------------
+
+    def _continue(self, command: Continue) -> None:
+        """What was given stands behind what these have; the next message begins."""
+        assert self._launch is not None and self._turns is not None
+        now = self._clock.time_s
+        if not self._num_generating:
+            self._tally.rollout_goes_on(now)
+            for lane in self._fleet:
+                lane.last_busy_s = now
+        self._num_generating += len(command.samples)
+        keys = [self._responses.keys[sample] for sample in command.samples]
+        for key, number in zip(keys, command.engines or (0,) * len(keys), strict=True):
+            has = self._carried[key] = self._turns.begin(key)
+            if number == NOWHERE:
+                continue
+            lane = self._fleet[number]
+            if not (lane.engine.num_running or lane.engine.num_waiting):
+                idle_s = now - lane.last_busy_s
+                self._tally.environments_waited(idle_s * self._launch.tensor_parallel)
+            given = self._turns.to_compute(key, Home(number, self._incarnations[number]))
+            is_new = given is None
+            self._submit(lane, [key], has if given is None else given, now, is_new=is_new)
+
+    def concluded(self) -> None:
+        """A trajectory is over: what was waited for was its environment's last answer."""
+        if not self._num_generating:
+            self._tally.rollout_goes_on(self._clock.time_s)
 
     def _fleet_of(self, degree: int, speculate: bool) -> list[Lane]:
         found = self._fleets.get((degree, speculate))
@@ -197,7 +246,7 @@ class Rollout:
         lane.last_busy_s = self._clock.time_s
         step = self._tally.step
         done = responses.done[key]
-        if responses.next_turn(key):
+        if responses.next_redraw(key):
             step.tokens_redrawn += length - done
             length = responses.lengths[key]
             lane.engine.submit(lane.last_busy_s, [(key, length, min(done + 1, length - 1))], 0.0)
@@ -208,11 +257,15 @@ class Rollout:
         if not self._num_generating:
             self._rollout_ends(self._clock.time_s)
         assert self._launch is not None
+        is_cut_off = length >= self._cap
+        if self._turns is not None:
+            is_cut_off = self._turns.end(key, Home(lane.number, self._incarnations[lane.number]))
+            length -= done
         return SampleGenerated(
             time_s=0.0,
             sample=responses.samples[key],
             num_tokens=length,
-            finish_reason="stop" if length < self._cap else "length",
+            finish_reason="length" if is_cut_off else "stop",
             version=self._launch.version,
             preemptions=preemptions,
             num_kept=responses.kept.get(key),
@@ -255,7 +308,7 @@ class Rollout:
                 SampleAborted(
                     time_s=0.0,
                     sample=sample,
-                    num_tokens=tokens,
+                    num_tokens=tokens if self._turns is None else tokens - responses.done[key],
                     preemptions=preemptions,
                     num_kept=responses.kept.get(key),
                     num_redraws=responses.redraws.get(key, 0),

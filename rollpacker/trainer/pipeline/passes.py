@@ -23,7 +23,7 @@ from torch import Tensor
 from rollpacker.core.pipeline_work import Load
 from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.losses import Losses, no_losses
-from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length
+from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, token_scores
 from rollpacker.trainer.pipeline.crossing import Crossing, Passage
@@ -73,7 +73,7 @@ class StagedPasses:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """See `Passes`."""
-        rows = [(request.prompt_tokens, request.response_tokens) for request in requests]
+        rows = [row_of(request) for request in requests]
         plan = self._plan(rows)
         scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
         if self._open is not None:
@@ -100,7 +100,7 @@ class StagedPasses:
     ) -> bool | None:
         """See `Passes`. Only the last stage knows whether losses were finite, and of `sums` the
         others add their time alone. With `look` every micro-batch is a sweep of its own."""
-        rows = [(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
                 batch=batch,

@@ -1,0 +1,133 @@
+"""Builds what samples take turns with: environments, the dialogue as tokens, and who plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.acting import ActingConfig, TurnLimits
+from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.schedule import KindConfig
+from rollpacker.data.dataset import TRAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollpacker.controller.player import Player
+    from rollpacker.data.dataset import PromptSet
+    from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.environments.supervised import SupervisedEnvironments
+
+SLOW_FACTOR, SLOW_S = 3.0, 10.0
+"""An answer may take so many times the longest so far, and so long in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a run of several turns has besides."""
+
+    environments: SupervisedEnvironments
+    dialogue: TemplateDialogue
+    limits: TurnLimits
+    timeout_s: float
+
+    def player(self, seed: int) -> Player:
+        """Whoever plays; the environments are opened by whoever runs."""
+        from rollpacker.controller.player import Player
+
+        return Player(
+            self.environments,
+            self.dialogue,
+            seed=seed,
+            limits=self.limits,
+            timeout_s=self.timeout_s,
+        )
+
+    def acting(self, sources: set[str]) -> ActingConfig:
+        """What the core needs to know, with prompts of these sources."""
+        deadline = AdaptiveDeadlineConfig(
+            min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
+        )
+        return ActingConfig(
+            limits=self.limits,
+            begins=self.environments.begins,
+            is_deterministic=self.environments.is_deterministic,
+            kinds={source: KindConfig(deadline=deadline) for source in sorted(sources)},
+        )
+
+
+def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | None:
+    """The environments that the config names, started and looked at, and the chat template that
+    shows their tools. `of_tokenizer`: as `parts.of_tokenizer` says. None: there are none. Raises
+    `EnvironmentSetupError` and `TemplateError`."""
+    from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.dialogue.template import DialogueTemplate
+    from rollpacker.environments.supervised import SupervisedEnvironments
+
+    environment = config.environment
+    if environment is None:
+        return None
+    environments = SupervisedEnvironments(environment, sandbox=config.sandbox)
+    template = DialogueTemplate(
+        of_tokenizer["tokenizer"],
+        tools=environments.tools,
+        chat_template_kwargs=of_tokenizer["chat_template_kwargs"],
+        end_tokens=of_tokenizer["end_tokens"],
+    )
+    most = environment.max_trajectory_tokens
+    context = of_tokenizer["max_context_tokens"]
+    if most is None and context is not None:
+        most = context - config.data.max_prompt_tokens
+        if most < 1:
+            raise ValueError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} leaves no token of the"
+                f" model's context of {context} to a dialogue; lower it, or set"
+                " environment.max_trajectory_tokens"
+            )
+    limits = TurnLimits(
+        max_turns=environment.max_turns,
+        max_trajectory_tokens=most,
+        max_environment_s=environment.max_environment_s,
+    )
+    return Turns(environments, TemplateDialogue(template), limits, environment.timeout_s)
+
+
+def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str, Any]:
+    """The same, for prompts that tell the model of its tools."""
+    if turns is None or not turns.environments.tools:
+        return dict(of_tokenizer)
+    kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
+    return {**of_tokenizer, "chat_template_kwargs": kwargs}
+
+
+def check_turns(
+    turns: Turns, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
+) -> None:
+    """Show a dialogue of three turns as the model gets it. Raises `ValueError` for prompts that no
+    dialogue can follow, and for a template that rewrites what came before."""
+    from rollpacker.dialogue.check import dialogue_lines
+    from rollpacker.dialogue.rewrites import find_rewrites
+
+    for split, of_split in prompts.items():
+        if not turns.environments.begins and any(row.messages is None for row in of_split.rows):
+            raise ValueError(
+                f"the prompts of data.{split} are texts that the chat template has no part in, and"
+                f" turns follow messages: set data.{split}.chat=true"
+            )
+    rewrites = find_rewrites(turns.dialogue.template)
+    for line in dialogue_lines(
+        turns.dialogue.template, rewrites, prompts["train"].rows[0].messages
+    ):
+        tell(line)
+    if rewrites is not None:
+        raise ValueError(
+            f"{rewrites.sentence} A dialogue that is trained on only grows. Use a template that"
+            " keeps what was said, or switch that off in model.chat_template_kwargs"
+        )
+
+
+def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
+    """Sources of prompts, as the core knows them."""
+    return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

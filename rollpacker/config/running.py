@@ -1,0 +1,112 @@
+"""Configuration of what is no single part's: which checks come first, evaluation, checkpoints, and
+how long anything may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSchedulerConfig:
+    """Which check starts when (`reward_scheduler.*`). Workers and deadlines are each reward's
+    own."""
+
+    overlap: bool = True
+    """Check a response while others are still generated. False: all of a round's together."""
+    order: Literal["auto", "fifo", "closest", "longest"] = "auto"
+    """Who is next when a worker becomes free: who came first; the prompt that lacks the fewest
+    verdicts; the check that is expected to take longest. auto: longest, but closest in a race on
+    verdicts."""
+    cancel: bool = True
+    """End checks of samples that are not needed any more."""
+    max_retries: int = 1
+    """How often a check is asked for again when a worker or an endpoint failed; then the sample has
+    no verdict."""
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+
+    def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
+        """The same settings as the core wants them."""
+        order = self.order
+        if order == "auto":
+            order = "closest" if race == "scored" else "longest"
+        return RewardScheduleConfig(
+            overlap=self.overlap,
+            order=order,
+            cancel=self.cancel,
+            max_retries=self.max_retries,
+            kinds=kinds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation (`eval.*`)."""
+
+    every_steps: int | None = 10
+    """None: only before the first and after the last step."""
+    samples_per_prompt: int = 1
+    """More than one gives pass@k besides pass@1, for k = 2, 4, 8, ... below it and for itself."""
+    max_prompts: int | None = None
+    temperature: float | None = None
+    """None: as in training. 0: greedy."""
+    max_response_tokens: int | None = None
+    """None: as in training."""
+    pass_threshold: float = 1.0
+    """A response passes if its reward is at least this."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                off = (
+                    "; null evaluates only before the first and after the last step,"
+                    " data.eval=null with data.eval_fraction=0 never"
+                )
+                more = off if name == "every_steps" else ""
+                raise ValueError(f"{name} must be at least 1, not {value}{more}")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError("temperature must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints (`checkpoint.*`). The last step and a Ctrl-C always write one."""
+
+    every_steps: int = 10
+    keep_last: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineConfig:
+    """How long each wait may last without any sign of life, in seconds (`deadlines.*`).
+
+    When one passes the run stops, resumable, and the message names what it waited for.
+    """
+
+    generation_s: float = 600.0
+    reward_s: float = 600.0
+    train_s: float = 1800.0
+    sync_s: float = 300.0
+    checkpoint_s: float = 600.0
+    heartbeat_s: float = 5.0
+    """What does not answer for so long is lost, and begun anew: an engine in a process of its own,
+    a reward host (`rewards_hosts`), and with `runtime: ray` another host, with all that the run has
+    there. So is an engine that makes no progress for twelve times as long while others make
+    some."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0")

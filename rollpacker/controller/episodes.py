@@ -1,0 +1,181 @@
+"""The environments' port: `Act`, `CancelAct` and `Conclude` in, `Acted` out; and what stands behind
+each turn, for the engines' port.
+
+Belongs to the event loop, but for what comes in the engines' threads, always under the bus's lock:
+commands, and what engines have drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+
+from rollpacker.bus import Bus, Routes
+from rollpacker.controller.desk import Desk
+from rollpacker.controller.main_task import MainTask
+from rollpacker.controller.player import Play, Player, ends_of, num_given
+from rollpacker.controller.scoring import Scoring
+from rollpacker.controller.watch import Watch
+from rollpacker.core.commands import Act, CancelAct, Conclude
+from rollpacker.core.events import Acted
+from rollpacker.core.ids import SampleId
+from rollpacker.data.dataset import PromptRow
+from rollpacker.environments.environment import Answered, Begun, Lost
+from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
+
+_CANCELLED = Lost(reason="not needed any more", cause="cancelled")
+
+
+@dataclass(eq=False, slots=True)
+class Episodes:
+    """The episodes of a step."""
+
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    scoring: Scoring
+    watch: Watch
+    player: Player
+    _: KW_ONLY
+    rows: Sequence[PromptRow]
+    _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
+    _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
+    """Whose noise a sample draws with."""
+    _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _concluded: list[Play] = field(default_factory=list, init=False)
+    """In this step."""
+    _lost: dict[str, int] = field(default_factory=dict, init=False)
+    """In this step: lost episodes by cause."""
+
+    def routes(self) -> Routes:
+        return {
+            Act: lambda command: self.main.post(self._start, command),
+            CancelAct: lambda command: self.main.post(self._cancel, command.samples),
+            Conclude: self._conclude,
+        }
+
+    # -- for the engines' port, under the bus's lock -----------------------------------------------
+
+    def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """The requests of a launch, with the prompts that the environments say."""
+        found = []
+        for request in requests:
+            play = self._play_of(request.sample)
+            self._noise[request.sample] = request.noise
+            request = replace(request, prompt_tokens=play.trajectory.prompt)
+            found.append(self.player.bounded(play, request))
+        return found
+
+    def further(
+        self, samples: Sequence[SampleId], sampling: SamplingParams
+    ) -> list[GenerationRequest]:
+        """What the engines are to draw next of samples that go on."""
+        plays = [self._plays[sample] for sample in samples]
+        return [
+            self.player.bounded(play, play.request(sampling, self._noise[play.sample]))
+            for play in plays
+        ]
+
+    def heard(self, response: Response) -> None:
+        """An engine has drawn a turn."""
+        play = self._plays.get(response.sample)
+        if play is not None:  # else it was let go of meanwhile
+            play.heard(response)
+
+    def let_go(self, sample: SampleId) -> None:
+        """An engine has stopped, or failed on, a sample. Where an environment knows of it,
+        `CancelAct` has come, or comes."""
+        play = self._plays.get(sample)
+        if play is not None and not play.is_begun:
+            del self._plays[sample]
+
+    def _play_of(self, sample: SampleId) -> Play:
+        play = self._plays.get(sample)
+        if play is None:
+            play = self._plays[sample] = self.player.new(sample, self.rows[sample.prompt.row])
+        return play
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _conclude(self, command: Conclude) -> None:
+        """At once: the rewards may be asked for the sample next."""
+        play = self._plays.pop(command.sample)
+        self.desk.lay_down(play.response(command.reason))
+        self.desk[command.sample].episode = self.player.episode(play)
+        self._concluded.append(play)
+        self.main.post(self.player.end, play)
+
+    def _start(self, command: Act) -> None:
+        task = asyncio.ensure_future(self._act(command))
+        self._tasks[command.sample] = task
+        task.add_done_callback(lambda done: self._done(command, done))
+
+    def _cancel(self, samples: Sequence[SampleId]) -> None:
+        for sample in samples:
+            task = self._tasks.get(sample)
+            if task is not None:
+                task.cancel()
+            with self.bus.lock:
+                play = self._plays.pop(sample, None)
+            if play is not None:
+                self.player.end(play)
+
+    async def _act(self, command: Act) -> None:
+        with self.bus.lock:
+            play = self._play_of(command.sample)
+        answer: Begun | Answered | Lost
+        if command.turn == 0:
+            answer = await self.player.begin(play, timeout_s=command.timeout_s)
+        else:
+            answer = await self.player.act(
+                play, command.turn, anew=command.retry > 0, timeout_s=command.timeout_s
+            )
+        self._answer(command, play, answer)
+
+    def _answer(self, command: Act, play: Play | None, answer: Begun | Answered | Lost) -> None:
+        event = Acted(time_s=0.0, sample=command.sample, turn=command.turn)
+        match answer:
+            case Lost():
+                if answer.cause != "cancelled":
+                    self._lost[answer.cause] = self._lost.get(answer.cause, 0) + 1
+                event = replace(
+                    event, reason=answer.reason, cause=answer.cause, seconds=answer.seconds
+                )
+            case Begun():
+                event = replace(event, seconds=round(answer.seconds, 6))
+            case Answered():
+                assert play is not None
+                is_over = answer.done or answer.truncated
+                event = replace(
+                    event,
+                    num_tokens=0 if is_over else num_given(play),
+                    is_over=is_over,
+                    reason="truncated" if answer.truncated else "",
+                    seconds=round(answer.seconds, 6),
+                )
+        self.bus.take(event)
+        if self.scoring.waits:  # no engine is there to hand over what was asked for
+            self.scoring.start()
+
+    def _done(self, command: Act, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(command.sample) is task:
+            del self._tasks[command.sample]
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            self._answer(command, None, _CANCELLED)
+        self.watch.sign()
+        if error is not None:
+            self.main.fail(error)
+
+    # -- a step's end ------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step's trajectories, and forget them. Under the bus's lock."""
+        concluded, self._concluded = self._concluded, []
+        lost, self._lost = self._lost, {}
+        self.player.forget_prompts()
+        self._noise = {sample: self._noise[sample] for sample in self._plays}
+        found = ends_of(concluded)
+        found.update({f"episodes/lost/{cause}": float(count) for cause, count in lost.items()})
+        return found

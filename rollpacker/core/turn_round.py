@@ -1,0 +1,238 @@
+"""A round whose samples are trajectories: messages of the model, and its environment's answers.
+
+    SampleGenerated, "stop"    Act: the environment has the turn
+    ... cut off                Conclude, and the sample is generated
+    Acted                      Continue: the engine has the next turn
+    ... over, or at a limit    Conclude, and the sample is generated
+    ... of turn 0              Launch: the environment has said the prompt
+    ... lost                   Act once more, or the sample has failed
+
+It is the round that it would be with single responses, but for these: what races, is aborted or
+deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rollpacker.core.acting import Acting, Episode
+from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, Release
+from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.groups import Group, RoundPlan, Waiting
+from rollpacker.core.ids import SampleId
+from rollpacker.core.lifecycle import SampleState, check
+from rollpacker.core.reward_schedule import RewardSchedule
+from rollpacker.core.rounds import ACTING, GENERATED, LAUNCHED, Round, StrayEventError, listed
+from rollpacker.core.stream_plan import StreamPlan
+
+
+class TurnRound(Round):
+    """See `Round`, whose events it has, and `on_acted`."""
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        rewards: RewardSchedule,
+        late: Counter[str],
+        acting: Acting,
+        stream: StreamPlan,
+    ) -> None:
+        """`stream` is told here of what ends, since some of it ends without the engine."""
+        super().__init__(plan, rewards, late)
+        self._acting = acting
+        self._stream = stream
+        self._begins = acting.config.begins
+        self._ended: list[tuple[int, bool]] = []
+        """Tokens of what ended since the stream was told, and whether it is complete."""
+        self._num_told = 0
+        """Launched, as far as the stream knows."""
+
+    def launch(self) -> list[Command]:
+        """See `Round.launch`. Where episodes begin first, the launches come one by one."""
+        commands = super().launch()
+        self._num_told = self.num_launched
+        return commands
+
+    def deferred(self) -> list[Waiting]:
+        """See `Round.deferred`; a trajectory begins anew."""
+        return [Waiting(waiting.prompt, waiting.attempt) for waiting in super().deferred()]
+
+    def waiting_for(self) -> str:
+        """See `Round.waiting_for`."""
+        episodes = self._acting.episodes
+        acting = [sample for sample, episode in episodes.items() if episode.acts]
+        if not acting:
+            return super().waiting_for()
+        answers = f"{listed(acting, 'answer')} from the environments"
+        if len(acting) == self.num_under_way:
+            return answers
+        return f"{super().waiting_for()}, {answers} among them"
+
+    # -- events ------------------------------------------------------------------------
+
+    def on_generated(self, event: SampleGenerated) -> list[Command]:
+        """A message has ended, and with it perhaps the trajectory."""
+        sample = event.sample
+        episode, in_all = self._in_engine(event)
+        group, index = self._group_of(sample)
+        if group.states[index] is not LAUNCHED:
+            return self._told(super().on_generated(replace(event, num_tokens=in_all)), in_all)
+        if event.version != self._version:
+            raise self._wrong_version(event)
+        self.preemptions += event.preemptions
+        episode.turns += 1
+        episode.tokens, episode.given = in_all, 0
+        if event.finish_reason == "stop":
+            group.states[index] = check(LAUNCHED, ACTING)
+            episode.acts = True
+            return self._acting.ask(sample, episode.tokens)
+        most = self._acting.config.limits.max_trajectory_tokens
+        cut_off = most is not None and episode.tokens >= most
+        return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
+
+    def on_acted(self, event: Acted, retry: int) -> list[Command]:
+        """The environment's answer, to an act that was said `retry` times before."""
+        sample = event.sample
+        episode = self._acting.episodes.get(sample)
+        if episode is None or not episode.acts:
+            self._late["Acted"] += event.cause != "cancelled"
+            return self._start_waiting(sample)
+        if event.turn != episode.turns or event.cause == "cancelled":
+            raise StrayEventError(f"{event} in turn {episode.turns} of a sample that is needed")
+        if self._acting.may_ask_again(event, retry):
+            return [self._acting.ask_again(sample, retry)]
+        episode.acts = False
+        if event.cause:
+            episode.is_open = False
+            commands = self._lost(event, *self._group_of(sample))
+        else:
+            commands = self._go_on(event, episode)
+        return self._told([*commands, *self._start_waiting(sample)])
+
+    def on_aborted(self, event: SampleAborted) -> list[Command]:
+        """See `Round.on_aborted`."""
+        _, in_all = self._in_engine(event)
+        commands = super().on_aborted(replace(event, num_tokens=in_all))
+        return self._told(commands, in_all, is_complete=False)
+
+    def on_failed(self, event: SampleFailed) -> list[Command]:
+        """The engine failed, and the episode cannot go on."""
+        self._in_engine(event)
+        commands = [*self._end_episodes([event.sample]), *super().on_failed(event)]
+        return self._told(commands, 0, is_complete=False)
+
+    # -- turns -------------------------------------------------------------------------
+
+    def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
+        """The environment has answered."""
+        sample = event.sample
+        episode.given = event.num_tokens
+        episode.environment_s += event.seconds or 0.0
+        if event.is_over:
+            return self._conclude(sample, event.reason or "done")
+        group, index = self._group_of(sample)
+        if not event.turn:  # what it gave is the prompt
+            episode.given = 0
+            group.states[index] = check(ACTING, LAUNCHED)
+            return super()._launch([sample], episode.replaces)
+        tokens = episode.tokens + episode.given
+        limits = self._acting.config.limits
+        reason = limits.reached(episode.turns, tokens, episode.environment_s)
+        if reason:
+            return self._conclude(sample, reason)
+        group.states[index] = check(ACTING, LAUNCHED)
+        return [Continue(samples=(sample,))]
+
+    def _conclude(self, sample: SampleId, reason: str) -> list[Command]:
+        """The trajectory is complete."""
+        episode = self._acting.episodes[sample]
+        episode.is_open = False
+        group, index = self._leave_engine(sample, episode.tokens, None)
+        group.whole[index] = True
+        group.states[index] = check(group.states[index], GENERATED)
+        self._ended.append((episode.tokens, True))
+        concluded = Conclude(sample=sample, reason=reason)
+        return [concluded, *self._generated(group, index, episode.tokens)]
+
+    def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
+        """The environment did not answer. What raised or was too slow would be so again with the
+        same messages."""
+        self._leave_engine(event.sample, 0, 0)
+        self._ended.append((0, False))
+        return self._failed(group, index, is_chance=event.cause == "infrastructure")
+
+    def _begin_as(self) -> SampleState:
+        return ACTING if self._begins else LAUNCHED
+
+    def _launch(
+        self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
+    ) -> list[Command]:
+        episodes = self._acting.episodes
+        for sample in samples:
+            episodes[sample] = Episode(acts=self._begins, replaces=replaces)
+        if not self._begins:
+            return super()._launch(samples, replaces)
+        return [command for sample in samples for command in self._acting.ask(sample)]
+
+    def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
+        """See `Round._stop`; what acts is let go of at once."""
+        episodes = self._acting.episodes
+        acting = [sample for sample in running if episodes[sample].acts]
+        in_engine = [sample for sample in running if not episodes[sample].acts]
+        self._acting.forget(acting)
+        for sample in acting:
+            episode = episodes[sample]
+            episode.acts = False
+            self._leave_engine(sample, episode.tokens, None)
+            self._ended.append((episode.tokens, False))
+        return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
+
+    def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
+        """Nobody needs these any more, as far as they have begun."""
+        episodes = self._acting.episodes
+        samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
+        for sample in samples:
+            episodes[sample].is_open = False
+        return [CancelAct(samples=tuple(samples))] if samples else []
+
+    def _start_waiting(self, sample: SampleId) -> list[Command]:
+        if not self._acting.num_waiting:
+            return []
+        return self._acting.start_waiting(sample.prompt.source, self.missing)
+
+    # -- bookkeeping -------------------------------------------------------------------
+
+    def _told(
+        self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
+    ) -> list[Command]:
+        """The stream knows of all that ended, and of a sample of so many tokens. What follows, and
+        these commands."""
+        if num_tokens is not None:
+            self._ended.append((num_tokens, is_complete))
+        ended, self._ended = self._ended, []
+        added, self._num_told = self.num_launched - self._num_told, self.num_launched
+        if not self._stream.active:
+            return commands
+        for num_tokens, is_complete in ended:
+            if not is_complete:
+                self._stream.on_stopped(num_tokens)
+            elif devices := self._stream.on_finished(num_tokens):
+                commands.append(Release(devices=devices))
+        if added:
+            self._stream.on_added(added)
+        return commands
+
+    def _in_engine(
+        self, event: SampleGenerated | SampleAborted | SampleFailed
+    ) -> tuple[Episode, int]:
+        """The episode of a sample that the engine has, and the trajectory's tokens, with those of
+        the event."""
+        episode = self._acting.episodes.get(event.sample)
+        if episode is None:
+            raise self._stray(event.sample)
+        if episode.acts:
+            raise StrayEventError(f"{event}: its turn is with the environment")
+        num_tokens = 0 if isinstance(event, SampleFailed) else event.num_tokens
+        return episode, episode.tokens + episode.given + num_tokens

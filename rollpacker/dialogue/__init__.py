@@ -1,0 +1,1 @@
+"""Dialogues as tokens: what was sampled, what was given, and nothing encoded twice."""

@@ -1,0 +1,260 @@
+"""How models write tool calls, read leniently in what does not matter and strictly in what does.
+
+A format takes a turn's text apart: words, calls, and what began as a call and is none. Nothing here
+raises for what a model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""By name: the JSON schema of a tool's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """What a turn's text holds."""
+
+    content: str
+    calls: list[Call] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
+    """Each as it was written, its markers too."""
+
+
+Format = Callable[[str, Tools], Found]
+
+
+def format_of(call: str) -> Format | None:
+    """The format of a call as a chat template writes it. None: not a known one."""
+    if "[TOOL_CALLS]" in call:
+        return mistral
+    if "<\uff5ctool\u2581call\u2581begin\uff5c>" in call:
+        return deepseek
+    if "<tool_call>" in call:
+        body = qwen_coder_call if "<function=" in call else json_call
+        return tagged(glm_call if "<arg_key>" in call else body)
+    if call.strip().removeprefix("<|python_tag|>").startswith("{"):
+        return bare_json
+    return None
+
+
+Body = Callable[[str, Tools], Call | None]
+"""Reads what stands between a call's markers."""
+
+
+def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
+    """Calls between markers: those of Hermes, Qwen, GLM."""
+
+    def read(text: str, tools: Tools) -> Found:
+        words, calls, malformed = [], [], []
+        while True:
+            before, is_found, rest = text.partition(opening)
+            words.append(before)
+            if not is_found:
+                break
+            inside, text = _up_to(opening, closing, rest, body, tools)
+            call = None if inside is None else body(inside, tools)
+            if call is not None:
+                calls.append(call)
+            else:
+                malformed.append(opening + (rest if inside is None else inside + closing))
+        return _found(words, calls, malformed)
+
+    return read
+
+
+_MAX_SPELT = 16
+"""Closing markers inside arguments that are looked past: a turn may repeat one without end."""
+
+
+def _up_to(
+    opening: str, closing: str, rest: str, body: Body, tools: Tools
+) -> tuple[str | None, str]:
+    """What stands before the closing marker, and what comes behind it. An argument may spell the
+    marker, so that the first one that makes a call counts, and the very first if none does."""
+    at = first = rest.find(closing)
+    for _ in range(_MAX_SPELT):
+        if at < 0 or body(rest[:at], tools) is not None:
+            break
+        again = rest.find(closing, at + 1)
+        # A closing marker behind the next call's opening one is that call's.
+        at = -1 if opening in rest[at:again] else again
+    else:
+        at = -1
+    if first < 0:
+        return None, ""
+    end = at if at >= 0 else first
+    return rest[:end], rest[end + len(closing) :]
+
+
+def json_call(body: str, tools: Tools) -> Call | None:
+    """`{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    return call_of(_json(body))
+
+
+def qwen_coder_call(body: str, tools: Tools) -> Call | None:
+    """`<function=name>`, and a `<parameter=name>` for each argument, whose text is taken by the
+    tool's schema."""
+    function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
+    if function is None:
+        return None
+    name, inside = function.groups()
+    pattern = r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*"
+    return _with_arguments(name, inside, pattern, tools)
+
+
+def glm_call(body: str, tools: Tools) -> Call | None:
+    """The name, then an `<arg_key>` and an `<arg_value>` for each argument."""
+    name, mark, inside = body.partition("<arg_key>")
+    if not re.fullmatch(r"\s*[^\s<>{}]+\s*", name):
+        return None
+    pattern = r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
+    return _with_arguments(name.strip(), mark + inside, pattern, tools)
+
+
+def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call | None:
+    arguments: dict[str, Any] = {}
+    at = 0
+    while inside[at:].strip():
+        found = re.compile(pattern, re.DOTALL).match(inside, at)
+        if found is None or found.group(1) in arguments:
+            return None
+        arguments[found.group(1)] = _typed(found.group(2), found.group(1), tools.get(name, {}))
+        at = found.end()
+    return Call(name, arguments) if _is_plain(arguments) else None
+
+
+def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """An argument that was written as text; a schema that says nothing of it leaves it to JSON."""
+    properties = schema.get("properties")
+    one = properties.get(name) if isinstance(properties, Mapping) else None
+    kind = one.get("type") if isinstance(one, Mapping) else None
+    if kind == "string":
+        return text
+    value = _json(text)
+    return text if value is _NOTHING else value
+
+
+def mistral(text: str, tools: Tools) -> Found:
+    """`[TOOL_CALLS]` and a JSON list, or before each call and then `name[ARGS]{...}`."""
+    words, *parts = text.split("[TOOL_CALLS]")
+    calls: list[Call] = []
+    malformed: list[str] = []
+    for part in parts:
+        named = re.fullmatch(
+            r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*",
+            part,
+            re.DOTALL,
+        )
+        if named is not None:
+            name, identity, arguments = named.groups()
+            read = [call_of({"name": name, "arguments": _json(arguments), "id": identity})]
+        else:
+            value = _json(part)
+            read = [call_of(one) for one in value] if isinstance(value, list) else []
+        if read and None not in read:
+            calls += [call for call in read if call is not None]
+        else:
+            malformed.append("[TOOL_CALLS]" + part)
+    return _found([words], calls, malformed)
+
+
+def deepseek(text: str, tools: Tools) -> Found:
+    """`function`, a separator, the name and a block of JSON; or the name, a separator, JSON."""
+    left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
+
+    def body(inside: str, tools: Tools) -> Call | None:
+        head, _, rest = inside.partition(f"{left}tool{bar}sep{right}")
+        block = re.fullmatch(r"([^\n]+)\n```json\n(.*)\n```\s*", rest, re.DOTALL)
+        name, arguments = (head, rest) if block is None else block.groups()
+        return call_of({"name": name.strip(), "arguments": _json(arguments)})
+
+    one = tagged(
+        body, f"{left}tool{bar}call{bar}begin{right}", f"{left}tool{bar}call{bar}end{right}"
+    )
+    for which in ("begin", "end"):
+        text = text.replace(f"{left}tool{bar}calls{bar}{which}{right}", "")
+    return one(text, tools)
+
+
+def bare_json(text: str, tools: Tools) -> Found:
+    """Llama 3: a whole message that is a call, or several with `;` between them. Any other JSON is
+    an answer."""
+    told = text.strip()
+    body = told.removeprefix("<|python_tag|>").lstrip()
+    is_meant = body != told or re.match(r'\{\s*"name"\s*:', body) is not None
+    if not is_meant:
+        return Found(text)
+    calls = []
+    while body:
+        try:
+            value, end = _DECODER.raw_decode(body)
+        except (ValueError, RecursionError):
+            return Found("", malformed=[text])
+        call = call_of(value)
+        if call is None:
+            return Found("", malformed=[text])
+        calls.append(call)
+        body = body[end:].lstrip("; \n\t")
+    return Found("", calls) if calls else Found("", malformed=[text])
+
+
+_NOTHING = object()
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _json(text: str) -> Any:
+    """`_NOTHING` for what is no JSON."""
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def call_of(value: Any) -> Call | None:
+    """The call that `{"name", "arguments" or "parameters"}` says. None: it says none."""
+    if not isinstance(value, dict):
+        return None
+    name, identity = value.get("name"), value.get("id")
+    arguments = value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
+        return None
+    if not _is_plain([name, arguments]):
+        return None
+    return Call(name, arguments, identity if isinstance(identity, str) and identity else None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Without half characters, which neither a tool nor a tokenizer can take; without infinities
+    (1e999)."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (UnicodeEncodeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _found(words: Sequence[str], calls: list[Call], malformed: list[str]) -> Found:
+    if not calls and not malformed:
+        return Found("".join(words))
+    return Found("\n".join(filter(None, (word.strip() for word in words))), calls, malformed)

@@ -1,0 +1,102 @@
+"""What is said at the start of a run with turns: a dialogue as the model gets it, with its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollpacker.data.chat import shown_prompt, visible
+from rollpacker.dialogue.rewrites import Rewrites, writes_today
+from rollpacker.dialogue.template import DialogueTemplate, Message
+from rollpacker.dialogue.trajectory import Segment, Trajectory
+
+_QUESTION: Message = {"role": "user", "content": "A question."}
+
+
+def dialogue_lines(
+    template: DialogueTemplate, rewrites: Rewrites | None, prompt: Sequence[Message] | None = None
+) -> list[str]:
+    """Lines for the terminal: three scripted turns behind the prompt (a run's first; else a
+    question), the first with a tool call if there are tools, as tokens, with `>` before those that
+    would be trained on; and what the user should know of the template. `rewrites`: what
+    `find_rewrites` found."""
+    trajectory = scripted(template, prompt or [_QUESTION])
+    lines = [
+        f"a dialogue of three turns, {len(trajectory.prompt)} tokens of prompt and"
+        f" {len(trajectory.tokens)} behind it, of which {trajectory.num_sampled} would be trained"
+        " on (>):",
+        _line(" ", trajectory.prompt, template),
+    ]
+    lines += [
+        _line(">" if one.is_sampled else " ", one.tokens, template) for one in trajectory.segments
+    ]
+    return lines + remarks(template, rewrites)
+
+
+def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
+    """What may surprise; none for most templates."""
+    told = []
+    if rewrites is not None:
+        told.append(
+            f"{rewrites.sentence} A dialogue that only grows is not what the template makes of it."
+        )
+    end = template.end_of_turn
+    if end is not None and end not in template.end_tokens:
+        shown = visible(str(template.tokenizer.convert_ids_to_tokens(end)))
+        told.append(
+            f"the chat template ends a turn with {shown}, where this model's sampling does not"
+            " stop, so that turns go on to their limit. Use an instruct model, or add the token to"
+            " the end tokens."
+        )
+    if writes_today(template):
+        told.append(
+            "the chat template writes today's date into the prompt: a run that goes on another day"
+            " has other prompts. Most such templates take a fixed one in"
+            " model.chat_template_kwargs (date_string)."
+        )
+    return told
+
+
+def scripted(template: DialogueTemplate, prompt: Sequence[Message]) -> Trajectory:
+    """Three turns as the template itself would write them, each ended by its own token."""
+    messages = list(prompt)
+    trajectory = Trajectory(template.prompt(messages))
+    for turn, answers in _script(template.tools):
+        messages.append(turn)
+        text = template.turn_text(messages)
+        words = str(turn["content"]) if text is None else text
+        sampled = template.canonical(words)
+        if template.end_of_turn in template.end_tokens:
+            sampled = (*sampled, template.end_of_turn)
+        trajectory = trajectory.and_then(Segment(sampled, (0.0,) * len(sampled)))
+        if answers:
+            trajectory = trajectory.and_then(Segment(template.appended(answers, sampled)))
+            messages += answers
+    return trajectory
+
+
+def _script(tools: Sequence[Mapping[str, Any]]) -> list[tuple[Message, list[Message]]]:
+    last: tuple[Message, list[Message]] = ({"role": "assistant", "content": "The end."}, [])
+    second: tuple[Message, list[Message]] = (
+        {"role": "assistant", "content": "An answer."},
+        [{"role": "user", "content": "Another question."}],
+    )
+    first: tuple[Message, list[Message]] = (
+        {"role": "assistant", "content": "A first answer."},
+        [{"role": "user", "content": "And then?"}],
+    )
+    if tools:
+        function = tools[0]["function"]
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        call = {"name": function["name"], "arguments": dict.fromkeys(properties, "...")}
+        told = {"id": "call00100", "type": "function", "function": call}
+        result = {"role": "tool", "name": function["name"], "tool_call_id": "call00100"}
+        first = (
+            {"role": "assistant", "content": "", "tool_calls": [told]},
+            [{**result, "content": "A result."}],
+        )
+    return [first, second, last]
+
+
+def _line(mark: str, tokens: Sequence[int], template: DialogueTemplate) -> str:
+    return f"  {mark} {len(tokens):>5}  {shown_prompt(tokens, template.tokenizer)}"

@@ -1,0 +1,188 @@
+"""Rendered text to tokens, where the given words cannot steer the model.
+
+A tool's result may spell `<|im_end|>`. Rendered and encoded as one text it would end the turn, so
+that such texts are encoded as the letters that they are. All other text is encoded as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Held = Mapping[str, str]
+"""What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
+
+_SPACE = "\u2581"
+
+OWN_WORDS = ("system", "developer", "assistant")
+"""Roles whose words may hold markers: they are the user's setup, or the model's."""
+
+
+class Encoder:
+    """The tokens of rendered text."""
+
+    def __init__(self, tokenizer: Any, template_texts: Iterable[str]) -> None:
+        """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
+        that stand there are markers, besides the special ones."""
+        self._tokenizer = tokenizer
+        written = "\n".join(template_texts)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._ids = {
+            token.content: number
+            for number, token in added.items()
+            if (token.special or token.content in written) and token.content.strip()
+        }
+        self._markers = _any_of(self._ids)
+        self._spaced = _any_of(
+            self._ids,
+            before={token.content for token in added.values() if token.lstrip},
+            behind={token.content for token in added.values() if token.rstrip},
+        )
+
+        # Some tokenizers put a space before the first word of what they are given, wherever it is.
+        mark = next(iter(self._ids), "")
+        self._adds_space = False
+        self._adds_space = self._bare_ids("a") != self._whole_ids(mark + "a")[bool(mark) :]
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """Tokens that steer the model, which given words never become."""
+        return frozenset(self._ids.values())
+
+    def held(self, messages: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Held]:
+        """The messages with stand-ins for all markers that tools and users spell, and which stands
+        for what. Half characters (lone surrogates), which have no tokens, become U+FFFD."""
+        plain = [_whole(dict(message)) for message in messages]
+        name = "heldtext"
+        while any(name in str(message) for message in plain):
+            name += "x"
+        words: dict[str, str] = {}
+
+        def stand_in(found: re.Match[str]) -> str:
+            return words.setdefault(found.group(), f"{name}{len(words)}z")
+
+        changed = [
+            message
+            if message.get("role") in OWN_WORDS
+            else {
+                key: value if key == "role" else _mapped(value, self._markers, stand_in)
+                for key, value in message.items()
+            }
+            for message in plain
+        ]
+        return changed, {found: text for text, found in words.items()}
+
+    def encode(self, text: str, held: Held | None = None, behind: int | None = None) -> list[int]:
+        """The tokens of `text`, with what is held in it encoded as letters; `behind` is a token
+        that stands before it, for tokenizers that see where a text begins."""
+        anchor = "" if behind is None else self.text_of(behind)
+        if not held:
+            ids = self._whole_ids(anchor + text)
+        else:
+            stand_ins = re.compile("|".join(map(re.escape, held)))
+            ids = []
+            for part in self._parts(anchor + text, stand_ins):
+                if stand_ins.search(part):
+                    ids += self._letters(part, held, stand_ins)
+                elif part:
+                    ids += self._whole_ids(part)
+        if behind is None:
+            return ids
+        if ids[:1] == [behind]:
+            return ids[1:]
+        return self.encode(text, held)
+
+    def text_of(self, token: int) -> str:
+        return str(
+            self._tokenizer.decode(
+                [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def whole_marker(self, text: str, length: int) -> int:
+        """The largest length up to `length` that cuts no marker of the text in two."""
+        for found in self._markers.finditer(text):
+            if found.start() < length < found.end():
+                return found.start()
+        return length
+
+    def _whole_ids(self, text: str) -> list[int]:
+        return list(
+            self._tokenizer(
+                text, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )["input_ids"]
+        )
+
+    def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
+        """Cut at the template's markers around each stretch of words in which something is held."""
+        begun = at = 0
+        for found in [*self._spaced.finditer(text), None]:
+            end = len(text) if found is None else found.start()
+            if stand_ins.search(text, at, end):
+                yield text[begun:at]
+                yield text[at:end]
+                begun = end
+            at = end if found is None else found.end()
+        yield text[begun:]
+
+    def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
+        """Without the added vocabulary. A tokenizer whose words themselves hold a marker gets it
+        with a space in it."""
+        ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
+        if self.marker_ids.isdisjoint(ids):
+            return ids
+        spaced = {name: f"{text[:1]} {text[1:]}" for name, text in held.items()}
+        return self._bare_ids(stand_ins.sub(lambda found: spaced[found.group()], part))
+
+    def _bare_ids(self, text: str) -> list[int]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return list(
+                self._tokenizer(
+                    text, add_special_tokens=False, split_special_tokens=True, verbose=False
+                )["input_ids"]
+            )
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        if self._adds_space and words and not text.startswith((" ", _SPACE)):
+            words[0] = words[0].removeprefix(_SPACE)
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+
+def num_alike(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginnings."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _any_of(
+    texts: Iterable[str], before: Iterable[str] = (), behind: Iterable[str] = ()
+) -> re.Pattern[str]:
+    """The longest first; with the white space that some swallow."""
+    patterns = [
+        (r"\s*" if text in before else "") + re.escape(text) + (r"\s*" if text in behind else "")
+        for text in sorted(texts, key=len, reverse=True)
+    ]
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+def _mapped(value: Any, pattern: re.Pattern[str], to: Any) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(to, value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(inner, pattern, to) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(inner, pattern, to) for inner in value]
+    return value
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def _whole(message: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = _mapped(message, _HALF, "\ufffd")
+    return changed

@@ -1,0 +1,158 @@
+"""What the model sampled in a turn, as an assistant's message for the environment.
+
+The message is for those who answer it. The tokens that are trained on stay the sampled ones: a
+message is never encoded again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollpacker.dialogue.call_formats import Found, call_of, format_of
+from rollpacker.dialogue.template import (
+    DialogueTemplate,
+    Message,
+    TemplateError,
+    stand_in_calls,
+)
+
+_THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
+
+
+class TurnParser:
+    """Reads turns in the format of a chat template, which it is told by rendering."""
+
+    def __init__(self, template: DialogueTemplate) -> None:
+        """Raises `TemplateError` if there are tools and nobody knows how the template's calls are
+        read."""
+        self._template = template
+        self._tools = {
+            str(tool["function"]["name"]): tool["function"].get("parameters") or {}
+            for tool in template.tools
+        }
+        self._format = None
+        self._has_schema = getattr(template.tokenizer, "response_template", None) is not None
+        if template.tools:
+            call = self._call_text(next(iter(self._tools)))
+            self._format = format_of(call)
+            if self._format is None and not self._has_schema:
+                raise TemplateError(
+                    "the chat template writes tool calls in a way that is not known here"
+                    f" ({call.strip()!r}). Set the tokenizer's response_template (transformers"
+                    " then parses them), or use a model of another family."
+                )
+        self._opening, self._closing = self._marks_of_thought()
+        self._thinks_at_once = False
+        if self._closing:
+            _, begins, behind = template.behind_turn([]).rpartition(self._opening)
+            self._thinks_at_once = bool(begins) and self._closing not in behind
+
+    def message(self, sampled: Sequence[int], turn: int = 1) -> dict[str, Any]:
+        """The assistant's message of these tokens, which may end anywhere: `role`, `content`;
+        `reasoning_content` if it thought; `tool_calls` (each with an `id` of nine letters and
+        digits, made of `turn` and its place if the model gave none) if it called tools; and
+        `malformed_tool_calls`, a list of texts, if it tried to. Never raises."""
+        text = self._template.text_of(sampled)
+        if self._has_schema and self._format is None and self._tools:
+            return self._by_schema(text, sampled, turn)
+        thought, text = self._thought_of(text)
+        found = Found(text) if self._format is None else self._format(text, self._tools)
+        return _message(found, thought, turn)
+
+    def _call_text(self, name: str) -> str:
+        """A turn that is a call, as the template writes it; what stands before it may be the
+        generation prompt's thinking."""
+        question = {"role": "user", "content": "question"}
+        calls = stand_in_calls([{"role": "tool", "name": name}])
+        before = self._template.render([question])
+        whole = self._template.render([question, calls])
+        text = self._template.turn_text([question, calls]) or whole[len(before) :]
+        return text.rpartition("</think>")[2]
+
+    def _marks_of_thought(self) -> tuple[str, str]:
+        """What the template writes around an assistant's thinking. Two empty ones: it has none."""
+        question = {"role": "user", "content": "question"}
+        answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
+        shown = self._template.render([question, answer])
+        before, is_shown, behind = shown.partition(_THOUGHT)
+        opening = re.search(r"(<[^<>]+>|\[[^\[\]]+\])\w*$", before.rstrip())
+        closing, are_words, _ = behind.partition(_WORDS)
+        if is_shown and are_words and opening and closing.strip():
+            return opening.group(), closing.strip()
+        if "</think>" in str(self._template.tokenizer.chat_template):
+            return "<think>", "</think>"
+        return "", ""
+
+    def _thought_of(self, text: str) -> tuple[str | None, str]:
+        """Thinking that was cut off is all of the turn."""
+        if not self._closing:
+            return None, text
+        before, is_closed, behind = text.partition(self._closing)
+        starts = text.lstrip().startswith(self._opening)
+        if not is_closed and not starts and not self._thinks_at_once:
+            return None, text
+        thought = before.lstrip().removeprefix(self._opening).strip("\n")
+        return thought, behind.lstrip("\n")
+
+    def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
+        """By transformers' own parser, where the tokenizer says how. It closes what is open, so
+        that a turn without its end makes no call."""
+        tokenizer = self._template.tokenizer
+        is_over = bool(sampled) and sampled[-1] in self._template.end_tokens
+        try:
+            parsed = tokenizer.parse_response(
+                text + (tokenizer.decode([sampled[-1]]) if is_over else ""),
+                prefix=self._template.behind_turn([]),
+                tools=list(self._template.tools),
+            )
+            functions = [call["function"] for call in parsed.get("tool_calls") or ()]
+            calls = [call_of(one) for one in functions]
+            thought = parsed.get("reasoning_content") or parsed.get("thinking")
+            words = str(parsed.get("content") or "")
+        except Exception:  # whatever the schema's author wrote, and the model
+            return _message(Found("", malformed=[text]), None, turn)
+        whole = [call for call in calls if call is not None]
+        if calls and (not is_over or len(whole) < len(calls)):
+            return _message(Found("", malformed=[text]), None, turn)
+        return _message(Found(words, whole), None if thought is None else str(thought), turn)
+
+
+def _message(found: Found, thought: str | None, turn: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": found.content}
+    if thought:
+        message["reasoning_content"] = thought
+    if found.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or f"call{turn % 1000:03d}{place % 100:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in enumerate(found.calls)
+        ]
+    if found.malformed:
+        message["malformed_tool_calls"] = found.malformed
+    return message
+
+
+class TemplateDialogue:
+    """Meets `Dialogue` with a chat template and the parser of its turns."""
+
+    def __init__(self, template: DialogueTemplate) -> None:
+        """Raises `TemplateError` as `TurnParser` does."""
+        self.template = template
+        self._parser = TurnParser(template)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.prompt(messages)
+
+    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.appended(messages, sampled)
+
+    def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
+        """See `Dialogue`."""
+        return self._parser.message(sampled, turn)

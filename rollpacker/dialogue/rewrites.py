@@ -1,0 +1,194 @@
+"""Finds chat templates that write earlier messages otherwise once later ones follow.
+
+With such a template a dialogue that only grows is not what the template makes of it: the model sees
+its own thinking, say, where it was trained not to. Dialogues that ask for the usual rules (thinking
+dropped from history, rules for the last user's message, tools told in the newest one) are rendered
+prefix by prefix and compared with what grew.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.dialogue.encoding import num_alike
+from rollpacker.dialogue.template import (
+    DialogueTemplate,
+    Message,
+    TemplateError,
+    stand_in_calls,
+)
+
+_EXCERPT = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The first place where a template departs from what grew."""
+
+    what: str
+    """"prompt", "turn" (of the model) or "answer" (what was given behind a turn)."""
+    index: int
+    """Which turn or answer, counted from 1."""
+    num_turns: int
+    """How many turns there were when it changed."""
+    follows: str
+    """The role of the message that made it change: "user", "tool" or "assistant" (the turn itself
+    is not written as its generation prompt began it)."""
+    grown: str
+    rendered: str
+    """The beginnings of both texts from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrites:
+    """The chat template rewrites what came before. Either each turn is trained on as a sample of
+    its own, whose prompt is `DialogueTemplate.prompt` of all messages before it; or the run
+    refuses."""
+
+    changes: tuple[tuple[str, Change], ...]
+    """With the dialogue that showed each; the first of every kind."""
+
+    @property
+    def sentence(self) -> str:
+        """What changes when, on one line."""
+        parts = []
+        for dialogue, change in self.changes:
+            what = "the prompt" if change.what == "prompt" else f"{change.what} {change.index}"
+            when = (
+                "once the turn is over"
+                if change.follows == "assistant"
+                else f"once a message of role {change.follows} follows"
+            )
+            parts.append(
+                f"{what} {when}, in {dialogue} ({change.grown!r} becomes {change.rendered!r})"
+            )
+        return f"the chat template rewrites what came before: {'; '.join(parts)}."
+
+
+def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
+    """What the template rewrites in dialogues of a few turns; dialogues that it refuses (such as
+    several calls at once) are left out."""
+    found: dict[tuple[str, str], tuple[str, Change]] = {}
+    for name, messages in probes(template):
+        try:
+            change = first_change(template, messages)
+        except TemplateError:
+            continue
+        if change is not None:
+            found.setdefault((change.what, change.follows), (name, change))
+    return Rewrites(tuple(found.values())) if found else None
+
+
+def first_change(template: DialogueTemplate, messages: Sequence[Message]) -> Change | None:
+    """The first place where this dialogue, rendered whole before each of the model's turns, is not
+    what grew. Raises `TemplateError` if the template refuses it."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        return None
+    pieces = [("prompt", 1, template.render(messages[: turns[0]], to_go_on=True))]
+    for number, turn in enumerate(turns, start=1):
+        text = template.turn_text(messages[: turn + 1])
+        if text is None:
+            grown = "".join(piece for _, _, piece in pieces)
+            rendered = template.render(messages[: turn + 1])
+            return _change(pieces, grown, rendered, number - 1, "assistant")
+        following = turns[number] if number < len(turns) else len(messages)
+        new = messages[turn + 1 : following]
+        pieces.append(("turn", number, text))
+        pieces.append(("answer", number, template.behind_turn(new)))
+        grown = "".join(piece for _, _, piece in pieces)
+        rendered = template.render(messages[:following], to_go_on=True)
+        if new and grown != rendered:
+            return _change(pieces, grown, rendered, number, str(new[0]["role"]))
+    return None
+
+
+def _change(
+    pieces: Sequence[tuple[str, int, str]], grown: str, rendered: str, num_turns: int, follows: str
+) -> Change:
+    at = num_alike(grown, rendered)
+    ends = list(itertools.accumulate(len(piece) for _, _, piece in pieces))
+    place = min(bisect.bisect_right(ends, at), len(pieces) - 1)
+    what, index, _ = pieces[place]
+    return Change(
+        what=what,
+        index=index,
+        num_turns=num_turns,
+        follows=follows,
+        grown=grown[at : at + _EXCERPT],
+        rendered=rendered[at : at + _EXCERPT],
+    )
+
+
+def writes_today(template: DialogueTemplate) -> bool:
+    """Whether the prompt holds the date of the day on which it is rendered, so that a run that goes
+    on tomorrow begins its dialogues otherwise. Found by taking the clock away."""
+    question = [{"role": "user", "content": "question"}]
+    arguments: dict[str, Any] = {"tools": list(template.tools)} if template.tools else {}
+    try:
+        template.tokenizer.apply_chat_template(
+            question, tokenize=False, **arguments, **template.kwargs, strftime_now="no function"
+        )
+    except Exception:  # the template called it
+        return True
+    return False
+
+
+def probes(template: DialogueTemplate) -> Iterator[tuple[str, list[Message]]]:
+    """Dialogues, each with its name for a message. Thinking is a key of messages where the template
+    knows that, else it stands in the text."""
+
+    def user(text: str) -> Message:
+        return {"role": "user", "content": text}
+
+    def turn(text: str, **more: Any) -> Message:
+        return {"role": "assistant", "content": text, **more}
+
+    yield (
+        "a plain dialogue",
+        [user("one"), turn("first"), user("two"), turn("second"), user("three")],
+    )
+    yield "a dialogue with empty messages", [user("one"), turn("first"), user(""), turn("second")]
+    yield (
+        "a dialogue of other scripts",
+        [user("\u00e9\u4f60\U0001f642"), turn("\u00e9\u4f60\U0001f642 \u0627"), user("\u2028 \t")],
+    )
+    key = {"reasoning_content": "thought"}
+    knows_key = "thought" in template.render([user("one"), turn("first", **key)])
+    thought = key if knows_key else {}
+    written = "" if knows_key else "<think>\nthought\n</think>\n\n"
+    first, second = turn(f"{written}first", **thought), turn(f"{written}second", **thought)
+    yield "a dialogue with thinking", [user("one"), first, user("two"), second, user("three")]
+    tools = template.tools
+    if not tools:
+        return
+    name = str(tools[0]["function"]["name"])
+
+    def result(number: int, text: str = "result") -> Message:
+        identity = f"call{number:05d}"
+        return {"role": "tool", "name": name, "tool_call_id": identity, "content": text}
+
+    def calls(*results: Message, **more: Any) -> Message:
+        return {**stand_in_calls(results), **more}
+
+    one, two, three = result(1), result(2, "\u00e9 {}"), result(3, "")
+    question, answer = user("one"), turn("first")
+    yield (
+        "a dialogue with tool calls",
+        [question, calls(one), one, calls(two), two, answer, user("two")],
+    )
+    yield (
+        "a dialogue with several tool calls at once",
+        [question, calls(one, two), one, two, calls(three), three, answer, user("two")],
+    )
+    yield (
+        "a dialogue with thinking and tool calls",
+        [
+            *[question, calls(one, **thought), one, calls(two, **thought), two],
+            *[first, user("two")],
+        ],
+    )

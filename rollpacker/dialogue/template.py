@@ -1,0 +1,243 @@
+"""A chat template as something that only grows: a prompt, and what goes behind each sampled turn.
+
+Nothing here knows a family of models. What a template writes behind an assistant's message is found
+by rendering a short dialogue with a stand-in for that message: what comes behind the stand-in is
+what is given to the model next. So each message is rendered once, and what was sampled is never
+rendered, decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rollpacker.chat_template import end_of_turn
+from rollpacker.dialogue.encoding import Encoder, num_alike
+
+Message = Mapping[str, Any]
+
+STAND_IN = "stand-in-of-a-turn"
+_QUESTION: Message = {"role": "user", "content": "question"}
+_ANSWER: Message = {"role": "assistant", "content": STAND_IN}
+
+
+class TemplateError(ValueError):
+    """The chat template cannot do what is asked; the message says what to do."""
+
+
+class DialogueTemplate:
+    """The chat template of a tokenizer, for dialogues that grow turn by turn."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        end_tokens: Collection[int] = (),
+    ) -> None:
+        """`tools`: schemas that the model is told of. `end_tokens`: where sampling stops, besides
+        the tokenizer's own end token. Raises `TemplateError` if there is no template, or it refuses
+        a plain dialogue, or it shows the model nothing of its tools."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise TemplateError(
+                "a dialogue needs a chat template, and the tokenizer has none. Use an instruct"
+                " model, or set the tokenizer's chat_template."
+            )
+        self.tokenizer = tokenizer
+        self.tools = tuple(tools)
+        self.kwargs = dict(chat_template_kwargs or {})
+        self._arguments_are_text = False
+        eos = tokenizer.eos_token_id
+        self.end_tokens = frozenset(end_tokens) | (frozenset() if eos is None else {int(eos)})
+        last = self.render([_QUESTION, _ANSWER])
+        followed = self.render([_QUESTION, _ANSWER, _QUESTION], to_go_on=True)
+        if STAND_IN not in last or STAND_IN not in followed:
+            raise TemplateError("the chat template does not show an assistant's message.")
+        self._last_ending = last.partition(STAND_IN)[2]
+        self._encoder = Encoder(tokenizer, [last, followed])
+        if self.tools:
+            self._find_tools(last, followed)
+        self.ending = self._ending_of(followed.partition(STAND_IN)[2])
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """Tokens that steer the model, which no given words become."""
+        return self._encoder.marker_ids
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token that the template puts behind an assistant's message. None: it puts none there
+        (the next message's own begins it)."""
+        return end_of_turn(self.tokenizer, self.kwargs)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens up to and with the generation prompt. Of a dialogue with turns of the model in
+        it: the whole prefix, rendered anew, for templates that rewrite what came before."""
+        changed, held = self._encoder.held(messages)
+        return tuple(self._encoder.encode(self.render(changed, to_go_on=True), held))
+
+    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+        """What is given to the model behind a turn of these `sampled` tokens: what is missing of
+        the template's ending of the turn (all of it if the turn was cut off), the new messages
+        (tools' results, a user's message; there may be none), the generation prompt. Raises
+        `TemplateError` if the template refuses the messages."""
+        changed, held = self._encoder.held(messages)
+        end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
+        text = self._without(end, self.behind_turn(changed))
+        return tuple(self._encoder.encode(text, held, behind=end))
+
+    def canonical(self, text: str) -> tuple[int, ...]:
+        """The tokens of a turn that was not sampled, such as a scripted one."""
+        return tuple(self._encoder.encode(text, behind=self.tokenizer.eos_token_id))
+
+    def text_of(self, sampled: Sequence[int]) -> str:
+        """What was sampled, with its markers, without the token that ended it."""
+        if sampled and sampled[-1] in self.end_tokens:
+            sampled = sampled[:-1]
+        return str(
+            self.tokenizer.decode(
+                list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def render(
+        self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True
+    ) -> str:
+        """The template's text; `to_go_on`: with the generation prompt. Raises `TemplateError`."""
+        tools: dict[str, Any] = {}
+        if self.tools and with_tools:
+            tools["tools"] = list(self.tools)
+        shown = [shown_again(message, self._arguments_are_text) for message in messages]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    shown,
+                    tokenize=False,
+                    add_generation_prompt=to_go_on,
+                    **tools,
+                    **self.kwargs,
+                )
+            )
+        except Exception as error:  # whatever a template's author wrote
+            raise TemplateError(f"the chat template refuses the messages: {error}") from None
+
+    def turn_text(self, messages: Sequence[Message]) -> str | None:
+        """What the template makes of the last message, an assistant's, behind the generation
+        prompt and without the ending: what a model would sample. None: the template does not begin
+        the message with the generation prompt."""
+        before = self.render(messages[:-1], to_go_on=True)
+        whole = self.render(messages)
+        if not whole.startswith(before):
+            return None
+        return whole[len(before) :].removesuffix(self._last_ending)
+
+    def behind_turn(self, messages: Sequence[Message]) -> str:
+        """The text behind any turn of the model: its ending, the messages, a generation prompt."""
+        results = []
+        for message in messages:
+            if message.get("role") != "tool":
+                break
+            results.append(message)
+        if not results:
+            whole = self.render([_QUESTION, _ANSWER, *messages], to_go_on=True)
+            return whole.partition(STAND_IN)[2]
+        try:
+            return self._behind_calls(stand_in_calls(results), messages)
+        except TemplateError:
+            if len(results) == 1:
+                raise
+            return self._behind_calls(stand_in_calls(results[:1]), messages)
+
+    def _behind_calls(self, calls: Message, messages: Sequence[Message]) -> str:
+        last = self.render([_QUESTION, calls]).partition(STAND_IN)[2]
+        close = last.removesuffix(self._last_ending)
+        whole = self.render([_QUESTION, calls, *messages], to_go_on=True)
+        text = whole.partition(STAND_IN)[2]
+        if not text.startswith(close):
+            raise TemplateError(
+                "the chat template writes a tool call otherwise once its result follows."
+            )
+        return text[len(close) :]
+
+    def _without(self, end: int | None, text: str) -> str:
+        """Without what the sampled end token has said already."""
+        if end is None:
+            return text
+        mark = self._encoder.text_of(end)
+        at = self.ending.find(mark)
+        if at >= 0 and text.startswith(self.ending):
+            return text[at + len(mark) :]
+        return text.removeprefix(mark)
+
+    def _ending_of(self, followed: str) -> str:
+        """What ends a turn whether or not something follows. Some templates say more behind the
+        last message, such as an end of the text."""
+        length = num_alike(self._last_ending, followed)
+        return followed[: self._encoder.whole_marker(followed, length)]
+
+    def _find_tools(self, last: str, followed: str) -> None:
+        """Whether the template shows tools, calls and results, and how it wants the arguments."""
+        name = str(self.tools[0].get("function", {}).get("name", ""))
+        result: Message = {
+            "role": "tool",
+            "name": name,
+            "tool_call_id": "call00001",
+            "content": "result-of-a-tool",
+        }
+        exchange = [_QUESTION, stand_in_calls([result]), result]
+        shown, reason = "", ""
+        for arguments_are_text in (False, True):
+            self._arguments_are_text = arguments_are_text
+            try:
+                shown, reason = self.render(exchange, to_go_on=True), ""
+                break
+            except TemplateError as error:
+                reason = f" ({error})"
+        told, untold = (self.render([_QUESTION], with_tools=told) for told in (True, False))
+        missing = [
+            what
+            for what, is_shown in (
+                ("the tools", told.count(name) > untold.count(name)),
+                ("calls of them", STAND_IN in shown),
+                ("their results", "result-of-a-tool" in shown),
+            )
+            if not is_shown
+        ]
+        if missing:
+            raise TemplateError(
+                f"there are tools, but the chat template does not show {' and '.join(missing)} to"
+                f" the model{reason}. Use a model whose template knows tools, or an environment of"
+                " your own that says in plain messages how to call them."
+            )
+        self._encoder = Encoder(self.tokenizer, [last, followed, shown])
+
+
+def stand_in_calls(results: Sequence[Message]) -> Message:
+    """The assistant's message that these results of tools could answer; the last of its calls has
+    the stand-in."""
+    calls = []
+    for index, result in enumerate(results):
+        it = STAND_IN if index == len(results) - 1 else "one before"
+        name = str(result.get("name") or "tool").replace(STAND_IN, "tool")
+        function = {"name": name, "arguments": {"it": it}}
+        identity = str(result.get("tool_call_id") or f"call{index:05d}")
+        calls.append({"id": identity, "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def shown_again(message: Message, arguments_are_text: bool) -> dict[str, Any]:
+    """A message as templates take it: malformed calls are part of what was said."""
+    shown = dict(message)
+    malformed = shown.pop("malformed_tool_calls", None)
+    if malformed:
+        shown["content"] = "\n".join(filter(None, [shown.get("content"), *malformed]))
+    calls = shown.get("tool_calls")
+    if calls and arguments_are_text:
+        shown["tool_calls"] = [
+            {**call, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}}
+            for call in calls
+            for f in (call["function"],)
+        ]
+    return shown

@@ -1,0 +1,173 @@
+"""How one episode's functions are called: async ones in the event loop, blocking ones in a thread
+of the episode's own.
+
+A thread, since then one that waits or hangs holds up nobody else in its process; always the same,
+since what a library has opened in one thread it may refuse to use in another (sqlite3). Runs in a
+worker process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+Job = tuple[Callable[[], Any], "asyncio.Future[tuple[Any, float]]"]
+
+
+class Exited(Exception):
+    """The function ended with an exception that would end a program, such as SystemExit."""
+
+
+class GivenUp(BaseException):
+    """Raised in a thread whose call nobody waits for any more."""
+
+
+class Calls:
+    """Of one episode."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """What its functions took, without any waiting for a thread."""
+        self._thread: EpisodeThread | None = None
+
+    async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Await what the function returns; raises what it raises, or `Exited`. Cancelling the call
+        of a blocking function interrupts it, and then waits for its end, which may never come."""
+        try:
+            if _is_async(function):
+                return await self._timed(function(*args, **kwargs))
+            value, seconds = await self._in_thread(lambda: function(*args, **kwargs))
+            self.seconds += seconds
+            return await self._timed(value) if inspect.isawaitable(value) else value
+        except (SystemExit, KeyboardInterrupt, GivenUp) as error:
+            raise Exited(f"{type(error).__name__}: {error}") from error
+
+    async def _timed(self, awaitable: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return await awaitable
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    async def _in_thread(self, function: Callable[[], Any]) -> tuple[Any, float]:
+        if self._thread is None:
+            self._thread = EpisodeThread()
+        thread = self._thread
+        future = thread.start(function)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._thread = None
+            thread.interrupt()
+            await asyncio.wait({future})
+            future.exception()  # nobody wants to know
+            thread.end()
+            raise
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.end()
+
+
+class EpisodeThread:
+    """Calls functions one after another. It ends with its process at the latest."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        MEMORY.make_room_for_thread()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def start(self, function: Callable[[], Any]) -> asyncio.Future[tuple[Any, float]]:
+        """The future gets what it returns and how many seconds it took, or what it raises."""
+        future: asyncio.Future[tuple[Any, float]] = self._loop.create_future()
+        self._jobs.put((function, future))
+        return future
+
+    def _work(self) -> None:
+        with contextlib.suppress(GivenUp):  # it may come when the call has just ended
+            while (job := self._jobs.get()) is not None:
+                function, future = job
+                began = time.perf_counter()
+                try:
+                    done: Any = function()
+                except BaseException as error:  # whatever it is, the episode's loop is told
+                    done = error if isinstance(error, Exception) else _exited(error)
+                    self._loop.call_soon_threadsafe(_fail, future, done)
+                    del error
+                else:
+                    seconds = time.perf_counter() - began
+                    self._loop.call_soon_threadsafe(_settle, future, (done, seconds))
+                del job, function, future, done
+
+    def interrupt(self) -> None:
+        """Raise `GivenUp` in what it runs, as soon as that is Python code again."""
+        assert self._thread.ident is not None
+        ident = ctypes.c_ulong(self._thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+
+    def end(self) -> None:
+        """Once it has done what it has to do."""
+        self._jobs.put(None)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def _exited(error: BaseException) -> Exited:
+    return Exited(f"{type(error).__name__}: {error}")
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if isinstance(error, StopIteration):  # which no future can hold
+        error = RuntimeError(f"StopIteration: {error}")
+    if not future.done():
+        future.set_exception(error)
+
+
+class _Memory:
+    """The limit of this process on memory that it can write to."""
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+        self._stack = stack if 0 < stack < 1 << 30 else 8 << 20
+        """Bytes that a thread takes, which are nobody's fault."""
+
+    def limit(self, num_bytes: int) -> None:
+        """To so much more than it has now. Where the system does not tell, there is no limit."""
+        with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
+            line = next(line for line in file if line.startswith("VmData:"))
+            self._limit = (int(line.split()[1]) << 10) + num_bytes
+            self._set()
+
+    def make_room_for_thread(self) -> None:
+        if self._limit is not None:
+            self._limit += self._stack
+            self._set()
+
+    def _set(self) -> None:
+        assert self._limit is not None
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with contextlib.suppress(ValueError, OSError):  # one from outside is lower
+            resource.setrlimit(resource.RLIMIT_DATA, (self._limit, hard))
+
+
+MEMORY = _Memory()

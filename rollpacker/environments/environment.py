@@ -1,0 +1,211 @@
+"""The environment protocols and the records that cross them. Light.
+
+controller -> Environments (all of a run) -> a process of environments -> a user's Environment
+                                                                       -> functions that are tools
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rollpacker.core.ids import SampleId
+
+Message = Mapping[str, Any]
+"""As chat templates take it: `role`, `content`, and of an assistant `tool_calls`, of a tool
+`tool_call_id` and `name`. Plain values only. What looked like calls and could not be read is in
+`malformed_tool_calls` (texts) of the assistant's message."""
+ToolSchema = Mapping[str, Any]
+"""A tool as chat templates take it: `{"type": "function", "function": {name, description,
+parameters}}`."""
+
+
+class EnvironmentSetupError(RuntimeError):
+    """Environments are set up wrongly (not: one failed in an episode, which is `Lost`)."""
+
+
+SANDBOX_TOOLS = ("python", "shell")
+"""Tools of ours that run what a model wrote, in the sandbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """What answers the model between its turns (`environment.*`)."""
+
+    tools: tuple[str, ...] = ()
+    """Functions with type hints and a docstring, as `module:function` or `file.py:function`; and
+    `python` and `shell`, which run what the model wrote in the sandbox, in a folder that each
+    episode has for itself."""
+    function: str | None = None
+    """An environment: a class with `reset` and `step`, or a function that makes one, as
+    `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on. Instead of
+    `tools`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments that `function` is called with, for each episode."""
+    max_turns: int = 10
+    """Of the model, in one episode."""
+    max_trajectory_tokens: int | None = None
+    """Of all turns and answers together, without the prompt. None: what the model's context
+    allows."""
+    max_environment_s: float | None = None
+    """Seconds that one episode may spend in its environment. None: no limit."""
+    timeout_s: float = 60.0
+    """An answer that takes longer ends the episode; it is never worth a zero."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes of environments, each with many episodes. auto: one per processor, at most 8."""
+    memory_mb: int | None = None
+    """What one process may have beyond what it took to load. More raises `MemoryError` in the
+    environment. None: no limit."""
+    max_result_chars: int = 16384
+    """Longer results of tools are cut, with a note for the model."""
+    deterministic: bool | None = None
+    """The same actions bring the same answers, so that a lost episode can be played again. None: as
+    the environment, or each of the tools, says itself by an attribute `deterministic`; not, if it
+    says nothing."""
+
+    def __post_init__(self) -> None:
+        if self.tools and self.function is not None:
+            raise ValueError(
+                "tools and function cannot both be set: an environment brings tools of its own"
+                " (an attribute `tools`)"
+            )
+        if self.arguments and self.function is None:
+            raise ValueError("arguments are those of function, which is not set")
+        for name in ("max_turns", "max_trajectory_tokens", "memory_mb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("max_environment_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be more than 0, not {value}")
+        if self.workers != "auto" and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
+        if self.max_result_chars < 100:
+            raise ValueError(f"max_result_chars must be at least 100, not {self.max_result_chars}")
+
+
+class Environment(Protocol):
+    """What a user writes: a class, made anew for each episode, whose methods may be async.
+
+    It may have, besides: `tools` (schemas), which the model is told of; `deterministic = True`; and
+    `close()`. Blocking methods of an episode run in a thread of its own, always the same, beside
+    those of other episodes; async ones in one event loop. What else is taken (Gymnasium's methods,
+    TRL's environments): `shapes.py`.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
+        """Begin. `row`: the dataset row's columns, its prompt too, and `seed` (unless the row has
+        one), which is the prompt's: all episodes of a prompt begin alike. What it returns is the
+        prompt; None: the row's own prompt is."""
+        ...
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """Answer the model's message: what is said to the model, a reward for this turn or None,
+        and whether the episode is over. Gymnasium's five values are taken, too. A text instead of
+        messages is the user's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """An episode is open."""
+
+    messages: tuple[Message, ...] | None
+    """The prompt. None: the row's own."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """What an environment made of one message of the model."""
+
+    messages: tuple[Message, ...]
+    """For the model; may be empty where the episode is over."""
+    reward: float | None = None
+    """Of this turn."""
+    done: bool = False
+    truncated: bool = False
+    """It ended for a limit of its own, rather than by what happened."""
+    seconds: float = 0.0
+    """In the environment, without any waiting."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Such as tool calls and failed ones, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What an episode came to, for rewards and for people."""
+
+    messages: tuple[Message, ...]
+    """All behind the prompt: the model's and the environment's, by turns."""
+    rewards: tuple[float | None, ...] = ()
+    """The environment's, by turn; None where it gave none."""
+    environment_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums over turns."""
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the model."""
+        return sum(message.get("role") == "assistant" for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The episode cannot go on. Never a zero."""
+
+    reason: str
+    cause: str
+    """"environment" (it raised, or broke the protocol: another try would do the same), "deadline"
+    (it was too slow), "infrastructure" (its process died or hung) or "cancelled"."""
+    seconds: float = 0.0
+
+
+class Environments(Protocol):
+    """All environments of a run, as the controller sees them. One event loop."""
+
+    tools: tuple[ToolSchema, ...]
+    """What the model is told of; the same for every episode."""
+    begins: bool
+    """Episodes have to be begun before their first turn, since environments say the prompt. False:
+    `begin` may be left out; the row's prompt is the prompt."""
+    is_deterministic: bool
+    """The same actions bring the same answers: a lost episode can be played again."""
+
+    async def open(self) -> None:
+        """Start processes in the running loop. Raises `EnvironmentSetupError` for what the user can
+        mend."""
+        ...
+
+    async def begin(
+        self,
+        episode: SampleId,
+        row: Mapping[str, Any],
+        *,
+        seed: int,
+        timeout_s: float | None = None,
+    ) -> Begun | Lost:
+        """Open the episode. One that has played already begins anew: if the environments are
+        deterministic and one then answers otherwise than before, that is `Lost`
+        ("environment")."""
+        ...
+
+    async def act(
+        self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
+    ) -> Answered | Lost:
+        """Give the model's message of this turn, counted from 1, to the episode. The same turn
+        again has the same answer. Never raises for what an environment did. Cancelling the call
+        gives the episode up, and so does a `Lost`: `begin` begins it anew."""
+        ...
+
+    def end(self, episode: SampleId) -> None:
+        """Nobody needs the episode any more. Idempotent; returns at once. Who still waits for an
+        answer of it gets `Lost` ("cancelled")."""
+        ...
+
+    async def close(self) -> None:
+        """End every process; nothing is left behind."""
+        ...

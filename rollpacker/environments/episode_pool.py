@@ -1,0 +1,148 @@
+"""The processes of a run's environments, and which episodes live in which.
+
+    begin -> waits for room -> the process with the fewest episodes -> its reply
+    act   -> the episode's own process, or `WorkerLost` if that is gone
+
+There are as many processes as the run may have, from the start; one that is lost is replaced. What
+is the same for reward functions is `rewards/functions/worker_pool.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollpacker.environments.worker import END
+from rollpacker.rewards.functions.worker_calls import PoolCall, PoolWorker, WorkerLost
+from rollpacker.rewards.functions.worker_pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
+
+MAX_EPISODES = 1000
+"""In one process."""
+ANSWER_WITHIN_S = 2.0
+"""A process that does not react for so long hangs. All its episodes are lost with it, so it has
+longer than one of a reward function."""
+MAX_HUNG = 16
+"""A process in which so many calls were given up and went on all the same takes no more
+episodes, and ends with those that it has."""
+
+
+class GivenUp(Exception):
+    """The call was given up by somebody else than who waits for it."""
+
+
+class EpisodePool(WorkerPool):
+    """See `WorkerPool`."""
+
+    kind = "environment"
+
+    def start(self) -> None:
+        """Start as many processes as there may be."""
+        self._grow()
+
+    def begin(self, payload: bytes, limit_s: float) -> PoolCall:
+        """Make a call that begins an episode. Once it was answered, `worker` is the episode's."""
+        call = self._made(payload, limit_s)
+        self._waiting.append(call)
+        self._dispatch()
+        return call
+
+    def act(self, payload: bytes, limit_s: float, worker: PoolWorker) -> PoolCall:
+        """Make a call in the process of an episode. Raises `WorkerLost` if that is gone."""
+        if worker.gone:
+            raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
+        call = self._made(payload, limit_s)
+        self._begin(call, worker)
+        return call
+
+    async def answer(self, call: PoolCall) -> dict[str, Any]:
+        """Return the reply. Raises as `WorkerPool.call` does, and `GivenUp`. Cancelling gives the
+        call up."""
+        return await self._answer(call)
+
+    def give_up(self, call: PoolCall) -> None:
+        """Let nobody wait for this call any more. Idempotent."""
+        if not call.future.done():
+            self._cancel(call)
+            call.settle(GivenUp())
+
+    def keep(self, worker: PoolWorker) -> None:
+        """An episode lives there from now on."""
+        worker.num_kept += 1
+
+    def release(self, worker: PoolWorker, episode: int) -> None:
+        """An episode that lived there is over."""
+        worker.num_kept -= 1
+        self.forget(worker, episode)
+
+    def forget(self, worker: PoolWorker, episode: int) -> None:
+        """Have a process drop what it has of an episode, which may have been about to begin."""
+        if worker in self._workers:
+            worker.process.send(END, episode)
+            self._freed(worker)
+
+    # -- what is different here -------------------------------------------------------------
+
+    def _place(self, call: PoolCall) -> PoolWorker | None:
+        open_to_more = (
+            worker
+            for worker in self._workers
+            if worker.ready and not worker.draining and _load(worker) < MAX_EPISODES
+        )
+        return min(open_to_more, key=_load, default=None)
+
+    def _num_to_start(self) -> int:
+        return self._max_workers - sum(not worker.draining for worker in self._workers)
+
+    def _plan_growth(self) -> None:
+        """Replace what is missing, but not for ever what never gets ready."""
+        hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
+        if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
+            self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
+
+    def _start_failed(self, why: str, *, for_good: bool = False) -> None:
+        super()._start_failed(why, for_good=for_good)
+        if for_good:
+            self._num_failed_starts = MAX_FAILED_STARTS
+
+    def _retire(
+        self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
+    ) -> list[PoolCall]:
+        calls = super()._retire(worker, gone, by_itself=by_itself)
+        if not self._closed:
+            self._plan_growth()
+        return calls
+
+    def _retire_idle(self) -> None:
+        self._idle_timer = None
+
+    def _answer_within_s(self) -> float:
+        return ANSWER_WITHIN_S
+
+    def _must_have_ended(self, worker: PoolWorker, number: int) -> None:
+        if number not in worker.given_up or worker not in self._workers:
+            return
+        worker.given_up.discard(number)
+        worker.num_hung += 1
+        if worker.num_hung >= MAX_HUNG:
+            worker.draining = True
+            self._plan_growth()
+            self._end_oldest_draining()
+        self._freed(worker)
+
+    def _end_oldest_draining(self) -> None:
+        """There are never more processes that end with their episodes than others."""
+        draining = [worker for worker in self._workers if worker.draining]
+        if len(draining) > self._max_workers:
+            oldest = draining[0]
+            how = f"worker {oldest} was ended: {oldest.num_hung} calls in it hung"
+            for call in self._retire(oldest, how):
+                call.lost(how, self.loop.time())
+
+    _closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        await super().close()
+
+
+def _load(worker: PoolWorker) -> int:
+    return worker.num_kept + worker.num_calls

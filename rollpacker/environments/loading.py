@@ -1,0 +1,123 @@
+"""What a config names as tools or environment, found and looked at. Runs in a worker process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.environments import adapters, shapes
+from rollpacker.environments.calls import Calls
+from rollpacker.environments.environment import SANDBOX_TOOLS, EnvironmentSetupError, ToolSchema
+from rollpacker.environments.played import Played, ToolEpisode, UserEpisode, made_in_loop
+from rollpacker.environments.sandbox_tools import Folder, open_box
+from rollpacker.environments.tools import Function, named, schema_of
+from rollpacker.imports import load_function
+from rollpacker.rewards.functions.returned import shortened
+from rollpacker.sandbox.sandbox import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    hello: dict[str, Any]
+    """What the controller needs to know: `name`, `tools`, `begins`, `is_deterministic`."""
+    make: Callable[[Calls], Played]
+    """Makes an episode."""
+
+
+async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
+    """What is opened for it is closed with `stack`. Raises what the user's modules raise, and
+    `EnvironmentSetupError`, `ImportSpecError`, `MissingPackageError`, `SandboxUnavailable`.
+
+    Only one process is asked to `describe` tools, and so to import what makes schemas."""
+    if request["function"] is not None:
+        return await _environment(request)
+    specs: Mapping[str, Any] = request["tools"]
+    box = None
+    if any(spec in SANDBOX_TOOLS for spec in specs):
+        box = await open_box(request["sandbox"], stack)
+        if "shell" in specs and not box.capabilities.can_fork:
+            raise EnvironmentSetupError(
+                "tool shell starts programs, which the sandbox does not allow here, since it cannot"
+                " bound the memory of several (docs/sandbox.md#memory). The tool python works."
+            )
+    return _tools(request, specs, box)
+
+
+def _tools(request: Mapping[str, Any], specs: Mapping[str, Any], box: Sandbox | None) -> Loaded:
+    own = {spec: _found(spec, sent) for spec, sent in specs.items() if spec not in SANDBOX_TOOLS}
+
+    def functions() -> dict[str, Function]:
+        folder = Folder(box) if box is not None else None
+        found = [(spec, own[spec] if spec in own else getattr(folder, spec)) for spec in specs]
+        return named(found)
+
+    tools = functions()
+    max_chars = request["max_result_chars"]
+    described = zip(tools.values(), specs, strict=True) if request["describe"] else ()
+    schemas = [schema_of(*one) for one in described]
+    is_deterministic = all(getattr(one, "deterministic", False) for one in tools.values())
+    hello = _hello(", ".join(tools), schemas, False, is_deterministic)
+    if box is None:
+        return Loaded(hello, lambda calls: ToolEpisode(tools, calls, max_chars))
+    return Loaded(hello, lambda calls: ToolEpisode(functions(), calls, max_chars))
+
+
+def _found(spec: str, sent: bytes | None) -> Function:
+    return load_function(spec) if sent is None else pickle.loads(sent)
+
+
+def _hello(
+    name: str, tools: list[ToolSchema], begins: bool, is_deterministic: bool
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "tools": tools,
+        "begins": begins,
+        "is_deterministic": is_deterministic,
+    }
+
+
+async def _environment(request: Mapping[str, Any]) -> Loaded:
+    spec, arguments = request["function"], request["arguments"]
+    make: Callable[[], Any]
+    if adapters.is_adapted(spec):
+        make = adapters.load(spec, arguments)
+        in_loop = False
+    else:
+        function = _found(spec, request["sent"])
+        make = functools.partial(function, **arguments)
+        in_loop = made_in_loop(function)
+    tried = _tried(make, spec)
+    has_tools = request["describe"] and not shapes.has_step(tried)
+    tools = shapes.tools_of(tried) if has_tools else []
+    schemas = [schema_of(one, f"{spec}: {one.__name__}") for one in tools]
+    schemas += list(getattr(tried, "tools", ()))
+    name = type(tried).__name__
+    hello = _hello(name, schemas, True, bool(getattr(tried, "deterministic", False)))
+    close = getattr(tried, "close", None)
+    if callable(close) and inspect.isawaitable(closing := close()):
+        await closing
+    max_chars = request["max_result_chars"]
+
+    def made(calls: Calls) -> Played:
+        return UserEpisode(make, calls, max_chars, in_loop=in_loop)
+
+    return Loaded(hello, made)
+
+
+def _tried(make: Callable[[], Any], spec: str) -> Any:
+    """An environment that is looked at and thrown away. Raises `EnvironmentSetupError`."""
+    try:
+        environment = make()
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"environment {spec}: making one raised {type(error).__name__}:"
+            f" {shortened(str(error))}. It is called with environment.arguments, for each episode."
+        ) from error
+    shapes.checked(environment, spec)
+    return environment

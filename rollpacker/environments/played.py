@@ -1,0 +1,93 @@
+"""Episodes as a worker process plays them: a user's environment, or tools alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rollpacker.environments import shapes
+from rollpacker.environments.calls import Calls
+from rollpacker.environments.environment import Message
+from rollpacker.environments.tools import Function, ToolBox
+
+Reply = dict[str, Any]
+"""`messages`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out where it
+is the records' own default."""
+
+
+class Played(Protocol):
+    async def begin(self, row: Mapping[str, Any]) -> Reply: ...
+
+    async def act(self, message: Message) -> Reply: ...
+
+    async def close(self) -> None: ...
+
+
+class ToolEpisode:
+    """Tools without an environment: an answer for each call; a message without calls ends it."""
+
+    def __init__(self, tools: Mapping[str, Function], calls: Calls, max_chars: int) -> None:
+        self._box = ToolBox(tools, calls, max_chars)
+
+    async def begin(self, row: Mapping[str, Any]) -> Reply:
+        return {"messages": None}
+
+    async def act(self, message: Message) -> Reply:
+        answers, metrics = await self._box.answer(message)
+        return {"messages": answers, "done": not answers, "metrics": metrics}
+
+    async def close(self) -> None:
+        return
+
+
+class UserEpisode:
+    """An environment of the user's, of any shape in `shapes.py`."""
+
+    def __init__(
+        self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
+    ) -> None:
+        """`in_loop`: making one does not block."""
+        self._make = make
+        self._in_loop = in_loop
+        self._calls = calls
+        self._max_chars = max_chars
+        self._environment: Any = None
+        self._box: ToolBox | None = None
+
+    async def begin(self, row: Mapping[str, Any]) -> Reply:
+        made = self._make() if self._in_loop else await self._calls(self._make)
+        environment = self._environment = made
+        args, named = shapes.reset_arguments(environment.reset, row)
+        said = await self._calls(environment.reset, *args, **named)
+        messages = shapes.prompt_of(said)
+        if not shapes.has_step(environment):
+            tools = {one.__name__: one for one in shapes.tools_of(environment)}
+            self._box = ToolBox(tools, self._calls, self._max_chars)
+            if isinstance(said, str) and messages is not None:
+                messages = shapes.with_observation(row.get("prompt"), messages)
+        return {"messages": messages}
+
+    async def act(self, message: Message) -> Reply:
+        if self._box is not None:
+            return await self._with_tools(self._box, message)
+        step = self._environment.step
+        returned = await self._calls(step, shapes.step_argument(step, message))
+        return shapes.stepped(returned)._asdict()
+
+    async def _with_tools(self, box: ToolBox, message: Message) -> Reply:
+        answers, metrics = await box.answer(message)
+        reward = None
+        if not answers and hasattr(self._environment, "get_reward"):
+            reward = shapes.number(await self._calls(self._environment.get_reward))
+        return {"messages": answers, "reward": reward, "done": not answers, "metrics": metrics}
+
+    async def close(self) -> None:
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            await self._calls(close)
+
+
+def made_in_loop(make: Callable[[], Any]) -> bool:
+    """A class whose methods are async does not block when it is made either."""
+    return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

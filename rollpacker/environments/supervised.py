@@ -1,0 +1,372 @@
+"""Environments in processes of their own: what the controller has of them (`Environments`).
+
+This process imports nothing of the user's. Whatever an environment does becomes a `Lost` with its
+cause; none of them is a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollpacker.core.ids import SampleId
+from rollpacker.environments.environment import (
+    Answered,
+    Begun,
+    EnvironmentConfig,
+    EnvironmentSetupError,
+    Lost,
+    Message,
+    ToolSchema,
+)
+from rollpacker.environments.episode_pool import EpisodePool, GivenUp
+from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
+from rollpacker.processes.output import OutputQuota
+from rollpacker.rewards.functions.printed import Printed
+from rollpacker.rewards.functions.returned import shortened
+from rollpacker.rewards.functions.worker_calls import (
+    NoWorker,
+    Overran,
+    PoolCall,
+    PoolWorker,
+    WorkerLost,
+)
+from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
+from rollpacker.sandbox.sandbox import SandboxConfig
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "rollpacker.environments.worker"
+MAX_AUTO_WORKERS = 8
+
+
+_CANCELLED = Lost(reason="nobody needs it", cause="cancelled")
+Answer = TypeVar("Answer", Begun, Answered)
+
+
+@dataclass(slots=True)
+class _Life:
+    """An episode from its beginning to its end, or to its loss."""
+
+    number: int
+    """Of this life: a later one of the same episode has another."""
+    worker: PoolWorker | None = None
+    turn: int = 0
+    """The last that was answered; 0: the beginning."""
+    last: Begun | Answered | None = None
+    """The answer to it."""
+    call: PoolCall | None = None
+    """At which it is."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    life: _Life | None = None
+    said: dict[int, bytes] = field(default_factory=dict)
+    """Hashes of its answers by turn, in whichever life, if they should be the same in each."""
+
+
+class SupervisedEnvironments:
+    """Meets `Environments`."""
+
+    def __init__(self, config: EnvironmentConfig, *, sandbox: SandboxConfig | None = None) -> None:
+        """Starts a process to look at the tools or the environment; outside of an event loop.
+        Raises `EnvironmentSetupError` if they cannot be used."""
+        if not config.tools and config.function is None:
+            raise EnvironmentSetupError(
+                "no environment is set; set environment.tools or environment.function."
+            )
+        self._config = config
+        self._cwd = str(Path.cwd())
+        self._load = _load(config, sandbox or SandboxConfig(), describe=False)
+        self._quota = OutputQuota()
+        self._printed = Printed("environment")
+        load = _load(config, sandbox or SandboxConfig(), describe=True)
+        first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
+        self._spares = [first]
+        hello = self._greeted(self._spares[0])
+        self.name: str = hello["name"]
+        self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
+        self.begins: bool = hello["begins"]
+        said = hello["is_deterministic"]
+        self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
+        self._pool: EpisodePool | None = None
+        self._numbers = itertools.count(1)
+        self._episodes: dict[SampleId, _Episode] = {}
+        self._told: set[str] = set()
+
+    # -- processes --------------------------------------------------------------------------
+
+    def _start(self, name: str) -> WorkerProcess:
+        return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM)
+
+    def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
+        what = self._config.function or ", ".join(self._config.tools)
+        try:
+            hello = process.greet()
+        except WorkerEnded as error:
+            why = f"{what}: importing it ended its process ({error})."
+        except TimeoutError:
+            why = f"{what}: importing it took longer than {LOAD_TIMEOUT_S:g} s."
+        except BaseException:
+            process.close()
+            raise
+        else:
+            if "refused" not in hello:
+                return hello
+            why = hello["refused"]
+        process.close()
+        raise EnvironmentSetupError(why)
+
+    async def open(self) -> None:
+        """See `Environments`."""
+        if self._pool is not None:
+            return
+        spares, self._spares = self._spares, []
+        self._pool = EpisodePool(
+            self.name,
+            self._start,
+            said=lambda line: self._printed.line(self.name, line),
+            is_async=True,
+            max_workers=self._num_workers(),
+            workers=spares,
+        )
+        self._pool.start()
+
+    def _num_workers(self) -> int:
+        if self._config.workers != "auto":
+            return self._config.workers
+        has_affinity = hasattr(os, "sched_getaffinity")
+        num = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        return min(num, MAX_AUTO_WORKERS)
+
+    async def close(self) -> None:
+        """See `Environments`."""
+        while self._spares:
+            self._spares.pop().close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+        self._episodes.clear()
+        self._printed.close(self.name)
+
+    # -- episodes ---------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        episode: SampleId,
+        row: Mapping[str, Any],
+        *,
+        seed: int,
+        timeout_s: float | None = None,
+    ) -> Begun | Lost:
+        """See `Environments`."""
+        known = self._episodes.setdefault(episode, _Episode())
+        if known.life is not None and known.life.turn == 0 and isinstance(known.life.last, Begun):
+            return known.life.last
+        self._give_up(known)
+        life = known.life = _Life(next(self._numbers))
+        reply = await self._asked(known, life, ({"seed": seed, **row}, None), timeout_s)
+        if isinstance(reply, Lost):
+            return reply
+        messages = reply["messages"]
+        begun = Begun(
+            messages=None if messages is None else tuple(messages), seconds=reply["seconds"]
+        )
+        return self._settled(known, life, begun)
+
+    async def act(
+        self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
+    ) -> Answered | Lost:
+        """See `Environments`."""
+        known = self._episodes.setdefault(episode, _Episode())
+        life = known.life
+        if life is not None and life.turn == turn and isinstance(life.last, Answered):
+            return life.last
+        if life is None and not self.begins and turn == 1:
+            life = known.life = _Life(next(self._numbers))
+        if life is None:
+            return self._lost("the episode was lost before and has not begun anew")
+        assert turn == life.turn + 1, f"turn {turn} of an episode that is at turn {life.turn}"
+        reply = await self._asked(known, life, (None, dict(message)), timeout_s)
+        if isinstance(reply, Lost):
+            return reply
+        answered = Answered(
+            messages=tuple(reply["messages"]),
+            reward=reply.get("reward"),
+            done=reply["done"],
+            truncated=reply.get("truncated", False),
+            seconds=reply["seconds"],
+            metrics=reply.get("metrics", {}),
+        )
+        life.turn = turn
+        return self._settled(known, life, answered)
+
+    def end(self, episode: SampleId) -> None:
+        """See `Environments`."""
+        known = self._episodes.pop(episode, None)
+        if known is not None:
+            self._give_up(known)
+
+    def _give_up(self, known: _Episode) -> None:
+        life, known.life = known.life, None
+        pool = self._pool
+        if life is None or pool is None:
+            return
+        if life.call is not None:
+            pool.give_up(life.call)
+            if life.worker is None and life.call.worker is not None:
+                pool.forget(life.call.worker, life.number)
+        if life.worker is not None:
+            pool.release(life.worker, life.number)
+
+    # -- calls ------------------------------------------------------------------------------
+
+    async def _asked(
+        self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
+    ) -> dict[str, Any] | Lost:
+        """What the episode's process replies. Whatever else comes of it ends this life."""
+        pool = self._pool
+        assert pool is not None, "not open"
+        limit_s = min(self._config.timeout_s, timeout_s or self._config.timeout_s)
+        began = pool.loop.time()
+        try:
+            payload = pickle.dumps((life.number, *what))
+        except Exception as error:  # whatever the columns of a row say of being copied
+            why = f"its columns cannot be sent to a process: {type(error).__name__}: {error}"
+            return self._ended(known, life, self._lost(shortened(why), "environment"))
+        try:
+            if life.worker is None:
+                life.call = pool.begin(payload, limit_s)
+            else:
+                life.call = pool.act(payload, limit_s, life.worker)
+            reply = await pool.answer(life.call)
+        except asyncio.CancelledError:
+            self._ended(known, life, _CANCELLED)
+            raise
+        except GivenUp:
+            return _CANCELLED
+        except Overran as error:
+            lost = self._overran(error, limit_s)
+        except (WorkerLost, NoWorker) as error:
+            lost = self._lost(shortened(str(error)), seconds=pool.loop.time() - began)
+        else:
+            if life.worker is None:
+                life.worker = life.call.worker
+                assert life.worker is not None
+                pool.keep(life.worker)
+            life.call = None
+            failed = self._failed(reply)
+            return reply if failed is None else self._ended(known, life, failed)
+        return self._ended(known, life, lost)
+
+    def _ended(self, known: _Episode, life: _Life, lost: Lost) -> Lost:
+        if known.life is life:
+            self._give_up(known)
+        return lost
+
+    def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
+        """The answer, unless the episode has said otherwise in an earlier life."""
+        life.last = answer
+        if not self.is_deterministic:
+            return answer
+        said = _digest(answer)
+        if known.said.setdefault(life.turn, said) != said:
+            why = (
+                f"{self.name} is said to be deterministic, but when an episode was played again"
+                f" with the same messages, it answered otherwise at turn {life.turn}"
+            )
+            self._report(why, ". Set environment.deterministic=false, or draw from the row's seed.")
+            return self._ended(known, life, Lost(reason=why, cause="environment"))
+        return answer
+
+    # -- losses -----------------------------------------------------------------------------
+
+    def _failed(self, reply: Mapping[str, Any]) -> Lost | None:
+        """What went wrong inside of the environment."""
+        seconds = reply.get("seconds", 0.0)
+        if "lost" in reply:
+            return self._lost(shortened(reply["lost"]), seconds=seconds)
+        if "wrong" in reply:
+            why = f"{self.name} {reply['wrong']}"
+            self._report(why)
+            return Lost(reason=why, cause="environment", seconds=seconds)
+        if "error" in reply:
+            self._report(f"{self.name} raised {reply['error']}", reply["where"])
+            why = f"{self.name} raised {reply['error']}: {reply['said']}"
+            return Lost(reason=why, cause="environment", seconds=seconds)
+        return None
+
+    def _overran(self, error: Overran, limit_s: float) -> Lost:
+        if not error.own:
+            return self._lost("another episode held up its process for too long")
+        why = f"{self.name} took longer than {limit_s:.3g} s"
+        self._report(f"{self.name} took longer than its limit")
+        return Lost(reason=why, cause="deadline", seconds=limit_s)
+
+    def _lost(self, why: str, cause: str = "infrastructure", seconds: float = 0.0) -> Lost:
+        return Lost(reason=why, cause=cause, seconds=seconds)
+
+    def _report(self, kind: str, more: str = "") -> None:
+        """Once per kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("environment %s%s", kind, more)
+
+
+def _digest(answer: Begun | Answered) -> bytes:
+    """Of what matters to the episode; its seconds do not."""
+    values: list[Any] = [answer.messages]
+    if isinstance(answer, Answered):
+        values += [answer.reward, answer.done, answer.truncated]
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _load(config: EnvironmentConfig, sandbox: SandboxConfig, *, describe: bool) -> bytes:
+    """What a process of environments is told to load; `describe`: and to tell of its tools. Raises
+    `EnvironmentSetupError`."""
+    if len(set(config.tools)) < len(config.tools):
+        raise EnvironmentSetupError("environment.tools names a tool twice.")
+    request = {
+        "tools": {spec: _sent(spec) for spec in config.tools},
+        "function": config.function,
+        "sent": None if config.function is None else _sent(config.function),
+        "arguments": dict(config.arguments),
+        "memory_mb": config.memory_mb,
+        "describe": describe,
+        "max_result_chars": config.max_result_chars,
+        "sandbox": sandbox,
+    }
+    return pickle.dumps(request)
+
+
+def _sent(spec: str) -> bytes | None:
+    """A program's own object, with all that it refers to and no module holds; None for what a
+    process finds by its name."""
+    if not is_given(spec):
+        return None
+    import cloudpickle
+
+    try:
+        found = given(spec)
+    except ImportSpecError as error:
+        raise EnvironmentSetupError(str(error)) from None
+    try:
+        return cloudpickle.dumps(found)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever the user's objects say of being copied
+        raise EnvironmentSetupError(
+            f"{spec.removeprefix(GIVEN)} cannot be sent to the processes of environments:"
+            f" {type(error).__name__}: {shortened(str(error))}. It may only refer to what can be"
+            " copied: make locks, files, connections and models inside of it, or name a function"
+            " in a file."
+        ) from error

@@ -1,0 +1,199 @@
+"""Tools: plain functions, what the model is told of them, and the calls that a message makes.
+
+Runs in a worker process; the run's own process never imports a tool.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rollpacker.environments.environment import EnvironmentSetupError, Message, ToolSchema
+from rollpacker.rewards.functions.returned import shortened
+
+Function = Callable[..., Any]
+Call = Callable[..., Awaitable[Any]]
+"""Calls a function of the user's, blocking or async, and awaits what it returns."""
+
+
+class ToolFailed(Exception):
+    """What a tool of ours tells the model of a call that did not go well."""
+
+
+class ToolUnavailable(Exception):
+    """A tool cannot be had at all at the moment, whatever the call: the episode is lost."""
+
+
+_NO_DESCRIPTION = re.compile(r"no description for the argument '(\w+)'")
+_MAX_ERROR = 500
+_WRONG_KINDS = {
+    inspect.Parameter.VAR_POSITIONAL: "*{}",
+    inspect.Parameter.VAR_KEYWORD: "**{}",
+    inspect.Parameter.POSITIONAL_ONLY: "{} by position only",
+}
+
+
+def schema_of(function: Function, name: str) -> ToolSchema:
+    """What the model is told of a function: as chat templates take it, from its hints and its
+    docstring. Raises `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        kind = type(function).__name__
+        raise EnvironmentSetupError(f"tool {name} is a {kind}, not a function; write a function.")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in _WRONG_KINDS:
+            taken = _WRONG_KINDS[parameter.kind].format(parameter.name)
+            raise EnvironmentSetupError(
+                f"tool {name} takes {taken}; a model gives every argument by its name, so each"
+                " must be a parameter with a name and a type hint."
+            )
+        if parameter.annotation is inspect.Parameter.empty:
+            raise EnvironmentSetupError(
+                f'tool {name}: its parameter "{parameter.name}" has no type hint; the model is told'
+                f" what to give by it. Write {parameter.name}: str, or whatever it is."
+            )
+    if not inspect.getdoc(function):
+        raise EnvironmentSetupError(
+            f"tool {name} has no docstring; it tells the model what the tool does."
+        )
+    try:
+        return get_json_schema(function)
+    except DocstringParsingException as error:
+        found = _NO_DESCRIPTION.search(str(error))
+        if found is None:
+            raise EnvironmentSetupError(f"tool {name}: {error}") from None
+        raise EnvironmentSetupError(
+            f'tool {name}: its docstring does not say what "{found[1]}" is. Write below its text:'
+            f" a line Args: and below that {found[1]}: and what it is, further in."
+        ) from None
+    except (TypeHintParsingException, NameError, TypeError) as error:
+        raise EnvironmentSetupError(f"tool {name}: its type hints: {error}") from None
+
+
+def named(functions: Sequence[tuple[str, Function]]) -> dict[str, Function]:
+    """Functions by the name that the model calls them. `functions`: with how each is written in the
+    config. Raises `EnvironmentSetupError`."""
+    found: dict[str, Function] = {}
+    for spec, function in functions:
+        name = getattr(function, "__name__", spec)
+        if name in found:
+            raise EnvironmentSetupError(
+                f'two tools are called "{name}"; {spec} is the second. Rename one of them.'
+            )
+        found[name] = function
+    return found
+
+
+class ToolBox:
+    """The tools of one episode, and what comes of a message's calls."""
+
+    def __init__(self, tools: Mapping[str, Function], call: Call, max_chars: int) -> None:
+        self._tools = tools
+        self._call = call
+        self._max_chars = max_chars
+
+    async def answer(self, message: Message) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Execute the calls of a message, one after another. Returns what the model is told, a
+        message a call, and metrics; nothing to tell if nothing was called.
+
+        What could not be read is told in a message of the user's, or at the end of the last answer:
+        there is no call that a message of a tool could belong to, and templates refuse such.
+        """
+        calls = message.get("tool_calls") or ()
+        malformed = message.get("malformed_tool_calls") or ()
+        answers, num_failed = [], 0
+        for call in calls:
+            answer, is_well = await self._one(call)
+            answers.append(answer)
+            num_failed += not is_well
+        if malformed:
+            told = "\n".join(map(self._unread, malformed))
+            if answers:
+                answers[-1]["content"] += f"\n{told}"
+            else:
+                answers.append({"role": "user", "content": told})
+        metrics = {
+            "tools/calls": float(len(calls)),
+            "tools/failed": float(num_failed),
+            "tools/malformed": float(len(malformed)),
+        }
+        return answers, metrics
+
+    def _unread(self, text: Any) -> str:
+        known = ", ".join(self._tools)
+        return (
+            f"Error: this tool call cannot be read: {shortened(str(text))}. A call names one of the"
+            f" tools ({known}) and gives its arguments as a JSON object."
+        )
+
+    async def _one(self, call: Any) -> tuple[dict[str, Any], bool]:
+        """The answer to a call, and whether it went well."""
+        asked = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(asked, Mapping):
+            asked = {}
+        name = str(asked.get("name", ""))
+        answer: dict[str, Any] = {"role": "tool", "name": name}
+        if isinstance(call, Mapping) and call.get("id") is not None:
+            answer["tool_call_id"] = call["id"]
+        try:
+            function, arguments = self._understood(name, asked.get("arguments", {}))
+        except ValueError as error:
+            return answer | {"content": f"Error: {error}"}, False
+        try:
+            result = await self._call(function, **arguments)
+            content = result if isinstance(result, str) else _as_json(result)
+        except ToolUnavailable:
+            raise
+        except Exception as error:
+            return answer | {"content": f"Error: {_said(error)}"}, False
+        return answer | {"content": self._cut(content)}, True
+
+    def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
+        """Raises `ValueError`, whose message the model is told."""
+        function = self._tools.get(name)
+        if function is None:
+            raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(f"the arguments of {name} are not JSON: {error}.") from None
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the arguments of {name} must be a JSON object.")
+        signature = inspect.signature(function)
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            takes = ", ".join(signature.parameters) or "no arguments"
+            raise ValueError(f"{name}: {error}; it takes {takes}.") from None
+        return function, dict(arguments)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_chars:
+            return text
+        kept = text[: self._max_chars]
+        return f"{kept}\n[cut here: {len(text) - self._max_chars} more characters]"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        said = str(error)
+    except Exception:  # a __str__ of the user's own
+        said = ""
+    if isinstance(error, ToolFailed):
+        return said
+    if len(said) > _MAX_ERROR:
+        said = said[: _MAX_ERROR - 3] + "..."
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,163 @@
+"""The program of a process of environments: many episodes, each with an environment of its own.
+
+controller -- requests, pickled --> process: LOAD once, then CALLs that begin an episode or give it
+                                             a message, CANCELs of these, ENDs of episodes
+controller <-- replies, JSON ------ process: what the environment said, or why it said nothing
+
+The event loop hears requests, and plays async environments; blocking ones have threads
+(`calls.py`). Light: it imports no more than it needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.environments.calls import MEMORY, Calls
+from rollpacker.environments.loading import Loaded, load
+from rollpacker.environments.played import Played
+from rollpacker.environments.shapes import WrongReturn
+from rollpacker.environments.tools import ToolUnavailable
+from rollpacker.processes.frames import Message
+from rollpacker.rewards.functions import worker_program
+from rollpacker.rewards.functions.returned import error_of
+from rollpacker.rewards.functions.worker_program import ACK, Controller, connected
+
+END = 6
+"""A message of the controller's: the episode of that number is over. Not answered."""
+MAX_REPLY_BYTES = 4 << 20
+"""An environment that says more at once has failed; tools are cut long before."""
+_SAID_IN_FULL = (
+    *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
+    *("AdapterError", "DataError"),
+)
+"""Errors, by name, whose message is for the user as it is."""
+
+
+def main(line_fd: int) -> None:
+    """Answer requests until the controller hangs up."""
+    asyncio.run(_serve(connected(line_fd)))
+
+
+async def _serve(controller: Controller) -> None:
+    async with AsyncExitStack() as stack:
+        request = pickle.loads(controller.request().payload)
+        try:
+            loaded = await load(request, stack)
+        except BaseException as error:  # whatever the user's module does: it is theirs to be told
+            if type(error).__name__ in _SAID_IN_FULL:
+                controller.reply(0, {"refused": str(error)})
+                return
+            told = error_of(error)
+            controller.reply(0, {"refused": f"{told['error']}: {told['said']}{told['where']}"})
+            return
+        controller.reply(0, loaded.hello)
+        if request["memory_mb"] is not None:
+            MEMORY.limit(request["memory_mb"] << 20)
+        controller.send = controller.line.post
+        server = _Server(controller, loaded)
+        controller.line.attach(asyncio.get_running_loop(), server.heard, lambda: os._exit(0))
+        await asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class _Episode:
+    played: Played
+    calls: Calls
+    running: int = 0
+    """Calls of it that have not ended."""
+    is_over: bool = False
+    """Nobody needs it any more."""
+
+
+class _Server:
+    """Plays the episodes of this process."""
+
+    def __init__(self, controller: Controller, loaded: Loaded) -> None:
+        self._controller = controller
+        self._loaded = loaded
+        self._loop = asyncio.get_running_loop()
+        self._episodes: dict[int, _Episode] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def heard(self, request: Message) -> None:
+        match request.kind:
+            case worker_program.CALL:
+                task = self._loop.create_task(self._answer(request.number, request.payload))
+                self._tasks[request.number] = task
+            case worker_program.CANCEL:
+                if request.number in self._tasks:
+                    self._tasks[request.number].cancel()
+                self._controller.reply(request.number, {}, ACK)
+            case _:
+                self._end(request.number)
+
+    async def _answer(self, call: int, payload: bytes) -> None:
+        number, row, message = pickle.loads(payload)
+        if row is not None or number not in self._episodes:
+            calls = Calls()
+            self._episodes[number] = _Episode(self._loaded.make(calls), calls)
+        episode = self._episodes[number]
+        episode.running += 1
+        before_s = episode.calls.seconds
+        try:
+            if row is not None:
+                reply = await episode.played.begin(row)
+            else:
+                reply = await episode.played.act(message)
+        except asyncio.CancelledError:
+            reply = {"wrong": "was cancelled"}
+        except ToolUnavailable as error:
+            reply = {"lost": str(error)}
+        except WrongReturn as error:
+            reply = {"wrong": str(error)}
+        except BaseException as error:  # an exit would end the process
+            reply = dict(error_of(error))
+        finally:
+            episode.running -= 1
+            del self._tasks[call]
+        reply["seconds"] = episode.calls.seconds - before_s
+        self._controller.say(call, _encoded(reply))
+        if episode.is_over:
+            self._close(episode)
+
+    def _end(self, number: int) -> None:
+        episode = self._episodes.pop(number, None)
+        if episode is None:
+            return
+        episode.is_over = True
+        if not episode.running:
+            self._close(episode)
+
+    def _close(self, episode: _Episode) -> None:
+        task = self._loop.create_task(_closed(episode))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _closed(episode: _Episode) -> None:
+    try:
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            await episode.played.close()
+    finally:
+        episode.calls.end()
+
+
+def _encoded(reply: Mapping[str, Any]) -> bytes:
+    try:
+        payload = json.dumps(reply, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = f"said what is not plain values: {type(error).__name__}: {str(error)[:200]}"
+    else:
+        if len(payload) <= MAX_REPLY_BYTES:
+            return payload
+        wrong = f"said {len(payload)} bytes at once; at most {MAX_REPLY_BYTES} are taken"
+    return json.dumps({"wrong": wrong, "seconds": reply["seconds"]}).encode()

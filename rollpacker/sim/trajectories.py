@@ -1,0 +1,89 @@
+"""What each trajectory of a scenario with turns is like, whatever is decided about it.
+
+As with lengths, all is keyed by (seed, prompt, attempt, index) and by the turn. Messages are drawn
+as responses are: the message of turn t has the length of a further response to the same prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.sim.turns_spec import TurnsSpec
+
+if TYPE_CHECKING:
+    from rollpacker.sim.workload import Workload
+
+MAX_KEPT = 50_000
+"""Trajectories that are kept, so that none is drawn at every turn."""
+NUM_SEEN = 512
+"""Prompts of which a trajectory each says how long the policy's are."""
+
+
+class Turn(NamedTuple):
+    tokens: int
+    """Of the message."""
+    is_cut_off: bool
+    """It ran into a limit, and ends the trajectory."""
+    given: int
+    """Tokens of the answer."""
+    seconds: float
+    """Until it is there."""
+    is_over: bool
+    """With it the episode is."""
+
+
+class Trajectories:
+    """Turns by sample."""
+
+    def __init__(self, workload: Workload, spec: TurnsSpec, max_response_tokens: int) -> None:
+        self._workload, self._spec, self._cap = workload, spec, max_response_tokens
+        self.turns = functools.lru_cache(MAX_KEPT)(self._draw)
+        """Of a sample, under the ids that its noise has: up to its last message."""
+
+    def total(self, sample: SampleId) -> int:
+        """Tokens of the trajectory, without those that are given after the last message."""
+        turns = self.turns(sample)
+        return sum(turn.tokens + turn.given for turn in turns) - turns[-1].given
+
+    def own_tokens(self, groups: Sequence[Sequence[SampleId]]) -> int:
+        """See `Responses.own_tokens`."""
+        return sum(
+            self.total(SampleId(group[0].prompt, index, 0))
+            for group in groups
+            for index in range(len(group))
+        )
+
+    def policy_lengths(self, sources: Sequence[str]) -> tuple[float, float]:
+        """Mean and 95th percentile of the first trajectories of `NUM_SEEN` prompts, whose sources
+        take turns as these do."""
+        prompts = (PromptId(sources[row % len(sources)], 0, row) for row in range(NUM_SEEN))
+        totals = np.array([self.total(SampleId(prompt, 0, 0)) for prompt in prompts])
+        return float(totals.mean()), float(np.percentile(totals, 95))
+
+    def _draw(self, sample: SampleId) -> tuple[Turn, ...]:
+        spec, workload = self._spec, self._workload
+        num = int(workload.at_rank(spec.messages_quantiles, sample, 0, 1)[0])
+        most = num if spec.max_turns is None else min(num, spec.max_turns)
+        given = workload.at_rank(spec.given_tokens_quantiles, sample, 1, most)
+        seconds = workload.at_rank(spec.seconds_quantiles, sample, 2, most)
+        turns: list[Turn] = []
+        tokens = 0
+        for turn in range(most):
+            message = workload.message(sample, turn)
+            room = spec.max_tokens - tokens
+            is_cut_off = message >= min(self._cap, room)
+            message = min(message, room)
+            answer = Turn(
+                *(message, is_cut_off, int(given[turn]), round(float(seconds[turn]), 6)),
+                is_over=turn + 1 == num,
+            )
+            turns.append(answer)
+            tokens += message + answer.given
+            if is_cut_off or tokens >= spec.max_tokens:
+                break
+        return tuple(turns)

@@ -1,0 +1,198 @@
+"""Whole runs over trajectories, with a tiny model and environments in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollpacker.cli.main import main
+from tests.dialogue.families import tokenizer_of
+
+TALK = '''
+import os, time
+from pathlib import Path
+
+class Talk:
+    """A few questions, as many as the seed says."""
+
+    deterministic = True
+
+    def reset(self, row):
+        self.turn, self.row = 0, row
+        self.last = 2 + row["seed"] % 3
+        return [{"role": "user", "content": f"Question {row['number']}."}]
+
+    def step(self, message):
+        self.turn += 1
+        self.trouble()
+        length = len(message["content"])
+        asked = [{"role": "user", "content": f"{length} letters. And then?"}]
+        return asked, length % 4 / 4, self.turn == self.last
+
+    def trouble(self):
+        pass
+
+class Hangs(Talk):
+    def trouble(self):
+        if self.row["number"] % 4 == 1 and self.turn == 2:
+            time.sleep(1000)
+
+class Dies(Talk):
+    def trouble(self):
+        mark = Path(f"died-{self.row['number']}")
+        if self.row["number"] % 4 == 1 and self.turn == 2 and not mark.exists():
+            mark.touch()
+            os._exit(1)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    (tmp_path / "talk.py").write_text(TALK)
+    rows = [{"prompt": f"Row {n}", "number": n} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "name": "talk",
+        "model": {"path": str(model)},
+        "data": {"train": {"kind": "jsonl", "path": "rows.jsonl"}, "max_prompt_tokens": 64},
+        "environment": {"function": "talk.py:Talk", "max_turns": 4, "max_trajectory_tokens": 240},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "max_response_tokens": 24,
+            "stop": ["a", "e", "i", "o", "t", "s"],
+        },
+        "rewards": [{"function": "environment"}],
+        "train": {"steps": 3, "learning_rate": 1e-3},
+        "tail_batching": {"enabled": False},
+        "checkpoint": {"every_steps": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return tmp_path
+
+
+def train(*overrides: str) -> int:
+    return main(["train", "run.yaml", *overrides])
+
+
+def entries(folder: Path, name: str = "talk") -> list[dict[str, Any]]:
+    lines = (folder / "runs" / name / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def commands(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [c for one in found for c in one.get("commands", ()) if c["command"] == kind]
+
+
+def metrics(folder: Path, name: str = "talk") -> list[dict[str, float]]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if "train/response_tokens" in row]
+
+
+def trained(found: list[dict[str, Any]]) -> set[str]:
+    return {s for one in commands(found, "TrainOn") for group in one["groups"] for s in group}
+
+
+def weights(folder: Path, name: str) -> str:
+    path = folder / "runs" / name / "checkpoints" / "step_000003" / "model" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_trajectories_are_trained_on(folder: Path) -> None:
+    """What the trainer says of the drawn tokens is what the engine said of them, turn by turn."""
+    assert train("tail_batching.enabled=true", "tail_batching.prompt_factor=1.5") == 0
+    found, rows = entries(folder), metrics(folder)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+        assert row["episodes/turns/max"] > 1
+    concluded = [one["sample"] for one in commands(found, "Conclude")]
+    assert len(concluded) == len(set(concluded)) and trained(found) <= set(concluded)
+    assert {one["reason"] for one in commands(found, "Conclude")} >= {"done"}
+    assert commands(found, "Continue")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path) -> None:
+    assert train("name=whole") == 0
+    assert train("name=parts", "train.steps=2") == 0
+    assert train("name=parts", "--resume", "train.steps=3") == 0
+    assert weights(folder, "parts") == weights(folder, "whole")
+
+
+def test_an_episode_that_hangs_is_no_zero(folder: Path) -> None:
+    """Its samples are never judged; the others are, and the run goes on."""
+    assert train("environment.function=talk.py:Hangs", "environment.timeout_s=2") == 0
+    found = entries(folder)
+    acted = [one for one in found if one.get("event") == "Acted"]
+    hung = {one["sample"] for one in acted if one["cause"] == "deadline"}
+    assert hung
+    assert not hung & {one["sample"] for one in found if one.get("event") == "SampleScored"}
+    assert not hung & trained(found)
+    assert len(metrics(folder)) == 3
+
+
+def test_a_lost_process_costs_no_trajectory(folder: Path) -> None:
+    """The environment says that it is deterministic: what was lost is played again."""
+    assert train("environment.function=talk.py:Dies", "environment.workers=2") == 0
+    found = entries(folder)
+    lost = [one for one in found if one.get("cause") == "infrastructure"]
+    assert lost and {one["sample"] for one in lost} <= trained(found)
+    assert len(trained(found)) == 3 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment=null", "the reward environment is what an environment says"),
+        ("environment.function=null", "must name tools or a function"),
+        ("environment.function=talk.py:Tolk", "Talk"),
+        (
+            "tail_batching={enabled: true, carry: weighted}"
+            "\nalgorithm={mismatch_correction: token-mask}",
+            "tail_batching.carry=weighted does not go with environment",
+        ),
+        (
+            "environment={function: talk.py:Talk}\ndata.max_prompt_tokens=600",
+            "leaves no token of the model's context",
+        ),
+    ],
+)
+def test_what_does_not_go_together(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    assert train(*override.split("\n")) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (folder / "runs").exists()
