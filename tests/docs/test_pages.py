@@ -32,6 +32,7 @@ PLACEHOLDERS = {
     "RUN_OR_SCENARIO": "runs/quickstart",
     "runs/NAME": "runs/quickstart",
     "runs/ONE": "runs/quickstart",
+    "runs/one": "runs/quickstart",
     "runs/OTHER": "runs/short",
 }
 """What stands for a name of the reader's own."""
