@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.environments.supervised import SupervisedEnvironments
 
-SLOW_FACTOR, SLOW_S = 3.0, 10.0
-"""An answer may take so many times the longest so far, and so long in any case."""
+SLOW_FACTOR, SLOW_S = 3.0, 30.0
+"""An answer may take so many times the longest so far, and so long in any case: long trajectories
+wait for more answers, so that a close deadline would prefer short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,12 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
     )
     most = environment.max_trajectory_tokens
     context = of_tokenizer["max_context_tokens"]
-    if most is None and context is not None:
+    if most is None and context is None:
+        raise ValueError(
+            "the model's config.json does not say how long its context is: set"
+            " environment.max_trajectory_tokens"
+        )
+    if most is None:
         most = context - config.data.max_prompt_tokens
         if most < 1:
             raise ValueError(

@@ -353,11 +353,12 @@ class RunConfig:
         """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
         workers and deadlines by source of prompts. `acting`: of samples that take turns with
         environments."""
+        longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
             max_steps=self.train.steps,
-            max_response_tokens=self.rollout.max_response_tokens,
+            max_response_tokens=longest or self.rollout.max_response_tokens,
             prompt_tokens=prompt_tokens,
             tail_batching=self.tail_batching,
             dynamic_sampling=self.rollout.dynamic_sampling,

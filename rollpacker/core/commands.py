@@ -164,6 +164,9 @@ class Conclude:
     the limit that was reached: "turns", "tokens", "environment_s"."""
 
 
+LIMITS = frozenset(("length", "tokens", "turns", "environment_s"))
+"""Finish reasons of what a limit ended."""
+
 OF_TURNS = (Act, CancelAct, Continue, Conclude)
 """Said only where samples take turns with environments (`JobConfig.acting`)."""
 

@@ -36,6 +36,7 @@ _COLOURS = {
     "decode": "green",
     "tail_idle": "red",
     "imbalance": "bright_red",
+    "environment": "bright_cyan",
     "reward_wait": "yellow",
     "training": "blue",
     "sync": "cyan",
@@ -46,6 +47,7 @@ _COLOURS = {
 _SHORT_NAMES = {"tail_idle": "idle", "reward_wait": "reward", "checkpoint": "save"}
 _PHASE_WORDS = {
     "rollout": "generating",
+    "environment": "waiting for environments",
     "reward_wait": "waiting for rewards",
     "training": "training",
     "sync": "new weights to the engine",

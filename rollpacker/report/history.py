@@ -15,8 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
+    Act,
+    CancelAct,
     Command,
     Commit,
+    Conclude,
+    Continue,
     Defer,
     Drop,
     Enter,
@@ -33,6 +37,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.events import (
+    Acted,
     Committed,
     EngineLost,
     EngineReady,
@@ -52,6 +57,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.carrying import CarryBook
+from rollpacker.report.check_book import CheckBook
 from rollpacker.report.engine_book import EngineBook
 from rollpacker.report.phase_book import PhaseBook
 from rollpacker.report.step_history import (
@@ -60,9 +66,9 @@ from rollpacker.report.step_history import (
     RoundHistory,
     SampleHistory,
     StepHistory,
-    Verdict,
 )
 from rollpacker.report.trainer_book import TrainerBook
+from rollpacker.report.turn_book import ENVIRONMENT, TurnBook
 
 
 class History:
@@ -71,8 +77,9 @@ class History:
     step's samples.
 
     What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, reward_wait, training, sync, checkpoint, recovery, on shared pools
-    pool_wait and evaluation, or, without a better name, controller), `live` what the engine has,
+    the run is doing (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on
+    shared pools pool_wait and evaluation, or, without a better name, controller), `live` what the
+    engine has,
     `queue` the prompts that wait for a long round or another race. Where a session begins anew
     without the step before, `step` is replaced by another one and what it held is gone, as it is
     for the run."""
@@ -92,13 +99,13 @@ class History:
         self.finish: Finish | None = None
         """How the run is over; None: it is not, or was killed."""
         self._phases = PhaseBook()
+        self._turns = TurnBook()
         self._emptied_s: float | None = None
         """The event at hand ended the last live sample of a round."""
         self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
-        self._checks: dict[SampleId, tuple[float, float]] = {}
-        """Under way: when they were asked for, and how long they were queued before."""
+        self._checks = CheckBook()
 
     @property
     def phase(self) -> str:
@@ -140,7 +147,7 @@ class History:
         self._carrying.begin_session(session.job)
         self.engines.begin_session(session.job)
         self.marks.update(session.marks)
-        self._checks.clear()
+        self._checks.begin_session()
         self._phases.begin_session()
         self.trainer.begin_session()
         if self._is_committing:
@@ -182,16 +189,19 @@ class History:
             ):
                 pass
             case SampleScored():
-                self._scored(event, now)
+                self._checks.scored(event, self.step, now)
             case SampleGenerated():
                 end = End.AT_LIMIT if event.finish_reason == "length" else End.FINISHED
                 self._let_go(self._end_sample(event, end, now), event)
             case SampleAborted():
-                sample = self._end_sample(event, End.STOPPED, now)
-                self._let_go(sample, event)
-                sample.outcome = Outcome.SURPLUS
+                self._let_go(self._end_sample(event, End.STOPPED, now), event)
+                self.step.samples[event.sample].outcome = Outcome.SURPLUS
             case SampleFailed():
                 self._end_sample(event, End.FAILED, now).outcome = Outcome.FAILED
+            case Acted():
+                self._turns.acted(event, self.step.samples)
+                if self.phase == ENVIRONMENT and not self._turns.acting:
+                    self._turn("reward_wait", now)
             case EngineLost():
                 self._lose(event, now)
             case EngineReady():
@@ -224,7 +234,8 @@ class History:
 
     def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
         """The engine did, with so many tokens."""
-        sample.num_tokens, sample.preemptions = event.num_tokens, event.preemptions
+        sample.num_tokens += event.num_tokens  # of this turn
+        sample.preemptions += event.preemptions
         sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
         if self.step.rounds:
             self._carrying.end(sample, self.step.rounds[-1].version)
@@ -290,14 +301,6 @@ class History:
         round_.peak_live = max(round_.peak_live, len(self.live))
         self._turn("rollout", now)
 
-    def _scored(self, event: SampleScored, now: float) -> None:
-        asked_s, queue_s = self._checks.pop(event.sample, (None, 0.0))
-        verdict = Verdict(event, now, asked_s, queue_s)
-        self.step.checks.verdicts.append(verdict)
-        sample = self.step.samples.get(event.sample)
-        if sample is not None:
-            sample.verdict = verdict
-
     def _commit(self, event: Committed, now: float) -> StepHistory | None:
         self._is_committing = False
         self._turn("controller", now)
@@ -324,11 +327,17 @@ class History:
         step = self.step
         match command:
             case Score():
-                self._ask(command, now)
+                self._checks.ask(command, step, now)
             case Launch():
                 self._launch(command, now)
             case Place():
                 self._place(command, now)
+            case Act() | CancelAct() | Conclude():
+                self._turns.take(command, step.samples)
+                if self._turns.acting and self.phase in ("reward_wait", "controller"):
+                    self._turn(ENVIRONMENT, now)
+            case Continue() if step.rounds:
+                self._go_on(command, now)
             case Move():
                 self.engines.place(command.samples, (command.engine,) * len(command.samples), now)
                 if step.rounds:
@@ -371,19 +380,10 @@ class History:
             case _:
                 pass
 
-    def _ask(self, command: Score, now: float) -> None:
-        self.step.checks.asked.append(command)
-        queue_s = 0.0
-        if not command.retry:
-            sample = self.step.samples.get(command.sample)
-            if sample is not None and sample.end_s is not None:
-                queue_s = max(0.0, now - sample.end_s)
-        self._checks[command.sample] = (now, queue_s)
-
     def _launch(self, command: Launch, now: float) -> None:
         step, samples = self.step, command.samples
-        goes_on = self.live or self._emptied_s is not None
-        if goes_on and step.rounds[-1].number == command.round:
+        goes_on = self.live or self._emptied_s is not None or self._turns.acting
+        if goes_on and step.rounds and step.rounds[-1].number == command.round:
             round_ = step.rounds[-1]
             round_.is_irregular = True
             round_.samples += samples
@@ -414,6 +414,13 @@ class History:
         self.live.difference_update(self.engines.nowhere(samples))
         self._emptied_s = None
         round_.peak_live = max(round_.peak_live, len(self.live))
+        self._turn("rollout", now)
+
+    def _go_on(self, command: Continue, now: float) -> None:
+        self._turns.go_on(command, self.step.samples, self.step.rounds[-1])
+        self.live.update(command.samples)
+        self.engines.place(command.samples, command.engines, now)
+        self._emptied_s = None
         self._turn("rollout", now)
 
     def _turn(self, phase: str, now: float) -> None:

@@ -31,6 +31,7 @@ TIMING_NAMES = {
     "decode": "decode",
     "tail_idle": "tail_idle",
     "imbalance": "imbalance",
+    "environment": "environment",
     "reward_wait": "reward",
     "training": "update_actor",
     "sync": "update_weights",

@@ -6,11 +6,13 @@ from __future__ import annotations
 from rollpacker.core.events import Entered
 from rollpacker.core.records import CALLBACK_SECONDS, POOL_SWITCH, Entry, Note, Record, Session
 from rollpacker.report.step_history import POOL_WAIT
+from rollpacker.report.turn_book import ENVIRONMENT
 
 CAUSES: dict[str, str] = {
     "decode": "slots that were generating",
     "tail_idle": "slots empty while the rest of the round finished",
     "imbalance": "engines with nothing to do while others generated",
+    ENVIRONMENT: "nothing to generate, environments had their turn",
     "reward_wait": "nothing left to generate, verdicts still out",
     "training": "gradients and the optimizer step, also in waits",
     "sync": "new weights on their way to the engine",
@@ -30,7 +32,7 @@ POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
 """What a step does not take by itself."""
 
-RARE_CAUSES = ("imbalance", "recovery", "callbacks", *POOL_CAUSES)
+RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Told only where there are seconds of them."""
 
 WHILE_JUDGING = ("reward_wait", "evaluation")

@@ -27,6 +27,7 @@ OUTCOME_COLOURS = {
     Outcome.FAILED: "#22223b",
 }
 PHASE_COLOURS = {
+    "environment": "#e9a03b",
     "reward_wait": "#f4d35e",
     "training": "#3d5a80",
     "sync": "#98c1d9",

@@ -33,6 +33,7 @@ _TRACKS = {
     "recovery": 10,
     "pool_wait": 11,
     "switch": 12,
+    "environment": 13,
 }
 _COLOURS = {
     Outcome.TRAINED: "good",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rollpacker.core.commands import LIMITS
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.table import (
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 Redraws = tuple[tuple[int, int], ...]
 """(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
-
-LIMITS = frozenset(("length", "tokens", "turns", "environment_s"))
-"""Finish reasons of what a limit ended."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins whose logits held a NaN."""

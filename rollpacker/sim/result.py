@@ -20,9 +20,6 @@ BUBBLE_CAUSES: dict[str, str] = {
 PIPELINE = "pipeline"
 """One more where the trainer has stages: those that waited for a message, or for another replica's
 to end."""
-
-ENVIRONMENT = "environment"
-"""One more where there are turns: engines that had nothing to do while environments answered."""
 OTHER_POOL = "other_pool"
 """One more where the trainer has devices of its own: those of one phase while the other goes on."""
 

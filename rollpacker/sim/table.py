@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.report.turn_book import ENVIRONMENT
 from rollpacker.sim.pipeline_table import pipeline_tables
 from rollpacker.sim.result import (
     BUBBLE_CAUSES,
-    ENVIRONMENT,
     OTHER_POOL,
     PIPELINE,
     SystemResult,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollpacker.report.turn_book import ENVIRONMENT
 from rollpacker.sim.result import (
     BUBBLE_CAUSES,
-    ENVIRONMENT,
     OTHER_POOL,
     PIPELINE,
     StepResult,

@@ -259,5 +259,5 @@ function moment(time, step) {
 }
 
 const OUTCOME_COLOURS = ["--trained", "--surplus", "--deferred", "--unused", "--failed"];
-const PHASES = ["reward_wait", "training", "sync", "checkpoint", "recovery", "evaluation", "callbacks", "startup", "controller", "pool_wait", "switch"];
+const PHASES = ["environment", "reward_wait", "training", "sync", "checkpoint", "recovery", "evaluation", "callbacks", "startup", "controller", "pool_wait", "switch"];
 const phaseColour = (name) => (PHASES.includes(name) ? "--" + name : "--faint");
