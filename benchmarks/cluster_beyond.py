@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--profiles", default=",".join(PROFILES))
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--name", default="cluster_beyond", help="of the result")
     parser.add_argument("--quick", action="store_true", help="40 jobs, nothing is written")
     args = parser.parse_args()
     arms, quick = args.arms.split(","), ["jobs.count=40", "jobs.hours=77"] if args.quick else []
@@ -168,7 +169,7 @@ def main() -> None:
                 own = {arm: one for (other, arm, _), one in results.items() if other == profile}
                 rows.append(rows_of(own))
             if not args.quick:  # after each seed: it may be stopped
-                write_result("cluster_beyond", {"settings": args.settings, "profiles": profiles})
+                write_result(args.name, {"settings": args.settings, "profiles": profiles})
     print(table(profiles))
 
 
