@@ -181,7 +181,7 @@ def test_chat_prompts_go_through_the_template(tmp_path):
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ end }}{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    ((prompt, completion),) = read_rows(Path(data), tokenizer, chat_options={"end": "\n"})
+    ((prompt, completion, _),) = read_rows(Path(data), tokenizer, chat_options={"end": "\n"})
     assert tokenizer.decode(prompt) == "u: ab\na:"
     assert completion == [*tokenizer("ba")["input_ids"], tokenizer.eos_token_id]
 
@@ -243,7 +243,7 @@ def test_chat_messages_are_learnt_from_as_they_are_asked_for(tmp_path):
             {"prompt": "ab", "completion": "cd"},
         ],
     )
-    rows = [tuple(map(tokenizer.decode, row)) for row in read_rows(Path(data), tokenizer)]
+    rows = [tuple(map(tokenizer.decode, row[:2])) for row in read_rows(Path(data), tokenizer)]
     first, last = ("<u>ab<end><a>", "cd<end>"), ("<u>ab<end><a>cd<end><u>e<end><a>", "f<end>")
     # The loss is on the second of each: the assistant's words and the token that ends its turn.
     assert rows == [first, last, last, last, first, ("ab", "cd<eos>")]
