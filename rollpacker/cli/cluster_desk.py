@@ -166,7 +166,7 @@ class Desk:
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
         """The answer's facts. Raises `ValueError` with the service's reason if it refuses, and if
         it does not answer."""
-        from rollpacker.cluster.mailbox import SERVICE
+        from rollpacker.cluster.mailbox import ALL, SERVICE
 
         self._number += 1
         key, until = str(self._number), time.monotonic() + ANSWER_S
@@ -187,6 +187,10 @@ class Desk:
                     return letter.facts
         except OSError as error:
             raise ValueError(f"{self._silent()} ({error})") from error
+        finally:  # nobody else reads it
+            with contextlib.suppress(OSError):
+                self._mailbox.forget(self._own, ALL)
+                self._read = 0
         raise ValueError(self._silent())
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,8 @@ MARK = "ROLLPACKER_START"
 """Of a start's environment: its folder."""
 ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
 """Of a job's environment: its nodes, POOL/NUMBER, with commas."""
+ENDING = "ending"
+"""Of a start's folder: who was found when it was killed; gone once all of them are."""
 START_S = 10.0
 GONE_S = 10.0
 LAST_BYTES = 4000
@@ -47,8 +50,8 @@ class LocalRunner:
 
     def start(self, order: Order) -> None:
         place = self._place(order.job, order.incarnation)
-        if (place / keeper.KEEPER).exists():
-            return
+        if (place / keeper.KEEPER).exists() or _code(place) is not None:
+            return  # it was, or it was killed before it could be
         command = [shutil.which(order.command[0]) or order.command[0], *order.command[1:]]
         place.mkdir(parents=True, exist_ok=True)
         environ = {
@@ -87,21 +90,28 @@ class LocalRunner:
         place = self._place(job, incarnation)
         mark = _mark(place)
         until = time.monotonic() + GONE_S
-        looks, found = 0, _Processes()
+        looks, found = 0, _read_ending(place)
         while looks < _NUM_LOOKS:
-            found = _family(mark, found)
+            before, found = found, _family(mark, found)
             looks = 0 if found else looks + 1
+            if found.keys() - before.keys():
+                # Who ends loses its mark before its devices: another kill may have to go on here.
+                keeper.write(place / ENDING, json.dumps(found))
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > until:
                 raise OSError(f"job {job}: processes {sorted(found)} do not end")
             time.sleep(_LOOK_S)
-        if (place / keeper.KEEPER).exists() and _code(place) is None:
+        if _code(place) is None:
+            place.mkdir(parents=True, exist_ok=True)
             keeper.write(place / keeper.EXIT, str(-signal.SIGKILL))
+        (place / ENDING).unlink(missing_ok=True)
 
     def ended(self, job: str, incarnation: int) -> int | None:
         place = self._place(job, incarnation)
+        if (place / ENDING).exists():  # somebody was about to end it
+            self.kill(job, incarnation)
         if not (place / keeper.KEEPER).exists():
             return -1
         if (code := _code(place)) is not None:
@@ -154,6 +164,14 @@ class _Process(NamedTuple):
 
 _Processes = dict[int, _Process]
 """By their numbers."""
+
+
+def _read_ending(place: Path) -> _Processes:
+    """What an earlier kill has left behind unfinished."""
+    with contextlib.suppress(FileNotFoundError):
+        known = json.loads((place / ENDING).read_text())
+        return {int(pid): _Process(*one) for pid, one in known.items()}
+    return {}
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -34,6 +35,7 @@ class Alive:
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
+        self._attempted: set[Start] = set()
         now_s = time.monotonic()
         for name, record in book.records.items():
             for incarnation in range(1, record.incarnation + 1):
@@ -48,8 +50,14 @@ class Alive:
 
     def started(self, name: str, incarnation: int) -> None:
         self.incarnations.add((name, incarnation))
+        self._attempted.discard((name, incarnation))
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
+
+    def attempted(self, name: str, incarnation: int) -> None:
+        """Whoever was to start it could not say whether it has: it is tried again, and may come."""
+        self.incarnations.add((name, incarnation))
+        self._attempted.add((name, incarnation))
 
     def heard(self, name: str) -> None:
         """Of the present incarnation."""
@@ -58,8 +66,9 @@ class Alive:
 
     def excuse(self, seconds: float) -> None:
         """Silence of so long counts for nobody."""
+        now_s = time.monotonic()
         for name in self._heard_s:
-            self._heard_s[name] += seconds
+            self._heard_s[name] = min(self._heard_s[name] + seconds, now_s)
 
     def forget(self, name: str, incarnation: int) -> None:
         """It is gone."""
@@ -67,6 +76,7 @@ class Alive:
         self.incarnations.discard(start)
         self._leaves_since_s.pop(start, None)
         self._pressed.discard(start)
+        self._attempted.discard(start)
 
     def is_present(self, start: Start) -> bool:
         """Whether it is what the job has now, and no earlier one."""
@@ -82,13 +92,22 @@ class Alive:
         return {node for name, n in self.leaving() for node in records[name].nodes(n)}
 
     def gone(self) -> list[tuple[str, int, int]]:
-        """With their exit codes. Raises `OSError`."""
+        """With their exit codes; none of those about whom nothing can be said now."""
         found = []
-        for name, incarnation in sorted(self.incarnations):
-            code = self._runner.ended(name, incarnation)
-            if code is not None:
-                found.append((name, incarnation, code))
+        for start in sorted(self.incarnations):
+            with contextlib.suppress(OSError):
+                code = self._runner.ended(*start)
+                if code is None:
+                    self._attempted.discard(start)
+                elif code != -1 or start not in self._attempted:
+                    found.append((*start, code))
+                elif not self._is_wanted(start):
+                    self._runner.kill(*start)  # so that it does not begin late
+                    found.append((*start, code))
         return found
+
+    def _is_wanted(self, start: Start) -> bool:
+        return self.is_present(start) and not self._book.records[start[0]].is_cancelled
 
     def silent(self) -> list[tuple[str, str]]:
         """Jobs that have not been heard for too long, and why that is too long."""
@@ -129,7 +148,8 @@ class Alive:
         crowded = self.nodes_of_leaving()
         for record in self._book.placed():
             name, incarnation = record.job.name, record.incarnation
-            if record.is_cancelled or self.of(name):
+            there = {(name, one) for one in self.of(name)}
+            if record.is_cancelled or there - (self._attempted & {(name, incarnation)}):
                 continue
             if crowded.isdisjoint(record.nodes(incarnation)):
                 yield record

@@ -42,7 +42,7 @@ AWAY_S = LEASE_S / 2
 HOPELESS = (2, 3)
 """Exit codes of `train` that another start would have, too: bad input, NaN."""
 Facts = Mapping[str, Any]
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Service:
@@ -270,7 +270,7 @@ class Service:
         job = from_plain(ClusterJob, facts["job"])
         if not _NAME.fullmatch(job.name) or job.name == SERVICE:
             raise ValueError(
-                f"{job.name!r} is no name for a job: letters, digits, -, _ and . name it"
+                f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
             )
         sent = [letter.sender, letter.key]
         for one in self._book.records.values():
@@ -418,6 +418,7 @@ class Service:
                 self._runner.start(order_of(record, self._mailbox.address))
             except OSError as error:
                 self._say(f"{name} cannot be started yet: {error}")
+                self._alive.attempted(name, incarnation)
             else:
                 self._alive.started(name, incarnation)
 

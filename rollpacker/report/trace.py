@@ -17,6 +17,7 @@ from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
 from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.time_book import POOL_CAUSES
+from rollpacker.report.turn_book import ENVIRONMENT
 from rollpacker.report.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
@@ -85,9 +86,10 @@ def steps_held(steps: Sequence[StepHistory], num_steps: int) -> str:
 def _trace_events(steps: Sequence[StepHistory], held: str) -> Iterator[dict[str, Any]]:
     yield _name("process_name", _RUN, 0, f"run ({held})")
     yield _name("process_name", _SAMPLES, 0, "samples")
-    shares = any(phase.name in POOL_CAUSES for step in steps for phase in step.phases)
+    named = {phase.name for step in steps for phase in step.phases}
+    unused = {*(POOL_CAUSES if named.isdisjoint(POOL_CAUSES) else ()), *({ENVIRONMENT} - named)}
     for name, track in _TRACKS.items():
-        if name in POOL_CAUSES and not shares:
+        if name in unused:
             continue
         yield _name("thread_name", _RUN, track, name.replace("_", " "))
     num_lanes = 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cluster import keeper
-from rollpacker.cluster.local_runner import ROLLOUT_NODES, LocalRunner
+from rollpacker.cluster.local_runner import ENDING, ROLLOUT_NODES, LocalRunner
 from rollpacker.cluster.runner import Order
 from rollpacker.core.coexecution.nodes import Node
 from rollpacker.processes.child import state
@@ -43,6 +45,13 @@ threading.Thread(target=time.sleep, args=(1000,)).start()
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 """
 """Its first thread ends, by the kernel's `exit`; the second one has the device still."""
+
+HOLDS = """
+import fcntl, time
+device = open("device", "w")
+fcntl.flock(device, fcntl.LOCK_EX)
+time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -154,6 +163,29 @@ def test_a_job_is_gone_when_its_last_thread_is_not_its_first(
     assert is_locked(device)
     runner.kill("job", 1)
     assert not is_locked(device)
+
+
+def test_a_kill_goes_on_where_another_one_ended(runner: LocalRunner, tmp_path: Path) -> None:
+    """Who is ending has lost its mark already: it is known by what the first kill wrote."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS], cwd=tmp_path, env={})
+    device = tmp_path / "device"
+    until(lambda: device.exists() and is_locked(device))
+    place = tmp_path / "jobs" / "job" / "1"
+    place.mkdir(parents=True)
+    began = (Path("/proc") / str(holder.pid) / "stat").read_text().rpartition(")")[2].split()[19]
+    (place / ENDING).write_text(json.dumps({holder.pid: [1, began]}))
+    threading.Thread(target=holder.wait).start()
+    assert runner.ended("job", 1) == -1
+    assert not is_locked(device) and not (place / ENDING).exists()
+
+
+def test_what_was_killed_before_it_began_does_not_begin(
+    runner: LocalRunner, tmp_path: Path
+) -> None:
+    runner.kill("job", 1)
+    runner.start(order(tmp_path, LASTS))
+    assert runner.ended("job", 1) == -1
+    assert not (tmp_path / "jobs" / "job" / "1" / "process").exists()
 
 
 def is_locked(path: Path) -> bool:

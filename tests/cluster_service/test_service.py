@@ -34,10 +34,21 @@ class Pretended:
     log: list[str] = field(default_factory=list)
     wanted: Mapping[str, int] = field(default_factory=dict)
     is_cut_off: bool = False
+    is_slow: bool = False
+    """What is started comes once nobody waits for it any more: `begin_late`."""
+    late: list[Order] = field(default_factory=list)
+
+    def begin_late(self) -> None:
+        for order in self.late:
+            if (order.job, order.incarnation) not in self.codes:  # killed before it began
+                self.orders[order.job, order.incarnation] = order
 
     def start(self, order: Order) -> None:
         self._check()
         start = (order.job, order.incarnation)
+        if self.is_slow:
+            self.late.append(order)
+            raise OSError("no answer")
         assert (order.job, order.incarnation - 1) not in self.alive(), "two at a time"
         if start not in self.orders:
             self.log.append(f"start {order.job} {order.incarnation}")
@@ -271,6 +282,41 @@ def test_time_in_which_the_service_was_away_counts_for_nobody(
     house.step()
     assert house.job("a")["incarnation"] == 1
     house.until(lambda: ("a", 2) in house.runner.orders)
+
+
+def test_who_was_just_heard_is_not_excused_into_the_future(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(house, "a")
+    house.ask("a", "rollout")
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 0.5)
+    monkeypatch.setattr(service, "AWAY_S", 0.25)
+    time.sleep(3.0)
+    house.say("a", "beat", left=0)
+    house.step()
+    began_s = time.monotonic()
+    house.until(lambda: ("a", 2) in house.runner.orders)
+    assert time.monotonic() - began_s < 2.0
+
+
+def test_a_start_that_nobody_could_tell_of_is_made_once(house: House) -> None:
+    house.runner.is_slow = True
+    submit(house, "a")
+    house.step()
+    house.runner.is_slow = False
+    house.runner.begin_late()
+    house.until(lambda: house.job("a")["state"] == "running")
+    assert house.runner.alive() == {("a", 1)}
+
+
+def test_a_start_that_comes_after_the_job_was_cancelled_finds_nothing(house: House) -> None:
+    house.runner.is_slow = True
+    submit(house, "a")
+    house.step()
+    house.desk.ask("cancel", job="a")
+    house.until(lambda: house.job("a")["state"] == "cancelled")
+    house.runner.begin_late()
+    assert not house.runner.alive() and "kill a 1" in house.runner.log
 
 
 def test_who_begins_on_its_devices_may_be_silent_for_longer(
@@ -579,6 +625,7 @@ def test_a_mailbox_that_lost_its_letters_is_told_everything_again(house: House) 
     ("change", "told"),
     [
         ({"name": "a/b"}, "'a/b' is no name for a job"),
+        ({"name": "a" * 101}, "is no name for a job: a hundred letters"),
         ({"name": "service"}, "'service' is no name for a job"),
         ({"slo": 0.5}, "slo is 0.5: alone a job has a slowdown of 1"),
         ({"rollout_devices": 4}, "needs 4 rollout devices, and no rollout pool has more than 1"),
