@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.driving import Caller
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.acting import ActingConfig, TurnLimits
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
@@ -33,6 +34,11 @@ class Turns:
     dialogue: TemplateDialogue
     limits: TurnLimits
     timeout_s: float
+    max_prompt_tokens: int
+
+    def close(self) -> None:
+        """End the processes of environments. Idempotent."""
+        Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
         """Whoever plays; the environments are opened by whoever runs."""
@@ -44,6 +50,7 @@ class Turns:
             seed=seed,
             limits=self.limits,
             timeout_s=self.timeout_s,
+            max_prompt_tokens=self.max_prompt_tokens,
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
@@ -70,34 +77,48 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
     environment = config.environment
     if environment is None:
         return None
-    environments = SupervisedEnvironments(environment, sandbox=config.sandbox)
-    template = DialogueTemplate(
-        of_tokenizer["tokenizer"],
-        tools=environments.tools,
-        chat_template_kwargs=of_tokenizer["chat_template_kwargs"],
-        end_tokens=of_tokenizer["end_tokens"],
+    limits = TurnLimits(
+        max_turns=environment.max_turns,
+        max_trajectory_tokens=_most_tokens(config, of_tokenizer["max_context_tokens"]),
+        max_environment_s=environment.max_environment_s,
     )
-    most = environment.max_trajectory_tokens
-    context = of_tokenizer["max_context_tokens"]
-    if most is None and context is None:
+    environments = SupervisedEnvironments(environment, sandbox=config.sandbox)
+    try:
+        template = DialogueTemplate(
+            of_tokenizer["tokenizer"],
+            tools=environments.tools,
+            chat_template_kwargs=of_tokenizer["chat_template_kwargs"],
+            end_tokens=of_tokenizer["end_tokens"],
+        )
+        dialogue = TemplateDialogue(template)
+    except ValueError:
+        Caller().run(environments.close())
+        raise
+    return Turns(
+        environments, dialogue, limits, environment.timeout_s, config.data.max_prompt_tokens
+    )
+
+
+def _most_tokens(config: RunConfig, context: int | None) -> int:
+    """Of a trajectory. Raises `ValueError` if no dialogue fits into the model's context."""
+    assert config.environment is not None
+    most, prompt = config.environment.max_trajectory_tokens, config.data.max_prompt_tokens
+    if context is None and most is None:
         raise ValueError(
             "the model's config.json does not say how long its context is: set"
             " environment.max_trajectory_tokens"
         )
-    if most is None:
-        most = context - config.data.max_prompt_tokens
-        if most < 1:
-            raise ValueError(
-                f"data.max_prompt_tokens={config.data.max_prompt_tokens} leaves no token of the"
-                f" model's context of {context} to a dialogue; lower it, or set"
-                " environment.max_trajectory_tokens"
-            )
-    limits = TurnLimits(
-        max_turns=environment.max_turns,
-        max_trajectory_tokens=most,
-        max_environment_s=environment.max_environment_s,
-    )
-    return Turns(environments, TemplateDialogue(template), limits, environment.timeout_s)
+    if context is None:
+        assert most is not None
+        return most
+    if context - prompt < (1 if most is None else most):
+        needed = "a dialogue" if most is None else f"environment.max_trajectory_tokens={most}"
+        raise ValueError(
+            f"data.max_prompt_tokens={prompt} leaves {max(context - prompt, 0)} tokens of the"
+            f" model's context of {context}, too few for {needed}; lower it"
+            + ("" if most is None else ", or both")
+        )
+    return context - prompt if most is None else most
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str, Any]:

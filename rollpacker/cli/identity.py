@@ -40,8 +40,25 @@ def identity_of(config: RunConfig, policy: Policy) -> dict[str, Any]:
             f"the reward {reward.name or reward.function}": _code_sha256(reward.function)
             for reward in config.rewards
             if is_given(reward.function)
-        },
+        }
+        | _of_environment(config),
     }
+
+
+def _of_environment(config: RunConfig) -> dict[str, str | None]:
+    """The files of environment and tools, or what a program gave instead."""
+    environment = config.environment
+    if environment is None:
+        return {}
+    specs = [*environment.tools, *([environment.function] if environment.function else ())]
+    found: dict[str, str | None] = {}
+    for spec in specs:
+        file = spec.rpartition(":")[0]
+        if is_given(spec):
+            found[f"the environment {spec}"] = _code_sha256(spec)
+        elif file.endswith(".py"):
+            found[f"the environment {spec}"] = _file_sha256(file)
+    return found
 
 
 def _code_sha256(spec: str) -> str | None:

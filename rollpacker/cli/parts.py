@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -132,26 +133,27 @@ def load_inputs(
         reward.shared.progress = progress
     of_model = of_tokenizer(config, model_path or config.model.path)
     turns = load_turns(config, of_model)
-    train_prompts, eval_prompts = load_prompts(
-        config.data,
-        max_response_tokens=max(
-            config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
-        ),
-        **with_tools(of_model, turns),
-    )
-    inputs = Inputs(
-        train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward, turns=turns
-    )
-    if turns is not None:
-        check_turns(turns, inputs.prompt_sets, tell or (lambda line: None))
-    for prompts in inputs.prompt_sets.values():
-        if tell is not None:
-            for line in prompts.told:
-                tell(line)
-        reward.check([(row.task, row.columns) for row in prompts.rows])
-    doubts = reward.try_out(
-        [as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
-    )
+    with _closed_on_error(turns):
+        train_prompts, eval_prompts = load_prompts(
+            config.data,
+            max_response_tokens=max(
+                config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
+            ),
+            **with_tools(of_model, turns),
+        )
+        inputs = Inputs(
+            train_prompts=train_prompts, eval_prompts=eval_prompts, reward=reward, turns=turns
+        )
+        if turns is not None:
+            check_turns(turns, inputs.prompt_sets, tell or (lambda line: None))
+        for prompts in inputs.prompt_sets.values():
+            if tell is not None:
+                for line in prompts.told:
+                    tell(line)
+            reward.check([(row.task, row.columns) for row in prompts.rows])
+        doubts = reward.try_out(
+            [as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
+        )
     largest = reward.largest()
     if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
         doubts.append(
@@ -159,6 +161,17 @@ def load_inputs(
             f" of the rewards add up to {largest:g} at most. Lower the threshold"
         )
     return dataclasses.replace(inputs, doubts=tuple(doubts))
+
+
+@contextlib.contextmanager
+def _closed_on_error(turns: Turns | None) -> Iterator[None]:
+    """Processes of environments do not outlive what else is wrong."""
+    try:
+        yield
+    except BaseException:
+        if turns is not None:
+            turns.close()
+        raise
 
 
 def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:

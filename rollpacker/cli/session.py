@@ -80,6 +80,9 @@ class Session:
         self.seat.load_libraries()
         with self.seat.holding("rollout"):
             policy = self._load_policy(before.get("threads"))
+            turns = policy.inputs.turns
+            if turns is not None:
+                self.stack.callback(turns.close)
             identity = identity_of(config, policy)
             if checkpoint is not None:
                 self._check_resume(before, identity, checkpoint)
@@ -89,7 +92,6 @@ class Session:
             carried = build.build_carried(config, checkpoint, job, tokenizer)
             engines, reward_hosts = self._engines_and_reward_hosts(policy)
         salvage = self._take_folder(checkpoint, identity, job.version)
-        turns = policy.inputs.turns
         trainer = self._begin_training(checkpoint, policy, ranks, engines)
         time_s = checkpoint.state["time_s"] if checkpoint else 0.0
         log = LogWriter(folder.events)

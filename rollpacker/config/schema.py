@@ -240,6 +240,12 @@ class RunConfig:
             return
         if not environment.tools and environment.function is None:
             raise ValueError("environment must name tools or a function")
+        if self.deadlines.generation_s < 2 * environment.timeout_s:
+            raise ValueError(
+                f"deadlines.generation_s ({self.deadlines.generation_s:g}) must be at least twice "
+                f"environment.timeout_s ({environment.timeout_s:g}), or one slow answer ends the "
+                "run"
+            )
         if self.rewards_hosts is not None:
             raise ValueError(
                 "rewards_hosts does not go with environment: what was said in several turns is not"

@@ -175,7 +175,9 @@ class Episodes:
         concluded, self._concluded = self._concluded, []
         lost, self._lost = self._lost, {}
         self.player.forget_prompts()
-        self._noise = {sample: self._noise[sample] for sample in self._plays}
+        # Engines are empty: who does not act here was let go of without anybody's saying so.
+        self._plays = {s: play for s, play in self._plays.items() if s in self._tasks}
+        self._noise = {s: noise for s, noise in self._noise.items() if s in self._plays}
         found = ends_of(concluded)
         found.update({f"episodes/lost/{cause}": float(count) for cause, count in lost.items()})
         return found

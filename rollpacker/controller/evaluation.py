@@ -105,7 +105,7 @@ class Evaluator:
             async with self.pools.borrowed("rollout", "evaluation"):
                 since_s = clock.now()
                 responses = await self.generate(requests)
-                generated_s = clock.now() - since_s
+                generated_s += clock.now() - since_s
                 return responses
 
         result = await evaluate(
@@ -250,14 +250,15 @@ def reward_input(
 ) -> RewardInput:
     """What the rewards see of a response, or of a trajectory."""
     last = response.tokens[response.given[-1][1] :] if response.given else response.tokens
+    said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(
-        prompt=row.prompt,
+        prompt=said or row.prompt,
         completion=decode(last),
-        completion_tokens=response.tokens,
+        completion_tokens=last,
         finish_reason=response.finish_reason,
         columns=row.columns,
         task=row.task,
-        messages=row.messages,
+        messages=said or row.messages,
         progress=progress,
         episode=episode,
     )

@@ -34,6 +34,8 @@ class Play:
     sample: SampleId
     row: PromptRow
     trajectory: Trajectory
+    prompt: tuple[Message, ...] | None = None
+    """What the environment said first. None: the row's own prompt is it."""
     is_begun: bool = False
     """The environments know of it."""
     said: list[Message] = field(default_factory=list)
@@ -99,12 +101,14 @@ class Player:
         seed: int,
         limits: TurnLimits,
         timeout_s: float,
+        max_prompt_tokens: int,
     ) -> None:
         """`limits`: of trajectories; the core has the same. `timeout_s`: of an answer, for who
-        plays without the core."""
+        plays without the core. `max_prompt_tokens`: of a prompt that an environment says."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
+        self._max_prompt_tokens = max_prompt_tokens
         self._dialogue = dialogue
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
@@ -141,7 +145,11 @@ class Player:
                 prompt = self._dialogue.prompt(begun.messages)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
-            play.trajectory = Trajectory(prompt)
+            if len(prompt) > self._max_prompt_tokens:
+                most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
+                reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
+                return Lost(reason=reason, cause="environment")
+            play.trajectory, play.prompt = Trajectory(prompt), begun.messages
             if self._prompts.setdefault(sample.prompt, prompt) != prompt:
                 self._warn_once(
                     "the environment begins otherwise for samples of one prompt, which are compared"
@@ -191,6 +199,7 @@ class Player:
         if len(play.said) < play.num_turns:
             messages.append(self._dialogue.message(play.drawn, play.num_turns))
         return Episode(
+            prompt=play.prompt,
             messages=tuple(messages),
             rewards=tuple(play.rewards),
             environment_s=play.seconds,
@@ -198,10 +207,10 @@ class Player:
         )
 
     def end(self, play: Play) -> None:
-        """Nobody needs the episode any more."""
-        if play.is_begun:
-            play.is_begun = False
-            self.environments.end(play.sample)
+        """Nobody needs the episode any more. Also of one that did not begin, or was lost: what is
+        left of it goes."""
+        play.is_begun = False
+        self.environments.end(play.sample)
 
     def forget_prompts(self) -> None:
         """A step is over."""

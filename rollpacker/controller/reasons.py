@@ -8,7 +8,7 @@ from collections import Counter
 from rollpacker.bus import Bus
 from rollpacker.controller.errors import EnginesLost, RewardsFailed
 from rollpacker.core.commands import Drop, Finish
-from rollpacker.core.events import SampleFailed, SampleScored
+from rollpacker.core.events import Acted, SampleFailed, SampleScored
 from rollpacker.core.records import Entry, Record
 from rollpacker.trainer.trainer import TrainerProcessError
 
@@ -52,6 +52,8 @@ class Reasons:
         match entry.event:
             case SampleFailed(reason=reason):
                 self._tell(f"the engine: {reason}")
+            case Acted(reason=reason, cause=cause) if cause not in ("", "cancelled"):
+                self._tell(f"the environment: {reason}")
             case SampleScored(value=None, reason=reason, cause=cause) if cause != "cancelled":
                 self._tell(reason)
         for command in entry.commands:

@@ -52,7 +52,7 @@ _OWN_FOLDERS = {
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
-    *("rewards", "train.threads", "model.quantization"),
+    *("rewards", "environment", "train.threads", "model.quantization"),
 )
 """Keys (with all below them) whose change would make another run of it. Another number of threads
 adds up in another order."""
@@ -63,6 +63,7 @@ cut off at it can go on."""
 
 RESUME_MAY_DIFFER = (
     *("rollout.engine", "rollout.engines", "rollout.routing"),
+    *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
 """Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is

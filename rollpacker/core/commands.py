@@ -164,8 +164,8 @@ class Conclude:
     the limit that was reached: "turns", "tokens", "environment_s"."""
 
 
-LIMITS = frozenset(("length", "tokens", "turns", "environment_s"))
-"""Finish reasons of what a limit ended."""
+LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
+"""Finish reasons of what a limit ended; the last of them: one of the environment's own."""
 
 OF_TURNS = (Act, CancelAct, Continue, Conclude)
 """Said only where samples take turns with environments (`JobConfig.acting`)."""

@@ -105,8 +105,8 @@ class TurnRound(Round):
             return [self._acting.ask_again(sample, retry)]
         episode.acts = False
         if event.cause:
-            episode.is_open = False
-            commands = self._lost(event, *self._group_of(sample))
+            ended = self._end_episodes([sample])  # some of it may be there still
+            commands = [*ended, *self._lost(event, *self._group_of(sample))]
         else:
             commands = self._go_on(event, episode)
         return self._told([*commands, *self._start_waiting(sample)])

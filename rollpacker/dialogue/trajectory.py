@@ -68,22 +68,6 @@ class Trajectory:
         )
 
     @property
-    def sampled_positions(self) -> tuple[int, ...]:
-        """Where in `tokens` those stand that the model drew."""
-        return tuple(at for at, is_sampled in enumerate(self.mask) if is_sampled)
-
-    @property
-    def turn_numbers(self) -> tuple[int, ...]:
-        """Of each token after the prompt: the turn of the model that it belongs to, counted from 1;
-        zero where it was given."""
-        numbers: list[int] = []
-        turn = 0
-        for one in self.segments:
-            turn += one.is_sampled
-            numbers += [turn if one.is_sampled else 0] * len(one.tokens)
-        return tuple(numbers)
-
-    @property
     def given(self) -> Spans:
         """The stretches of `tokens` that the model did not draw."""
         spans, start = [], 0
@@ -101,27 +85,6 @@ class Trajectory:
     def turns(self) -> Iterator[Segment]:
         """What the model drew, turn by turn."""
         return (one for one in self.segments if one.is_sampled)
-
-    def plain(self) -> dict[str, Any]:
-        """Lists and numbers, which JSON takes without loss."""
-        return {
-            "prompt": list(self.prompt),
-            "segments": [
-                {"tokens": list(one.tokens)}
-                if one.log_probs is None
-                else {"tokens": list(one.tokens), "log_probs": list(one.log_probs)}
-                for one in self.segments
-            ],
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Trajectory:
-        """What `plain` made."""
-        segments = tuple(
-            Segment(tuple(one["tokens"]), tuple(one["log_probs"]) if "log_probs" in one else None)
-            for one in plain["segments"]
-        )
-        return cls(tuple(plain["prompt"]), segments)
 
 
 class Dialogue(Protocol):

@@ -139,6 +139,8 @@ class Answered:
 class Episode:
     """What an episode came to, for rewards and for people."""
 
+    prompt: tuple[Message, ...] | None = None
+    """What the environment said first. None: the row's own prompt is it."""
     messages: tuple[Message, ...]
     """All behind the prompt: the model's and the environment's, by turns."""
     rewards: tuple[float | None, ...] = ()
@@ -146,11 +148,6 @@ class Episode:
     environment_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Sums over turns."""
-
-    @property
-    def num_turns(self) -> int:
-        """Messages of the model."""
-        return sum(message.get("role") == "assistant" for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

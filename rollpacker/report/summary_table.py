@@ -187,7 +187,9 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("prompts dropped", _reasons(prompts["dropped"]))
     table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
     if summary["samples"]["failed"]:
-        table.add_row("samples that the engine failed on", f"{summary['samples']['failed']:,}")
+        table.add_row(
+            "samples that engine or environment failed on", f"{summary['samples']['failed']:,}"
+        )
     return table
 
 

@@ -51,7 +51,8 @@ class RewardInput:
     progress: Progress = UNKNOWN
     """Of the run, when the sample is judged."""
     episode: Episode | None = None
-    """Of several turns: then `completion` is the last message. None: there was one response."""
+    """Of several turns: then `completion` and its tokens are the last message, and `prompt` what
+    the environment said first, if it did. None: there was one response."""
 
     @property
     def asked(self) -> str | list[dict[str, str]]:

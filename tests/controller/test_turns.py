@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
+from rollpacker.controller.generation import Generation
+from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.dialogue.families import tokenizer_of
 
 TALK = '''
@@ -37,6 +42,43 @@ class Talk:
 
     def trouble(self):
         pass
+
+class RaisesAtReset(Talk):
+    def reset(self, row):
+        if row["number"] % 4 == 1:
+            raise OSError("nobody is there")
+        return super().reset(row)
+
+class Raises(Talk):
+    def trouble(self):
+        if self.row["number"] % 4 == 1 and self.turn == 2:
+            raise OSError("nobody is there")
+
+class TalksLong(Talk):
+    def reset(self, row):
+        if row["number"] % 4 == 1:
+            return [{"role": "user", "content": "word " * 100}]
+        return super().reset(row)
+
+class Refused(Talk):
+    """Its second answer is none that a template knows."""
+
+    def step(self, message):
+        told, reward, done = super().step(message)
+        if self.row["number"] % 4 == 1:
+            told = [{"role": "nobody", "content": "x"}]
+        return told, reward, False
+
+def judge(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+    """
+    return word * 2
 
 class Hangs(Talk):
     def trouble(self):
@@ -100,6 +142,9 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))  # JSON is YAML
     return tmp_path
+
+
+TOOLS = ('environment={tools: ["talk.py:look_up"]}', "rewards=[{function: talk.py:judge}]")
 
 
 def train(*overrides: str) -> int:
@@ -172,6 +217,78 @@ def test_a_lost_process_costs_no_trajectory(folder: Path) -> None:
     assert len(trained(found)) == 3 * 4 * 2
 
 
+@pytest.mark.parametrize("name", ["RaisesAtReset", "Raises", "TalksLong", "Refused"])
+def test_what_fails_is_no_zero_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    left = []
+
+    async def close(self: Any) -> None:
+        left.append(set(self._episodes))
+        await closing(self)
+
+    closing = SupervisedEnvironments.close
+    monkeypatch.setattr(SupervisedEnvironments, "close", close)
+    if name == "Refused":
+        path = folder / "model"
+        shutil.copytree(json.loads((folder / "run.yaml").read_text())["model"]["path"], path)
+        template = path / "chat_template.jinja"
+        known = "{% if messages[-1].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+        template.write_text(known + template.read_text())
+    more = ("model.path=model",) if name == "Refused" else ()
+    assert train(f"environment.function=talk.py:{name}", *more) == 0
+    found = entries(folder)
+    acted = [one for one in found if one.get("event") == "Acted"]
+    failed = {one["sample"] for one in acted if one["cause"] == "environment"}
+    assert failed and not failed & trained(found)
+    assert not failed & {one["sample"] for one in found if one.get("event") == "SampleScored"}
+    assert len(metrics(folder)) == 3
+    assert left and not left[0]
+    assert "no use for a sample: the environment: " in caplog.text
+
+
+def test_tools_are_told_of_and_a_message_without_a_call_is_the_last(folder: Path) -> None:
+    assert train(*TOOLS, "data.train.chat=true", "data.max_prompt_tokens=300") == 0
+    found = entries(folder)
+    reasons = [one["reason"] for one in commands(found, "Conclude")]
+    assert reasons.count("done") > len(reasons) / 2  # now and then a call is begun, and not ended
+    rows = list((folder / "runs" / "talk" / "samples").glob("*.parquet"))
+    prompts = pyarrow.parquet.read_table(rows[0]).column("prompt").to_pylist()
+    assert all("look_up" in prompt for prompt in prompts)
+
+
+def test_evaluations_are_played_and_all_their_generation_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    collect = Generation.collect
+
+    async def timed(self: Generation, requests: Any) -> Any:
+        began_s = time.monotonic()
+        found = await collect(self, requests)
+        told.append(time.monotonic() - began_s)
+        return found
+
+    monkeypatch.setattr(Generation, "collect", timed)
+    assert train("data.eval_fraction=0.2", "train.steps=1") == 0
+    notes = [one for one in entries(folder) if one.get("note") == "evaluation"]
+    assert len(notes) == 2 and len(told) > 2
+    assert all(one["metrics"]["eval/reward"] >= 0 for one in notes)
+    generated = sum(one["metrics"]["timing_s/testing_gen"] for one in notes)
+    assert generated == pytest.approx(sum(told), rel=0.2)
+
+
+def test_another_environment_is_another_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train("train.steps=1") == 0
+    assert train("--resume", "train.steps=2", "environment.max_turns=3") == 2
+    assert "environment.max_turns: 4 -> 3" in capsys.readouterr().err
+    (folder / "talk.py").write_text(TALK.replace("% 4 / 4", "% 5 / 5"))
+    assert train("--resume", "train.steps=2", "environment.workers=1") == 0
+    assert "the code of the environment talk.py:Talk changed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -185,7 +302,12 @@ def test_a_lost_process_costs_no_trajectory(folder: Path) -> None:
         ),
         (
             "environment={function: talk.py:Talk}\ndata.max_prompt_tokens=600",
-            "leaves no token of the model's context",
+            "leaves 0 tokens of the model's context",
+        ),
+        ("environment.max_trajectory_tokens=460", "leaves 448 tokens of the model's context"),
+        (
+            "environment.timeout_s=400",
+            "must be at least twice environment.timeout_s",
         ),
     ],
 )

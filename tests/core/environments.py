@@ -130,7 +130,7 @@ class Environments:
         assert command.samples
         for sample in command.samples:
             played = self.played[sample]
-            assert played.is_open and not played.lost, f"{sample} has no episode to end"
+            assert played.is_open, f"{sample} has no episode to end"
             played.is_open = False
             if sample not in self.asked:
                 continue
@@ -202,7 +202,7 @@ class Environments:
             case Acted(sample=sample) if self.played[sample].is_open:
                 played = self.played[sample]
                 if event.cause:
-                    played.lost, played.is_open = event.cause, False
+                    played.lost = event.cause  # what is left of it has to be ended
                     return
                 played.answered = event.turn
                 played.environment_s += event.seconds or 0.0

@@ -54,7 +54,9 @@ def _correctness(summary: Mapping[str, Any]) -> list[Finding]:
         level: Literal["warning", "note"] = "warning" if share > MANY_LOST else "note"
         found.append(Finding(level, f"{text}. Most often: {most[0]} ({most[1]:,})."))
     if samples["failed"]:
-        found.append(Finding("warning", f"The engine failed on {samples['failed']:,} samples."))
+        found.append(
+            Finding("warning", f"Engine or environment failed on {samples['failed']:,} samples.")
+        )
     for name, kind in summary["checks"].items():
         machinery = kind["failed"].get("infrastructure", 0)
         if machinery:
