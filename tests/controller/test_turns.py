@@ -253,7 +253,7 @@ def test_tools_are_told_of_and_a_message_without_a_call_is_the_last(folder: Path
     reasons = [one["reason"] for one in commands(found, "Conclude")]
     assert reasons.count("done") > len(reasons) / 2  # now and then a call is begun, and not ended
     rows = list((folder / "runs" / "talk" / "samples").glob("*.parquet"))
-    prompts = pyarrow.parquet.read_table(rows[0]).column("prompt").to_pylist()
+    prompts = pyarrow.parquet.read_table(rows[0]).column("rendered_prompt").to_pylist()
     assert all("look_up" in prompt for prompt in prompts)
 
 
