@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 NODES_FILE = "nodes.json"
 """Of the cluster's folder: which host is which node."""
 STARTS_FILE = "starts.jsonl"
-"""Of the cluster's folder: on which hosts each job was started, and how it has ended."""
+"""Of the cluster's folder: on which hosts each job was started, how it has ended, and from which
+hosts it was gone as nobody could reach them."""
 BEGIN_S, KILL_S = 3.0, 2.0
 """So long a call waits for that."""
 CODES_S = 0.02
@@ -74,11 +75,11 @@ class RayRunner:
         was started on."""
         self._codes: dict[Start, int] = {}
         """Of those that have ended."""
+        self._left: dict[str, set[Start]] = {}
+        """By host: what was gone from it as nobody could reach it. Whoever comes there looks."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
         """Since when its first process is known to be gone."""
-        self._left: dict[str, set[Start]] = {}
-        """By host: what was gone from it as nobody could reach it. Whoever comes there looks."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
         """By host: when its warden said so, and what."""
 
@@ -90,9 +91,13 @@ class RayRunner:
                     start = (said["job"], said["incarnation"])
                     if "code" in said:
                         self._codes[start] = said["code"]
+                        for address in said.get("left", ()):
+                            self._left.setdefault(address, set()).add(start)
                     else:
                         self._places[start] = tuple(said["hosts"])
                         self._codes.pop(start, None)
+                        for address in said["hosts"]:  # `_clear` came before
+                            self._left.pop(address, None)
 
     def _write_start(self, start: Start, **facts: Any) -> None:
         line = json.dumps({"job": start[0], "incarnation": start[1], **facts})
@@ -107,7 +112,8 @@ class RayRunner:
 
     def host_of(self, node: Node) -> str | None:
         """The node's address, which stays its own while that host is there, or until another one
-        takes its place; None: ray has fewer hosts of the pool. Raises `OSError`."""
+        takes its place; what runs on the host that had it keeps that one from becoming another
+        node. None: ray has no more free hosts of the pool. Raises `OSError`."""
         hosts = self.hosts()
         is_marked = any(
             name.startswith(pool_resource("")) for one in hosts.values() for name in one
@@ -118,6 +124,8 @@ class RayRunner:
         name = f"{node.pool}/{node.number}"
         if self._nodes.get(name) not in of_pool:
             taken = {host for one, host in self._nodes.items() if one.startswith(f"{node.pool}/")}
+            for start in self._places.keys() - self._codes.keys():
+                taken.update(self._places[start])
             free = [address for address in of_pool if address not in taken]
             if not free:
                 return None
@@ -187,6 +195,14 @@ class RayRunner:
         start, hosts = (job, incarnation), self.hosts()
         if start in self._codes or start not in self._places:
             return
+        self._kill_everywhere(start, hosts)
+        code: int | None = -1
+        if (first := self._places[start][0]) in hosts:  # it may have ended before, with another one
+            code = self._wardens.tell([first], "codes", [start], key=start)[0][start]
+        if code is not None:
+            self._end(start, code)
+
+    def _kill_everywhere(self, start: Start, hosts: Mapping[str, Mapping[str, float]]) -> None:
         first, *others = self._places[start]
         for address in hosts.keys() - {first}:  # it may take long until the first process is gone
             self._wardens.begin(address, "kill", *start, key=("before", start))
@@ -195,11 +211,11 @@ class RayRunner:
         for address in others:
             self._kill_on(address, start)
             if address not in hosts and time.monotonic() - gone_s < LEASE_S + MARGIN_S:
-                raise OSError(f"{address} is cut off, and what {job} has there may still go on")
+                raise OSError(
+                    f"{address} is cut off, and what {start[0]} has there may still go on"
+                )
         for address in hosts:
             self._wardens.forget(address, "kill", ("before", start))
-        if first not in hosts:
-            self._end(start, -1)
 
     def _kill_on(self, address: str, start: Start) -> None:
         if address in self.hosts(fresh=False):
@@ -217,13 +233,14 @@ class RayRunner:
             return -1
         with contextlib.suppress(OSError):
             if start not in self._codes and (code := self._code(start)) is not None:
-                self.kill(job, incarnation)
+                self._kill_everywhere(start, self.hosts())
                 self._end(start, code)
         return self._codes.get(start)
 
     def _end(self, start: Start, code: int) -> None:
         if start not in self._codes:
-            self._write_start(start, code=code)
+            left = sorted(address for address, starts in self._left.items() if start in starts)
+            self._write_start(start, code=code, left=left)
             self._codes[start] = code
 
     def _code(self, start: Start) -> int | None:

@@ -90,6 +90,9 @@ class Hosts(Wardens):
         self.raylets = [(address, f"{address}-1", True) for address in addresses]
         self.running: dict[str, set[tuple[str, int]]] = {address: set() for address in addresses}
         self.killed: list[tuple[str, tuple[str, int]]] = []
+        self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.codes: dict[tuple[str, int], int] = {}
+        """Of starts that are to end with another one than 0."""
 
     def ask_ray(self, function: Any, *arguments: Any) -> Any:
         return [
@@ -115,6 +118,7 @@ class Hosts(Wardens):
 
     def answer(self, address: str, method: str, *arguments: Any) -> Any:
         there = self.running[address]
+        self.asked.append((address, method, arguments))
         match method:
             case "begin":
                 there.add((arguments[0].job, arguments[0].incarnation))
@@ -122,7 +126,8 @@ class Hosts(Wardens):
                 self.killed.append((address, arguments))
                 there.discard(arguments)
             case "codes":
-                return {start: None if start in there else 0 for start in arguments[0]}
+                codes = {start: self.codes.get(start, 0) for start in arguments[0]}
+                return {start: None if start in there else code for start, code in codes.items()}
         return None
 
 
@@ -145,15 +150,15 @@ def started(folder: Path) -> tuple[RayRunner, Hosts]:
     return lab, hosts
 
 
-def order(incarnation: int) -> Order:
+def order(incarnation: int, job: str = "one", train: int = 0) -> Order:
     return Order(
-        job="one",
+        job=job,
         incarnation=incarnation,
         command=["true"],
         environ={},
         folder="/",
         rollout_nodes=[Node("cheap", 0)],
-        train_nodes=[Node("fast", 0)],
+        train_nodes=[Node("fast", train)],
     )
 
 
@@ -224,3 +229,82 @@ def test_who_is_at_another_host_now_is_not_started_twice(tmp_path: Path, clock: 
     assert hosts.running["b"] == {("one", 1)}
     assert lab.ended("one", 1) is None
     assert RayRunner("lab", head="a:1", folder=tmp_path)._codes == {}
+
+
+def test_a_host_whose_node_another_one_is_now_becomes_no_other_node_while_its_job_is_there(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """In the next service neither. Two jobs would be on one host's devices at once."""
+    lab, hosts = started(tmp_path)
+    hosts.lose("a")
+    clock.now_s += 2.0
+    lab.start(order(1, "two"))
+    assert hosts.running["b"] == {("two", 1)}
+    hosts.raylets.append(("a", "a-2", True))  # soon enough for its job to go on
+    clock.now_s += 3.0
+    again = RayRunner("lab", head="a:1", folder=tmp_path)
+    again._wardens = hosts
+    for one in (lab, again):
+        assert one.ended("one", 1) is None
+        with pytest.raises(OSError, match="no host for node 1 of the pool fast"):
+            one.start(order(1, "three", train=1))
+    assert hosts.running["a"] == {("one", 1)}
+    again.kill("one", 1)
+    again.start(order(1, "three", train=1))
+    assert hosts.running["a"] == {("three", 1)}
+
+
+@pytest.mark.parametrize("away", ["a", "c"])
+def test_what_was_left_on_a_host_that_was_away_ends_also_if_the_service_is_another_one(
+    away: str, tmp_path: Path, clock: Clock
+) -> None:
+    """Of the job's first process, or of its engines."""
+    lab, hosts = started(tmp_path)
+    hosts.running["c"].add(("one", 1))
+    hosts.lose(away)
+    clock.now_s += 5.0
+    with pytest.raises(OSError, match=f"{away} is cut off"):
+        lab.kill("one", 1)
+    clock.now_s += FENCE_S + 2 * MARGIN_S
+    lab.kill("one", 1)
+    assert hosts.running[away] == {("one", 1)}, "its keepers were killed, or stopped with it"
+    hosts.raylets.append((away, f"{away}-2", True))
+    clock.now_s += 5.0
+    again = RayRunner("lab", head="a:1", folder=tmp_path)
+    again._wardens = hosts
+    again.start(order(2))
+    assert ("one", 1) not in hosts.running[away]
+    assert hosts.running["a"] == {("one", 2)}
+    hosts.killed.clear()  # that was all: a later service does not look for it once more
+    later = RayRunner("lab", head="a:1", folder=tmp_path)
+    later._wardens = hosts
+    later.start(order(1, "two"))
+    assert hosts.killed == []
+
+
+def test_nobody_asks_about_a_start_that_was_killed_any_more(tmp_path: Path, clock: Clock) -> None:
+    lab, hosts = started(tmp_path)
+    hosts.codes["one", 1] = -9
+    lab.kill("one", 1)
+    lab.start(order(2))
+    hosts.asked.clear()
+    clock.now_s += 1.0
+    assert lab.ended("one", 2) is None
+    assert lab.ended("one", 1) == -9
+    assert hosts.asked == [("a", "codes", ([("one", 2)],))]
+    again = RayRunner("lab", head="a:1", folder=tmp_path)
+    assert again.ended("one", 1) == -9
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_job_that_has_ended_before_it_is_killed_keeps_its_code(
+    is_asked_first: bool, tmp_path: Path, clock: Clock
+) -> None:
+    lab, hosts = started(tmp_path)
+    hosts.codes["one", 1] = 3
+    hosts.running["a"].clear()
+    clock.now_s += 1.0
+    if is_asked_first:
+        assert lab.ended("one", 1) == 3
+    lab.kill("one", 1)
+    assert lab.ended("one", 1) == 3
