@@ -6,8 +6,8 @@
                   come before it in the queue (`waiting.py`)
 
 Each restart starts a job that waits, so that there are no more of them than jobs. A job is stopped
-only for those that come less than `ageing x (what they have more of priority)` after it, and these
-never for it: nobody starves, and no two jobs take each other's place again and again.
+only for those of higher priority that come less than `ageing x (what they have more of it + 1)` after
+it, and these never for it: nobody starves, and no two jobs take each other's place.
 """
 
 from __future__ import annotations
