@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 from rollpacker.core.cluster import Asked, Committed, Ended, Left, Start, Stop, Submitted
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.core.coexecution.placement import Rest
 from rollpacker.core.coexecution.room import bearable
 from tests.core.test_cluster import PHASES, Command, Grant, Watched
 from tests.core.test_coexecution import H20, H800, job
 
-PAIR = (replace(H20, nodes=1), replace(H800, nodes=1))
-TWO_PAIRS = (replace(H20, nodes=2), replace(H800, nodes=2))
 H = 3600.0
+
+
+def pairs(count: int) -> tuple[Pool, Pool]:
+    return replace(H20, nodes=count), replace(H800, nodes=count)
+
+
+PAIR, TWO_PAIRS = pairs(1), pairs(2)
 
 
 def come(watched: Watched, at_s: float, one: ClusterJob) -> list[Command]:
@@ -115,9 +121,9 @@ def test_a_wait_counts_where_a_job_is_placed(makes_room: bool) -> None:
     assert ("late" in watched.on) != makes_room
 
 
-def alone(name: str, priority: int = 0, cold_start_s: float = 60.0) -> ClusterJob:
+def alone(name: str, priority: int = 0, cold_start_s: float = 60.0, owner: str = "") -> ClusterJob:
     """A job that shares with nobody, of 5.6 hours."""
-    return job(name, 100, 100, 1.0, priority=priority, cold_start_s=cold_start_s)
+    return job(name, 100, 100, 1.0, priority=priority, cold_start_s=cold_start_s, owner=owner)
 
 
 def stopped(commands: list[Command]) -> list[str]:
@@ -153,6 +159,39 @@ def test_nobody_is_stopped_for_a_job_that_would_come_later(comes_h: float, one: 
     assert watched.cluster.waiting == [one.name]
 
 
+def full(count: int, comes_h: float, one: ClusterJob) -> tuple[Watched, list[str]]:
+    """Jobs of nobody have all pairs when another one comes. Who is stopped at their commits."""
+    watched = Watched(CheapestWork(), pairs(count))
+    for n in range(count):
+        come(watched, 0.0, alone(f"low {n}"))
+    come(watched, comes_h * H, one)
+    assert watched.cluster.waiting == [one.name]
+    at_s = comes_h * H + 200
+    return watched, [x for n in range(count) for x in stopped(iterate(watched, at_s, f"low {n}"))]
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize(("comes_h", "is_made_room_for"), [(0.1, True), (3.9, True), (4.1, False)])
+def test_the_head_start_is_whole_where_one_owner_has_all(
+    count: int, comes_h: float, is_made_room_for: bool
+) -> None:
+    """In the queue both would have the same share."""
+    watched, victims = full(count, comes_h, alone("high", 1))
+    assert len(victims) == is_made_room_for
+    assert ("high" in watched.on) == is_made_room_for
+    assert watched.cluster.waiting == (victims or ["high"])
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_who_has_less_is_more_than_its_head_start_before_who_has_more(count: int) -> None:
+    """By the other jobs' share, (count - 1) / count of four hours."""
+    for comes_h, is_made_room_for in ((6.9, True), (8.1, False)):
+        _, victims = full(count, comes_h, alone("high", 1, owner="bob"))
+        assert len(victims) == is_made_room_for
+    _, victims = full(count, 0.1, alone("as low", owner="bob"))
+    assert victims == [], "without a higher priority nobody is stopped, whoever has more"
+
+
 def test_nobody_is_stopped_that_ends_sooner_than_its_restart_pays() -> None:
     watched = Watched(CheapestWork(), PAIR)
     come(watched, 0.0, alone("low", cold_start_s=2 * H))
@@ -169,36 +208,44 @@ def test_the_one_that_came_last_is_stopped() -> None:
     assert stopped(iterate(watched, 200.0, "second")) == ["second"]
 
 
-@settings(max_examples=15, deadline=None)
-@given(coming=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 2 * H)), min_size=2, max_size=10))
-def test_nobody_takes_each_others_place_again_and_again(coming: list[tuple[int, float]]) -> None:
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.sampled_from((1, 2, 4)),
+    coming=st.lists(
+        st.tuples(
+            st.integers(0, 3), st.floats(0, 2 * H), st.sampled_from(("alice", "alice", "bob"))
+        ),
+        min_size=2,
+        max_size=12,
+    ),
+)
+def test_nobody_takes_each_others_place_again_and_again(
+    count: int, coming: list[tuple[int, float, str]]
+) -> None:
     """A job is stopped at most once for each that came within its head start, and all end."""
-    watched = Watched(CheapestWork(), PAIR)
+    watched = Watched(CheapestWork(), pairs(count))
     watched.cluster._waiting._ageing_s = H
-    now_s, came_s, stops, left = 0.0, dict[str, float](), dict[str, int](), dict[str, int]()
-    for number, (priority, later_s) in enumerate(coming):
+    now_s, came_s = 0.0, dict[str, float]()
+    stops: list[tuple[str, str]] = []
+    for number, (priority, later_s, owner) in enumerate(coming):
         now_s += later_s
-        one = alone(f"job {number}", priority)
-        came_s[one.name], left[one.name], stops[one.name] = now_s, 100, 0
+        one = alone(f"job {number}", priority, owner=owner)
+        came_s[one.name] = now_s
         come(watched, now_s, one)
         for _ in range(5):
             now_s += 200
-            (name,) = watched.on
-            left[name] -= 1
-            for victim in stopped(iterate(watched, now_s, name)):
-                stops[victim] += 1
-    for name, count in stops.items():
-        own = watched.jobs[name]
-        ahead = [
-            other
-            for other in watched.jobs.values()
-            if other.priority > own.priority
-            and came_s[other.name] < came_s[name] + H * (other.priority - own.priority)
-        ]
-        assert count <= len(ahead)
+            for name in [*watched.on]:
+                if name in watched.on:
+                    commands = iterate(watched, now_s, name)
+                    stops += [(victim, starts(commands)[0]) for victim in stopped(commands)]
+    assert len(stops) == len(set(stops))
+    for victim, other in stops:
+        more = watched.jobs[other].priority - watched.jobs[victim].priority
+        share = watched.jobs[other].owner != watched.jobs[victim].owner
+        assert more > 0 and came_s[other] < came_s[victim] + H * (more + share)
     ended = []
     while watched.on:
-        (name,) = watched.on
+        name = next(iter(watched.on))
         now_s += H
         watched.tell(Ended(now_s, name))
         ended.append(name)

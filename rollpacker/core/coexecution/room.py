@@ -6,8 +6,8 @@
                   come before it in the queue (`waiting.py`)
 
 Each restart starts a job that waits, so that there are no more of them than jobs. A job is stopped
-only for those that come less than `ageing x (what they have more of priority)` after it, and these
-never for it: nobody starves, and no two jobs take each other's place again and again.
+only for those of higher priority, and these never for it: no two jobs take each other's place. And
+only for those that the queue lets overtake it, by its bound: nobody starves.
 """
 
 from __future__ import annotations

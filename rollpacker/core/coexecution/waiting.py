@@ -72,15 +72,16 @@ class Waiting:
 
     def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
         """Of running jobs, with when they came: those of lower priority that one that waits would
-        come before if they waited instead, and their owners had nothing; the last one first."""
+        come before in the queue if they waited too; the one that would come last of them first."""
         used = _used(one for one, _ in running)
         behind: list[tuple[float, str]] = []
         for one, at_s in running:
             if one.priority < job.priority:
                 without = {**used, one.owner: _less(used[one.owner], one)}
-                began_s = at_s - self._ageing_s * one.priority
-                if self._came_s(self._jobs[job.name], without) < began_s:
-                    behind.append((began_s, one.name))
+                came_s = self._came_s(self._jobs[job.name], without)
+                behind_s = self._came_s((one, at_s), without) - came_s
+                if behind_s > 0:
+                    behind.append((behind_s, one.name))
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
