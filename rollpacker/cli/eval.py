@@ -141,8 +141,7 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     if policy.eval_prompts is None:
         raise ValueError("this config has no held-out data: set data.eval or data.eval_fraction")
     num_steps = config.num_steps(len(policy.train_prompts.rows))
-    turns = policy.inputs.turns
-    player = None if turns is None else turns.player(config.seed)
+    player = policy.player
     try:
         if player is not None:
             await player.environments.open()

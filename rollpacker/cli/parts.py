@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollpacker.cli.hosts import Hosts
     from rollpacker.controller.carried import CarriedTokens
     from rollpacker.controller.checkpoint import Checkpoint
+    from rollpacker.controller.player import Player
     from rollpacker.core.job import Job
     from rollpacker.data.dataset import PromptRow, PromptSet
     from rollpacker.rewards.hosts import HostedReward
@@ -46,6 +47,7 @@ class Policy:
     loaded: LoadedModel
     inputs: Inputs
     threads: int
+    seed: int
     engine_config: EngineConfig
 
     @cached_property
@@ -60,6 +62,12 @@ class Policy:
             model=self.loaded.model, tokenizer=self.loaded.tokenizer, config=config
         )
         return engine
+
+    @property
+    def player(self) -> Player | None:
+        """Of samples that take turns with environments."""
+        turns = self.inputs.turns
+        return None if turns is None else turns.player(self.seed)
 
     @property
     def train_prompts(self) -> PromptSet:
@@ -232,7 +240,11 @@ def load_policy(
         install_attention(loaded.model)
     threads = set_threads(config, loaded, threads)
     return Policy(
-        loaded=loaded, inputs=inputs, threads=threads, engine_config=config.rollout.engine
+        loaded=loaded,
+        inputs=inputs,
+        threads=threads,
+        seed=config.seed,
+        engine_config=config.rollout.engine,
     )
 
 

@@ -80,9 +80,6 @@ class Session:
         self.seat.load_libraries()
         with self.seat.holding("rollout"):
             policy = self._load_policy(before.get("threads"))
-            turns = policy.inputs.turns
-            if turns is not None:
-                self.stack.callback(turns.close)
             identity = identity_of(config, policy)
             if checkpoint is not None:
                 self._check_resume(before, identity, checkpoint)
@@ -118,7 +115,7 @@ class Session:
             tokenizer=tokenizer,
             observers=watching,
             audience=audience,
-            player=None if turns is None else turns.player(config.seed),
+            player=policy.player,
         )
         self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts), salvage)
 
@@ -189,6 +186,8 @@ class Session:
 
         shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
         policy = load_policy(self.config, threads=threads, **shown)
+        if policy.inputs.turns is not None:
+            self.stack.callback(policy.inputs.turns.close)
         longest = max(len(row.tokens) for row in policy.train_prompts.rows)
         check_longest_sample(self.config, longest)
         return policy
