@@ -7,8 +7,8 @@ from typing import Any
 
 from rollpacker.data.chat import shown_prompt, visible
 from rollpacker.dialogue.rewrites import Rewrites, writes_today
-from rollpacker.dialogue.template import DialogueTemplate, Message
-from rollpacker.dialogue.trajectory import Segment, Trajectory
+from rollpacker.dialogue.template import DialogueTemplate
+from rollpacker.dialogue.trajectory import Message, Segment, Trajectory
 
 _QUESTION: Message = {"role": "user", "content": "A question."}
 

@@ -11,12 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollpacker.dialogue.call_formats import Found, call_of, format_of
-from rollpacker.dialogue.template import (
-    DialogueTemplate,
-    Message,
-    TemplateError,
-    stand_in_calls,
-)
+from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_in_calls
+from rollpacker.dialogue.trajectory import Message
 
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 

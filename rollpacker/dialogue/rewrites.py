@@ -15,12 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.dialogue.encoding import num_alike
-from rollpacker.dialogue.template import (
-    DialogueTemplate,
-    Message,
-    TemplateError,
-    stand_in_calls,
-)
+from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_in_calls
+from rollpacker.dialogue.trajectory import Message
 
 _EXCERPT = 40
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from rollpacker.chat_template import end_of_turn
 from rollpacker.dialogue.encoding import Encoder, num_alike
-
-Message = Mapping[str, Any]
+from rollpacker.dialogue.trajectory import Message
 
 STAND_IN = "stand-in-of-a-turn"
 _QUESTION: Message = {"role": "user", "content": "question"}
