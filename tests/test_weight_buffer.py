@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -36,6 +37,16 @@ def filled(version: int = 1) -> WeightBuffer:
     return buffer
 
 
+def memory_files() -> set[str]:
+    """The descriptors of buffers. Other threads of the tests open and close other ones."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "rollpacker-weights" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(name)
+    return found
+
+
 def test_what_one_mapping_writes_the_other_reads():
     buffer = filled()
     with WeightReader().reading(buffer.source(1)) as found:
@@ -68,8 +79,9 @@ with WeightReader().reading(source) as tensors:
 
 
 def test_other_processes_read_it_and_nothing_is_left_behind():
-    descriptors = set(os.listdir("/proc/self/fd"))
+    descriptors = memory_files()
     buffer = filled()
+    assert len(memory_files()) > len(descriptors)
     path = Path(buffer.layout.path)
     for version in (2, 3):  # one that comes later reads what is there then
         write(buffer, version, factor=version)
@@ -78,7 +90,7 @@ def test_other_processes_read_it_and_nothing_is_left_behind():
         assert float(done.stdout) == 7.0 * version
     tensors = buffer.tensors
     del buffer
-    assert not path.exists() and set(os.listdir("/proc/self/fd")) == descriptors
+    assert not path.exists() and memory_files() <= descriptors
     assert tensors["scalar"].item() == 21.0  # as long as it is mapped
     assert not list(Path("/dev/shm").glob("rollpacker-*"))
 
@@ -174,7 +186,7 @@ def test_a_path_that_means_another_buffer_by_now_is_not_taken_for_the_first():
 
 
 def test_too_little_memory_is_one_message_and_leaves_nothing(monkeypatch):
-    descriptors = os.listdir("/proc/self/fd")
+    descriptors = memory_files()
     with pytest.raises(ValueError, match=r"^[\d.]+ GiB of memory are left, .* need 1048576.00 GiB"):
         WeightBuffer.create([("huge", torch.empty(1 << 50, dtype=torch.uint8, device="meta"))])
 
@@ -184,7 +196,7 @@ def test_too_little_memory_is_one_message_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=r"are left, .* smaller model"):
         WeightBuffer.create(WEIGHTS.items())
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert memory_files() <= descriptors
 
 
 def test_a_system_without_memory_files_has_a_file_that_goes_with_its_owner(monkeypatch, tmp_path):

@@ -143,6 +143,7 @@ def test_one_that_ends_while_it_is_away_says_so(made: Callable[..., ProcessEngin
         await engine.ready()
         await engine.offload()
         engine.child.kill()
+        assert engine.child.how_ended(60)
         with pytest.raises(EngineError):
             await engine.reload()
         await engine.close()
