@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart vllm test-vllm cluster test-cluster test sandbox browser lint bench docs site package clean
+.PHONY: help quickstart vllm test-vllm cluster test-cluster test-adapters test sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-vllm    run the tests of the vLLM engine there"
 	@echo "make cluster      the same with ray, and a token for it"
 	@echo "make test-cluster run the tests of several hosts there (Linux, as root)"
+	@echo "make test-adapters run the tests of environments of gem, verifiers and openenv"
 	@echo "make test         set up .venv and run linter, type checker and tests"
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make browser      install Chromium, in which the tests look at pages, or say how to"
@@ -106,6 +107,18 @@ $(VLLM_VENV)/.installed-ray: $(VLLM_VENV)/.installed
 test-cluster: cluster
 	ROLLPACKER_TEST_CLUSTER=1 $(VLLM_BIN)/python -m pytest tests/cluster
 
+# Packages of environments whose requirements exclude each other: an environment for each.
+ADAPTED := gem verifiers openenv
+test-adapters: $(ADAPTED:%=.venv-%/.installed)
+	for name in $(ADAPTED); do .venv-$$name/bin/python -m pytest tests/environments/adapters \
+	  tests/controller/test_adapter_runs.py || exit 1; done
+
+$(ADAPTED:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	$(if $(TORCH),.venv-$*/bin/pip install --quiet "$(TORCH)")
+	.venv-$*/bin/pip install --quiet --editable ".[math,gymnasium,test,$*]"
+	@touch $@
+
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.
 # As root it installs the package; it asks for no password and runs no sudo.
 sandbox:
@@ -188,4 +201,4 @@ package: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTED:%=.venv-%) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -82,7 +82,13 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
         max_trajectory_tokens=_most_tokens(config, of_tokenizer["max_context_tokens"]),
         max_environment_s=environment.max_environment_s,
     )
-    environments = SupervisedEnvironments(environment, sandbox=config.sandbox)
+    data = config.data.train
+    environments = SupervisedEnvironments(
+        environment,
+        sandbox=config.sandbox,
+        brings_rows=data.kind == "environment",
+        num_rows=data.size,
+    )
     try:
         template = DialogueTemplate(
             of_tokenizer["tokenizer"],

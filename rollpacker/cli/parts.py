@@ -147,6 +147,7 @@ def load_inputs(
             max_response_tokens=max(
                 config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
             ),
+            brought=None if turns is None else turns.environments.rows,
             **with_tools(of_model, turns),
         )
         inputs = Inputs(

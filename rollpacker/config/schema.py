@@ -231,6 +231,12 @@ class RunConfig:
 
     def _check_environment(self) -> None:
         environment = self.environment
+        is_brought = self.data.train.kind == "environment"
+        if is_brought and (environment is None or environment.function is None):
+            raise ValueError(
+                "data.train.kind=environment takes the rows that an environment brings along, and"
+                " there is none: set environment.function"
+            )
         if environment is None:
             if any(reward.function == ENVIRONMENT for reward in self.rewards):
                 raise ValueError(

@@ -35,8 +35,9 @@ class TaskConfig:
 class DatasetConfig:
     """One set of prompts (`data.train`, `data.eval`)."""
 
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface", "python"]
-    """python: rows that a program gave to `rollpacker.train`, and only there."""
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface", "environment", "python"]
+    """environment: rows that `environment.function` brings along. python: rows that a program gave
+    to `rollpacker.train`, and only there."""
     path: str | None = None
     """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
     (huggingface)."""
@@ -47,7 +48,8 @@ class DatasetConfig:
     tasks: tuple[TaskConfig, ...] = ()
     """reasoning_gym only: the mixture."""
     size: int | None = None
-    """reasoning_gym: how many rows to make. Files: use only the first so many rows."""
+    """reasoning_gym, and an environment that has no rows of its own: how many to make. Others: use
+    only the first so many rows."""
     seed: int = 0
     """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
     prompt_column: str = "prompt"
@@ -80,6 +82,9 @@ class DatasetConfig:
                 raise ValueError("size must say how many rows to make")
             if self.path is not None:
                 raise ValueError("path is not used by kind reasoning_gym; leave it out")
+        elif self.kind == "environment":
+            if self.path is not None or self.tasks:
+                raise ValueError("path and tasks are not used by kind environment; leave them out")
         elif self.path is None:
             raise ValueError(f"path must say where the data is (kind {self.kind})")
         elif self.tasks:
@@ -115,6 +120,11 @@ class DataConfig:
             raise ValueError("eval_fraction must lie in [0, 1)")
         if self.eval is not None and self.eval_fraction:
             raise ValueError("set data.eval or data.eval_fraction, not both")
+        if self.eval is not None and self.eval.kind == "environment":
+            raise ValueError(
+                "data.eval cannot be of kind environment: an environment brings one set of rows."
+                " Hold some of them out by data.eval_fraction"
+            )
         if self.max_prompt_tokens < 1:
             raise ValueError("max_prompt_tokens must be at least 1")
         if not 0 <= self.max_dropped_fraction <= 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,9 @@ from typing import Any
 
 from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
+
+MAX_TOLD = 200
+"""Characters of a row that are shown where it has no prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,29 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
         name = config.path.removeprefix(GIVEN)
         raise DataError(f"{name}: the dataset is empty, there is no row in it.")
     return found
+
+
+def brought_rows(
+    config: DatasetConfig, brought: Sequence[Mapping[str, Any]] | None
+) -> list[RawRow]:
+    """The rows that an environment brought. One without a prompt, since the environment says it,
+    has what tells it from the others in its place. Raises `DataError`."""
+    if brought is None:
+        raise DataError("rows of kind environment are known once the environment runs.")
+    column = config.prompt_column
+    makes_prompt = config.prompt_function is not None or config.prompt_template is not None
+    found = []
+    for number, columns in enumerate(islice(brought, config.size)):
+        columns = dict(columns)
+        if not makes_prompt:
+            columns.setdefault(column, _told(number, columns))
+        found.append(RawRow(f"row {number} of the environment", columns))
+    return found
+
+
+def _told(number: int, columns: Mapping[str, Any]) -> str:
+    text = json.dumps(columns, sort_keys=True)
+    return f"row {number}" + (f": {text}" if len(text) <= MAX_TOLD else "")
 
 
 def _given_rows(spec: str) -> Iterator[RawRow]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rollpacker.data.chat import Chat, chat_of, shown_prompt
 from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig, PromptRow, PromptSet
-from rollpacker.data.files import RawRow, read_rows
+from rollpacker.data.files import RawRow, brought_rows, read_rows
 from rollpacker.data.procedural import make_rows
 from rollpacker.data.rendering import NUM_SHOWN, Messages, Prompt, PromptMaker, tokenize
 from rollpacker.data.row_warnings import row_warnings
@@ -49,8 +49,10 @@ def load_prompts(
     max_context_tokens: int | None = None,
     max_response_tokens: int = 0,
     end_tokens: Collection[int] = (),
+    brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and the held-out ones (None if the config has none).
+    """The prompts to train on and the held-out ones (None if the config has none). `brought`: rows
+    of kind environment.
 
     A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
     `max_context_tokens` together with `max_response_tokens`. `end_tokens`: where the model's
@@ -64,7 +66,7 @@ def load_prompts(
         chat_template_kwargs=chat_template_kwargs,
     )
     train_chat = eval_chat = chat(config.train, "train")
-    train = _made_rows(config.train, "train", train_chat)
+    train = _made_rows(config.train, "train", train_chat, brought)
     held_out: list[_Made] | None = None
     share: tuple[str, ...] = ()
     dropped: Counter[str] = Counter()
@@ -126,9 +128,19 @@ def _prompt_limit(config: DataConfig, context: int | None, response: int) -> int
     return min(config.max_prompt_tokens, context - response)
 
 
-def _made_rows(config: DatasetConfig, split: str, chat: Chat) -> list[_Made]:
-    is_gym = config.kind == "reasoning_gym"
-    rows: list[RawRow] = make_rows(config, split) if is_gym else read_rows(config)
+def _made_rows(
+    config: DatasetConfig,
+    split: str,
+    chat: Chat,
+    brought: Sequence[Mapping[str, Any]] | None = None,
+) -> list[_Made]:
+    rows: list[RawRow]
+    if config.kind == "reasoning_gym":
+        rows = make_rows(config, split)
+    elif config.kind == "environment":
+        rows = brought_rows(config, brought)
+    else:
+        rows = read_rows(config)
     known = list(dict.fromkeys(column for row in rows for column in row.columns))
     maker = PromptMaker(config, known, chat=chat.renders)
     made, problems = [], []

@@ -90,8 +90,8 @@ class EnvironmentConfig:
 class Environment(Protocol):
     """What a user writes: a class, made anew for each episode, whose methods may be async.
 
-    It may have, besides: `tools` (schemas), which the model is told of; `deterministic = True`; and
-    `close()`. Blocking methods of an episode run in a thread of its own, always the same, beside
+    It may have, besides: `tools` (schemas), which the model is told of; `deterministic = True`;
+    `rows()`, the rows of a data set of kind environment; and `close()`. Blocking methods of an episode run in a thread of its own, always the same, beside
     those of other episodes; async ones in one event loop. What else is taken (Gymnasium's methods,
     TRL's environments): `shapes.py`.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.environments import adapters, shapes
+from rollpacker.environments.adapters.messages import DEFAULT_NUM_ROWS, numbered_rows
 from rollpacker.environments.calls import Calls
 from rollpacker.environments.environment import SANDBOX_TOOLS, EnvironmentSetupError, ToolSchema
 from rollpacker.environments.played import Played, ToolEpisode, UserEpisode, made_in_loop
@@ -99,6 +101,8 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
     schemas += list(getattr(tried, "tools", ()))
     name = type(tried).__name__
     hello = _hello(name, schemas, True, bool(getattr(tried, "deterministic", False)))
+    if request["rows"]:
+        hello["rows"] = _rows(tried, spec, arguments, request["num_rows"])
     close = getattr(tried, "close", None)
     if callable(close) and inspect.isawaitable(closing := close()):
         await closing
@@ -108,6 +112,31 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
         return UserEpisode(make, calls, max_chars, in_loop=in_loop)
 
     return Loaded(hello, made)
+
+
+def _rows(
+    environment: Any, spec: str, arguments: Mapping[str, Any], number: int | None
+) -> list[dict[str, Any]]:
+    """The rows that the environment brings, or as many as there are to be, which are numbers.
+    Raises `EnvironmentSetupError`."""
+    found: Any
+    if adapters.is_adapted(spec):
+        found = adapters.rows(spec, {"num_rows": number, **arguments} if number else arguments)
+    elif callable(getattr(environment, "rows", None)):
+        found = environment.rows()
+    else:
+        found = numbered_rows(number or DEFAULT_NUM_ROWS)
+    try:
+        rows = [dict(row) for row in found]
+        json.dumps(rows, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentSetupError(
+            f"environment {spec}: its rows must be dicts of plain values, such as JSON has:"
+            f" {shortened(str(error))}."
+        ) from None
+    if not rows:
+        raise EnvironmentSetupError(f"environment {spec}: it brings no rows.")
+    return rows
 
 
 def _tried(make: Callable[[], Any], spec: str) -> Any:

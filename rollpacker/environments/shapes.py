@@ -67,7 +67,7 @@ def has_step(environment: Any) -> bool:
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
     """The tools of an environment of TRL's shape: public methods, but for those with a meaning."""
-    kept = {"reset", "close", "get_reward"}
+    kept = {"reset", "close", "get_reward", "rows"}
     names = [name for name in dir(type(environment)) if not name.startswith("_")]
     found = [getattr(environment, name) for name in names if name not in kept]
     return [one for one in found if inspect.ismethod(one)]

@@ -78,9 +78,17 @@ class _Episode:
 class SupervisedEnvironments:
     """Meets `Environments`."""
 
-    def __init__(self, config: EnvironmentConfig, *, sandbox: SandboxConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        sandbox: SandboxConfig | None = None,
+        brings_rows: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
         """Starts a process to look at the tools or the environment; outside of an event loop.
-        Raises `EnvironmentSetupError` if they cannot be used."""
+        `brings_rows`: it is to bring the data set's rows, so many where that is free. Raises
+        `EnvironmentSetupError` if they cannot be used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."
@@ -90,13 +98,18 @@ class SupervisedEnvironments:
         self._load = _load(config, sandbox or SandboxConfig(), describe=False)
         self._quota = OutputQuota()
         self._printed = Printed("environment")
-        load = _load(config, sandbox or SandboxConfig(), describe=True)
+        asked = {"rows": brings_rows, "num_rows": num_rows}
+        load = _load(config, sandbox or SandboxConfig(), describe=True, **asked)
         first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
         self._spares = [first]
         hello = self._greeted(self._spares[0])
         self.name: str = hello["name"]
         self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
         self.begins: bool = hello["begins"]
+        self.rows: tuple[dict[str, Any], ...] | None = None
+        """What it brought. None: it was not asked."""
+        if brings_rows:
+            self.rows = tuple(hello["rows"])
         said = hello["is_deterministic"]
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
@@ -332,9 +345,16 @@ def _digest(answer: Begun | Answered) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _load(config: EnvironmentConfig, sandbox: SandboxConfig, *, describe: bool) -> bytes:
-    """What a process of environments is told to load; `describe`: and to tell of its tools. Raises
-    `EnvironmentSetupError`."""
+def _load(
+    config: EnvironmentConfig,
+    sandbox: SandboxConfig,
+    *,
+    describe: bool,
+    rows: bool = False,
+    num_rows: int | None = None,
+) -> bytes:
+    """What a process of environments is told to load; `describe`: and to tell of its tools; `rows`:
+    and to bring rows. Raises `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {
@@ -344,6 +364,8 @@ def _load(config: EnvironmentConfig, sandbox: SandboxConfig, *, describe: bool) 
         "arguments": dict(config.arguments),
         "memory_mb": config.memory_mb,
         "describe": describe,
+        "rows": rows,
+        "num_rows": num_rows,
         "max_result_chars": config.max_result_chars,
         "sandbox": sandbox,
     }
