@@ -16,6 +16,7 @@ from rollpacker.data.dataset import TRAIN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollpacker.cli.hosts import Hosts
     from rollpacker.controller.player import Player
     from rollpacker.data.dataset import PromptSet
     from rollpacker.dialogue.parsing import TemplateDialogue
@@ -35,6 +36,12 @@ class Turns:
     limits: TurnLimits
     timeout_s: float
     max_prompt_tokens: int
+    per_host: int | None
+
+    def be_on(self, hosts: Hosts) -> None:
+        """Have the processes of environments where the config wants them. Before they are used."""
+        if self.per_host is not None:
+            self.environments.be_on(hosts.beside_engines(self.per_host))
 
     def close(self) -> None:
         """End the processes of environments. Idempotent."""
@@ -101,7 +108,12 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
         Caller().run(environments.close())
         raise
     return Turns(
-        environments, dialogue, limits, environment.timeout_s, config.data.max_prompt_tokens
+        environments,
+        dialogue,
+        limits,
+        environment.timeout_s,
+        config.data.max_prompt_tokens,
+        environment.per_host,
     )
 
 

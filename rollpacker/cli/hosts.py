@@ -83,8 +83,8 @@ class Hosts:
         # On CUDA each sees its own device alone, which is its first.
         return [RankPlace(0, host, environment) for host, environment in places]
 
-    def of_rewards(self, per_host: int) -> list[Host]:
-        """Where reward hosts are started: so many beside the engines of each host."""
+    def beside_engines(self, per_host: int) -> list[Host]:
+        """So many places beside the engines of each host, for rewards and environments."""
         from rollpacker.processes.host import ThisHost
 
         here = ThisHost()

@@ -26,7 +26,7 @@ def start_reward_hosts(
     reward = HostedReward(
         config.rewards,
         config.sandbox,
-        hosts.of_rewards(config.rewards_hosts.per_host),
+        hosts.beside_engines(config.rewards_hosts.per_host),
         names=policy.reward.names,
         heartbeat_s=config.deadlines.heartbeat_s,
     )

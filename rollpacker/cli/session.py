@@ -126,6 +126,8 @@ class Session:
         from rollpacker.controller.shared_devices import let_go_of_all
 
         reward_hosts = start_reward_hosts(self.config, policy, self.hosts, self.stack)
+        if policy.inputs.turns is not None:
+            policy.inputs.turns.be_on(self.hosts)
         shares = self.seat.shares_pools
         engines = build_engines(self.config, policy, self.hosts, shares_pools=shares)
         self.stack.callback(lambda: Caller().run(engines.close()))

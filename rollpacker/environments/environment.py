@@ -55,6 +55,9 @@ class EnvironmentConfig:
     """An answer that takes longer ends the episode; it is never worth a zero."""
     workers: int | Literal["auto"] = "auto"
     """Processes of environments, each with many episodes. auto: one per processor, at most 8."""
+    per_host: int | None = None
+    """With `runtime=ray`: so many processes beside the engines of each host, instead of `workers`
+    beside the run's own. None: all of them there."""
     memory_mb: int | None = None
     """What one process may have beyond what it took to load. More raises `MemoryError` in the
     environment. None: no limit."""
@@ -83,6 +86,11 @@ class EnvironmentConfig:
                 raise ValueError(f"{name} must be more than 0, not {value}")
         if self.workers != "auto" and self.workers < 1:
             raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
+        if self.per_host is not None and (self.per_host < 1 or self.workers != "auto"):
+            raise ValueError(
+                f"per_host must be at least 1, and takes the place of workers, not {self.per_host}"
+                f" with workers={self.workers}"
+            )
         if self.max_result_chars < 100:
             raise ValueError(f"max_result_chars must be at least 100, not {self.max_result_chars}")
 
@@ -91,9 +99,9 @@ class Environment(Protocol):
     """What a user writes: a class, made anew for each episode, whose methods may be async.
 
     It may have, besides: `tools` (schemas), which the model is told of; `deterministic = True`;
-    `rows()`, the rows of a data set of kind environment; and `close()`. Blocking methods of an episode run in a thread of its own, always the same, beside
-    those of other episodes; async ones in one event loop. What else is taken (Gymnasium's methods,
-    TRL's environments): `shapes.py`.
+    `rows()`, the rows of a data set of kind environment; and `close()`. Blocking methods of an
+    episode run in a thread of its own, always the same, beside those of other episodes; async ones
+    in one event loop. What else is taken (Gymnasium's methods, TRL's environments): `shapes.py`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:

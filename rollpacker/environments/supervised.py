@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from rollpacker.environments.environment import (
 )
 from rollpacker.environments.episode_pool import EpisodePool, GivenUp
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
+from rollpacker.processes.host import Host, ThisHost
 from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import shortened
@@ -98,8 +99,13 @@ class SupervisedEnvironments:
         self._load = _load(config, sandbox or SandboxConfig(), describe=False)
         self._quota = OutputQuota()
         self._printed = Printed("environment")
-        asked = {"rows": brings_rows, "num_rows": num_rows}
-        load = _load(config, sandbox or SandboxConfig(), describe=True, **asked)
+        load = _load(
+            config,
+            sandbox or SandboxConfig(),
+            describe=True,
+            rows=brings_rows,
+            num_rows=num_rows,
+        )
         first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
         self._spares = [first]
         hello = self._greeted(self._spares[0])
@@ -113,14 +119,27 @@ class SupervisedEnvironments:
         said = hello["is_deterministic"]
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
+        self._places: tuple[Host, ...] = ()
+        self._turns = itertools.count()
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
 
     # -- processes --------------------------------------------------------------------------
 
+    def be_on(self, places: Sequence[Host]) -> None:
+        """Have a process at each of these places, rather than beside this one. Before `open`."""
+        assert self._pool is None, "open already"
+        self._places = tuple(places)
+        while self._spares:
+            self._spares.pop().close()
+
     def _start(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM)
+        """What takes the place of a lost one may be elsewhere: its host may be lost, too."""
+        place = self._places[next(self._turns) % len(self._places)] if self._places else None
+        here = isinstance(place, ThisHost)
+        host = None if here else place
+        return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM, host=host)
 
     def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
         what = self._config.function or ", ".join(self._config.tools)
@@ -156,6 +175,8 @@ class SupervisedEnvironments:
         self._pool.start()
 
     def _num_workers(self) -> int:
+        if self._places:
+            return len(self._places)
         if self._config.workers != "auto":
             return self._config.workers
         has_affinity = hasattr(os, "sched_getaffinity")

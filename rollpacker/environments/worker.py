@@ -26,6 +26,7 @@ from rollpacker.environments.played import Played
 from rollpacker.environments.shapes import WrongReturn
 from rollpacker.environments.tools import ToolUnavailable
 from rollpacker.processes.frames import Message
+from rollpacker.processes.line import Line
 from rollpacker.rewards.functions import worker_program
 from rollpacker.rewards.functions.returned import error_of
 from rollpacker.rewards.functions.worker_program import ACK, Controller, connected
@@ -41,9 +42,9 @@ _SAID_IN_FULL = (
 """Errors, by name, whose message is for the user as it is."""
 
 
-def main(line_fd: int) -> None:
-    """Answer requests until the controller hangs up."""
-    asyncio.run(_serve(connected(line_fd)))
+def main(line: int | Line) -> None:
+    """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
+    asyncio.run(_serve(connected(line)))
 
 
 async def _serve(controller: Controller) -> None:

@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_ten_steps(
     case: dict[str, Any],
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

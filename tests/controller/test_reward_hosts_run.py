@@ -45,7 +45,7 @@ def hosted(folder: Path, takes_s: float) -> HostedReward:
     function = f"{write(folder, JUDGES % takes_s)}:f"
     configs = [RewardConfig(function=function, name="fake", timeout_s=900.0, workers=2)]
     return HostedReward(
-        configs, SandboxConfig(), Hosts().of_rewards(2), names=("fake",), heartbeat_s=2.0
+        configs, SandboxConfig(), Hosts().beside_engines(2), names=("fake",), heartbeat_s=2.0
     )
 
 

@@ -58,7 +58,10 @@ def brought(tmp_path: Path, name: str, number: int | None = None) -> SupervisedE
 
 
 def test_its_own_rows_or_so_many_numbers(tmp_path: Path) -> None:
-    assert brought(tmp_path, "Brings").rows == ({"number": 4}, {"number": 5, "prompt": "Another one."})
+    assert brought(tmp_path, "Brings").rows == (
+        {"number": 4},
+        {"number": 5, "prompt": "Another one."},
+    )
     assert brought(tmp_path, "Plain", 2).rows == ({"episode": 0}, {"episode": 1})
     assert len(brought(tmp_path, "Plain").rows or ()) == 1024
 

@@ -60,7 +60,7 @@ class RewardFunction:
         hello = self._greeted(self._spares[0])
         # An instance or a partial has no name of its own, but is found under one.
         self.name: str = config.name or hello["name"] or config.function.rpartition(":")[2]
-        self._spares[0].child.name = f"{self.name}-1"
+        self._spares[0].rename(f"{self.name}-1")
         self._is_async: bool = hello["is_async"]
         self.source: str | None = None if factory is not None else hello.get("file")
         """The file that the function is in; a built-in has none."""

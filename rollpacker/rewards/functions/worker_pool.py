@@ -344,7 +344,7 @@ class WorkerPool:
     async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
         """Wait until it is gone, and close what is left of it. `lost`: the calls of one that ended
         by itself."""
-        how = await worker.process.child.gone()
+        how = await worker.process.gone()
         worker.process.close()
         if lost is not None:
             self._lose_ended(worker, lost, how or "it hung up")

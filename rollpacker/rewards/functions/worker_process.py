@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.processes.child import Child
+from rollpacker.processes.child import END_S, Child
+from rollpacker.processes.host import Host, Process
 from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
 from rollpacker.processes.output import Output, OutputQuota
 from rollpacker.rewards.functions.worker_program import LOAD
@@ -27,6 +30,9 @@ MAX_REPLY_BYTES = 64 << 20
 
 FUNCTIONS = "rollpacker.rewards.functions.worker_program"
 """The program of reward functions: a module with a `main` that is given a descriptor."""
+
+HOSTED = "rollpacker.rewards.functions.worker_hosted"
+"""The program that becomes one of these on another host."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -60,14 +66,27 @@ class WorkerProcess:
         quota: OutputQuota,
         *,
         program: str = FUNCTIONS,
+        host: Host | None = None,
     ) -> None:
-        """`quota` is shared by all that may print as much together. Raises `OSError`."""
+        """`quota` is shared by all that may print as much together. `host`: where it is started; on
+        another one than this, what it prints stays there. Raises `OSError`."""
+        self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
         """Lines that it printed before `attach`."""
         self._output = Output(quota, self._heard_line)
-        self._line, theirs = Line.pair(max_bytes=MAX_REPLY_BYTES)
+        self._load: bytes | None = load
+        """What it is to load, until somebody listens to it: a long message waits for the worker,
+        and an event loop must not."""
+        self._first: bytes | None = None
+        """What one on another host is told before that: where it finds modules."""
         paths = [path for path in sys.path if isinstance(path, str)]
+        if host is not None:
+            os.close(self._output.writer)
+            self._first = pickle.dumps((paths, cwd, program))
+            self.child, self._line = host.start(HOSTED, name, guarded=True, environment={})
+            return
+        self._line, theirs = Line.pair(max_bytes=MAX_REPLY_BYTES)
         command = [
             *(sys.executable, "-P", "-c", _START),
             *(str(theirs.fileno()), json.dumps(paths), program),
@@ -88,9 +107,6 @@ class WorkerProcess:
         finally:
             theirs.close()
             self._output.started()
-        self._load: bytes | None = load
-        """What it is to load, until somebody listens to it: a long message waits for the worker,
-        and an event loop must not."""
 
     def _heard_line(self, line: str) -> None:
         (self._said_before.append if self._said is None else self._said)(line)
@@ -99,6 +115,8 @@ class WorkerProcess:
         """Return what the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
         until = time.monotonic() + LOAD_TIMEOUT_S
         with contextlib.suppress(LineEnded):  # reading tells
+            if self._first is not None:
+                self._line.send(LOAD, payload=self._first)
             self._line.send(LOAD, payload=self._taken())
         both: list[HasFileno] = [self._line, self._output]
         while found := ready(both, until - time.monotonic()):
@@ -113,6 +131,11 @@ class WorkerProcess:
                 if is_hello(hello):
                     return hello
         raise TimeoutError
+
+    def rename(self, name: str) -> None:
+        """What messages call it, now that it has said who it is."""
+        assert isinstance(self.child, Child), "nobody renames one on another host"
+        self.child.name = name
 
     def _taken(self) -> bytes:
         load, self._load = self._load, None
@@ -146,6 +169,8 @@ class WorkerProcess:
             loop, lambda m: heard(m.kind, m.number, self._understood(m.payload)), ended
         )
         if self._load is not None:
+            if self._first is not None:
+                self._line.post(LOAD, 0, self._first)
             self._line.post(LOAD, 0, self._taken())
 
     def send(self, kind: int, call: int, payload: bytes = b"") -> None:
@@ -155,6 +180,15 @@ class WorkerProcess:
         """End it, its children too, and hear no more of it."""
         self._line.detach()
         self.child.kill()
+
+    async def gone(self) -> str | None:
+        """Wait for its end in an event loop, up to `END_S`, and say how it ended."""
+        until = time.monotonic() + END_S
+        while (how := self.child.how_ended()) is None and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+        if isinstance(self.child, Child):
+            self.child.kill_by_force()
+        return how
 
     def close(self) -> None:
         """End it, wait for that, and close what this process holds of it. Idempotent."""

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
 
 
-def main(line_fd: int) -> None:
-    """Answer requests until the controller hangs up."""
-    controller = connected(line_fd)
+def main(line: int | Line) -> None:
+    """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
+    controller = connected(line)
     hello, function = _load(controller.request().payload)
     controller.reply(0, hello)
     if function is None:
@@ -51,11 +51,11 @@ def main(line_fd: int) -> None:
         controller.reply(request.number, function.answer(request.payload))
 
 
-def connected(line_fd: int) -> Controller:
+def connected(line: int | Line) -> Controller:
     """Return who started this process, and tell it which one that is."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    controller = Controller(Line.inherited(line_fd))
+    controller = Controller(line if isinstance(line, Line) else Line.inherited(line))
     controller.reply(0, {"pid": os.getpid()})
     return controller
 
