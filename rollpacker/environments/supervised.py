@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pickle
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,8 +120,8 @@ class SupervisedEnvironments:
         said = hello["is_deterministic"]
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
-        self._places: tuple[Host, ...] = ()
-        self._turns = itertools.count()
+        self._places: deque[Host] = deque()
+        """Where processes are started: the next one on the first. None: beside this one."""
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
@@ -130,15 +131,15 @@ class SupervisedEnvironments:
     def be_on(self, places: Sequence[Host]) -> None:
         """Have a process at each of these places, rather than beside this one. Before `open`."""
         assert self._pool is None, "open already"
-        self._places = tuple(places)
+        self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
         """What takes the place of a lost one may be elsewhere: its host may be lost, too."""
-        place = self._places[next(self._turns) % len(self._places)] if self._places else None
-        here = isinstance(place, ThisHost)
-        host = None if here else place
+        place = self._places[0] if self._places else None
+        self._places.rotate(-1)
+        host = None if isinstance(place, ThisHost) else place
         return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM, host=host)
 
     def _greeted(self, process: WorkerProcess) -> dict[str, Any]:

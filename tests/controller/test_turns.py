@@ -97,6 +97,12 @@ class Dies(Talk):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return folder
+
+
+def save_model(folder: Path) -> None:
+    """A tiny one that knows chat messages and tools."""
     tokenizer = tokenizer_of("chatml")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -114,7 +120,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
