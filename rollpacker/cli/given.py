@@ -2,6 +2,7 @@
 
     a dict, dotted keys in it            -> a config file's values, and overrides
     rewards=[function, (function, 0.5)]  -> rewards: [{function: "<python>:name"}, ...]
+    {"environment": {"tools": [f]}}      -> environment: {tools: ["<python>:environment.f"]}
     data=[{"prompt": ...}, ...]          -> data.train: {kind: python, path: "<python>:data.train"}
 
 The objects themselves stay in this process (`imports.giving`), by the names that the config has.
@@ -93,6 +94,8 @@ def as_given(
     objects: dict[str, Any] = {}
     if rewards is not None or _has_objects(tree.get("rewards")):
         tree["rewards"] = _rewards_of(tree.get("rewards") if rewards is None else rewards, objects)
+    if isinstance(tree.get("environment"), dict):
+        tree["environment"] = _environment_of(tree["environment"], objects)
     if data is not None or eval_data is not None:
         tree["data"] = _data_of(tree.get("data"), data, eval_data, objects)
     overrides = [*dotted, *_override_texts(overrides)]
@@ -203,6 +206,28 @@ def _free_name(name: str, taken: set[str]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
+
+
+# -- environments ------------------------------------------------------------------------
+
+
+def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """The section with the names of objects in their place."""
+
+    def named(one: Any) -> Any:
+        if not callable(one):
+            return one
+        name = f"environment.{_name_of(one)}"
+        if objects.setdefault(name, one) is not one:
+            raise ValueError(f'environment.tools: two tools are called "{_name_of(one)}"')
+        return f"<python>:{name}"
+
+    found = dict(section)
+    if isinstance(found.get("tools"), list):
+        found["tools"] = [named(one) for one in found["tools"]]
+    if "function" in found:
+        found["function"] = named(found["function"])
+    return found
 
 
 # -- data --------------------------------------------------------------------------------
