@@ -36,6 +36,14 @@ def add_parser(subparsers: Any) -> None:
         default=50,
         help="last steps in trace.json (default %(default)s; every sample is a span)",
     )
+    parser.add_argument(
+        "--samples",
+        metavar="N_OR_ID",
+        nargs="?",
+        const="3",
+        help="instead of all that, print samples as dialogues: so many of the newest step, from "
+        "the best to the worst (3 if left out), or the one of this id",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +63,13 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.writing import printable
 
     console = output.console()
+    if args.samples is not None:
+        from rollpacker.report.sample_view import chosen, lines_of
+
+        for row in chosen(args.run, args.samples):
+            for line, style in lines_of(row):
+                console.print(Text(line, style=style), soft_wrap=True)
+        return 0
     events = events_path(args.run)
     folder = Path(args.out) if args.out else events.parent
     if args.steps or args.against:

@@ -21,7 +21,7 @@ COMPARISON_FILE = "compare.html"
 
 _SCRIPTS = (
     *("data.js", "text.js", "charts.js", "time_line.js", "dialogue.js", "samples.js"),
-    *("overview.js", "compare.js", "page.js", "live.js", "start.js"),
+    *("episodes.js", "overview.js", "compare.js", "page.js", "live.js", "start.js"),
 )
 Kind = Literal["report", "compare", "live"]
 
