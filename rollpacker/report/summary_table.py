@@ -22,9 +22,9 @@ _NUM_EVENTS = 10
 _REASON_WIDTH = 38
 _TELLING_S = 0.5
 _LOST_BY = {
-    "environment": "raised or against the protocol",
+    "environment": "raised",
     "deadline": "too slow",
-    "infrastructure": "their process died",
+    "infrastructure": "process died",
 }
 
 
@@ -226,13 +226,13 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
     table.add_row("whole ones", f"{episodes['trajectories']:,}")
     turns = f"{_number(episodes['mean_turns'], 1)} (most {episodes['most_turns']:,})"
     table.add_row("turns of one", turns)
-    table.add_row("seconds of the policy in one", _number(episodes["mean_policy_s"]))
-    table.add_row("seconds of the environment in one", _number(episodes["mean_environment_s"]))
+    table.add_row("policy seconds of one", _number(episodes["mean_policy_s"]))
+    table.add_row("environment seconds of one", _number(episodes["mean_environment_s"]))
     table.add_row("ended by", _reasons(episodes["ended"]))
     for one in episodes["lost"]:
         what = _LOST_BY.get(one["cause"], one["cause"])
         first = escape(_short(printable(one["first"])))
-        table.add_row(f"answers lost: {escape(what)}", f"{one['count']:,} (first: {first})")
+        table.add_row(f"lost answers, {escape(what)}", f"{one['count']:,} (first: {first})")
     sources = _table("environments", "answers", "mean s", "longest", "waited s", "lost")
     for name, one in episodes["sources"].items():
         sources.add_row(

@@ -137,4 +137,4 @@ def test_the_table_tells_it_as_text() -> None:
     Console(file=file, width=80).print(render({**summary, "episodes": one.plain()}))
     text = file.getvalue()
     assert "\x1b" not in text and "[bold]no" in text
-    assert "raised or against the protocol" in text and "turn 1" in text
+    assert "lost answers, raised" in text and "turn 1" in text

@@ -34,7 +34,7 @@ function dialogueParts(dialogue, wanted) {
     return h("span", { class: one[0] ? "drawn" : "given" }, shown(String(one[2]), wanted));
   });
   const whole = dialogue.tokens.every((one) => typeof one !== "number");
-  return [h("h4", {}, "Dialogue"), ...said,
+  return [h("h4", {}, "Dialogue"), ...said.filter(Boolean),
     h("details", {}, h("summary", {}, `Tokens behind the prompt: ${whole ? "" : "of what is shown, "}${count(drawn)} drawn (marked, trained on), ${count(given)} given`), h("pre", { class: "tokens" }, stretches))];
 }
 
