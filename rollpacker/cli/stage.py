@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.data.chat import visible
 from rollpacker.environments.environment import Answered, Begun, Environments, Episode, Lost
 from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.rollout.engine import GenerationRequest, Response
@@ -95,7 +94,7 @@ class Stage:
             return answer
         reward = "no reward" if answer.reward is None else f"reward {answer.reward:g}"
         counts = "".join(f", {name} {value:g}" for name, value in answer.metrics.items() if value)
-        self._told(f"environment: {_seconds(answer.seconds)}, {reward}{visible(counts)}")
+        self._told(f"environment: {_seconds(answer.seconds)}, {reward}{_visible(counts)}")
         if answer.done or answer.truncated:  # the model does not get these
             for said in answer.messages:
                 self._told(f"{_text(said.get('role'))}: {_text(said.get('content'))}")
@@ -146,14 +145,14 @@ class Stage:
         if self._each_token:
             for place, token in enumerate(tokens):
                 log_prob = "" if log_probs is None else f"{log_probs[place]:.3f}"
-                piece = visible(self._decoded([token]))
+                piece = _visible(self._decoded([token]))
                 where = self._num_shown + place
                 self._line(f"{mark} {where:>6} {token:>7} {log_prob:>8}  |{piece}|", style)
             if log_probs is None:
                 self._num_shown += len(tokens)
             return
         for line in self._decoded(tokens).split("\n"):
-            self._line(f"{mark} {visible(line)}", style)
+            self._line(f"{mark} {_visible(line)}", style)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return str(
@@ -212,9 +211,16 @@ class Stage:
         self.console.print(Text(text, style=style), soft_wrap=True)
 
 
+def _visible(text: str) -> str:
+    """On one line, without anything that steers a terminal."""
+    from rollpacker.data.chat import visible
+
+    return visible(text)
+
+
 def _text(value: Any) -> str:
     """Of others, on one line."""
-    return visible(value if isinstance(value, str) else json.dumps(value, default=str))
+    return _visible(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _seconds(value: float) -> str:
