@@ -12,12 +12,23 @@ from rollpacker.core.commands import (
     Command,
     Conclude,
     Continue,
+    Enter,
     Launch,
+    Leave,
     RoundKind,
     Score,
 )
-from rollpacker.core.events import Acted, Event, RunStarted, SampleGenerated
+from rollpacker.core.events import (
+    Acted,
+    Entered,
+    Event,
+    RunStarted,
+    SampleGenerated,
+    SampleScored,
+)
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import Record
+from rollpacker.report.accounting import Accounting
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
 from rollpacker.report.history import History
 from rollpacker.report.summary import summarize_entries
@@ -138,3 +149,32 @@ def test_the_table_tells_it_as_text() -> None:
     text = file.getvalue()
     assert "\x1b" not in text and "[bold]no" in text
     assert "lost answers, raised" in text and "turn 1" in text
+
+
+def test_on_shared_pools_the_seconds_add_up_to_the_wall_time() -> None:
+    """An environment that begins while the pool is waited for takes no time of its own."""
+    concluded = (Conclude(sample=ONE, reason="done"), Leave(pool="rollout"), Score(sample=ONE))
+    wait, train = Enter(pool="rollout", purpose="rollout"), Enter(pool="train", purpose="training")
+    entries: list[tuple[float, Event, tuple[Command, ...]]] = [
+        (0.0, RunStarted(time_s=0.0), (act(ONE, 0), wait)),
+        (1.0, acted(ONE, 0, 1.0), ()),
+        (3.0, Entered(time_s=0.0, pool="rollout", switch_s=0.5), (launch(ONE),)),
+        (5.0, drawn(ONE), (act(ONE, 1),)),
+        (8.0, acted(ONE, 1, 3.0), (Continue(samples=(ONE,), engines=()),)),
+        (9.0, drawn(ONE), (act(ONE, 2),)),
+        (11.0, acted(ONE, 2, 2.0), concluded),
+        (12.0, SampleScored(time_s=0.0, sample=ONE, value=1.0), (train,)),
+        (14.0, Entered(time_s=0.0, pool="train", switch_s=0.5), ()),
+    ]
+    accounting = Accounting(slots=8)
+    for now, event, commands in entries:
+        accounting.feed(Record(time_s=now, event=event, commands=commands, cost_s=0.0))
+    seconds = {cause: of for cause, of in accounting.seconds().items() if of}
+    assert seconds == {
+        "decode": 3.0,
+        "environment": 5.0,
+        "reward_wait": 1.0,
+        "pool_wait": 4.0,
+        "switch": 1.0,
+    }
+    assert sum(seconds.values()) == accounting.time.wall_s == 14.0
