@@ -84,16 +84,10 @@ def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.checkpoint import newest_checkpoint
 
     target = Path(args.target)
     run_config = target / "config.yaml"
-    is_run = run_config.is_file() and (target / "checkpoints").is_dir()
-    model = (
-        str(newest_checkpoint(target / "checkpoints").folder / "model") if is_run else args.target
-    )
-    if not is_run and (target / "manifest.json").is_file():  # one checkpoint of a run
-        model = str(target / "model")
+    is_run, model = _is_run(target), model_of(target)
     if args.task is None:
         if not target.exists():
             raise ValueError(f"there is no run or model at {target}")
@@ -105,6 +99,22 @@ def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
     if Path(args.task).suffix in (".yaml", ".yml"):
         return load_config(args.task, args.overrides, RunConfig), model
     return _task_config(args.task, model, args.overrides), model
+
+
+def _is_run(target: Path) -> bool:
+    return (target / "config.yaml").is_file() and (target / "checkpoints").is_dir()
+
+
+def model_of(target: Path) -> str:
+    """The folder of a run's newest model, of one of its checkpoints' model, or `target` itself.
+    Raises `CheckpointError` for a run without a checkpoint."""
+    from rollpacker.controller.checkpoint import newest_checkpoint
+
+    if _is_run(target):
+        return str(newest_checkpoint(target / "checkpoints").folder / "model")
+    if (target / "manifest.json").is_file():  # one checkpoint of a run
+        return str(target / "model")
+    return str(target)
 
 
 def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,6 +39,14 @@ def add_parser(subparsers: Any) -> None:
         default=50,
         help="last steps in trace.json (default %(default)s; every sample is a span)",
     )
+    parser.add_argument(
+        "--samples",
+        metavar="N_OR_ID",
+        nargs="?",
+        const="3",
+        help="instead of all that, print samples as dialogues: so many of the newest step, from "
+        "the best to the worst (3 if left out), or the one of this id",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.writing import printable
 
     console = output.console()
+    if args.samples is not None:
+        return _print_samples(console, args)
     events = events_path(args.run)
     folder = Path(args.out) if args.out else events.parent
     if args.steps or args.against:
@@ -92,6 +105,17 @@ def run(args: argparse.Namespace) -> int:
     if summary["steps"]["total"] > args.trace_steps:
         part = f"the last {args.trace_steps} of {summary['steps']['total']:,} steps"
         console.print(Text(f"trace.json holds {part} (--trace-steps)."), soft_wrap=True)
+    return 0
+
+
+def _print_samples(console: Console, args: argparse.Namespace) -> int:
+    from rich.text import Text
+
+    from rollpacker.report.sample_view import chosen, lines_of
+
+    for row in chosen(args.run, args.samples):
+        for line, style in lines_of(row):
+            console.print(Text(line, style=style), soft_wrap=True)
     return 0
 
 

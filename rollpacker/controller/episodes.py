@@ -63,6 +63,7 @@ class Episodes:
         for request in requests:
             play = self._play_of(request.sample)
             self._noise[request.sample] = request.noise
+            play.asked()
             request = replace(request, prompt_tokens=play.trajectory.prompt)
             found.append(self.player.bounded(play, request))
         return found

@@ -45,6 +45,8 @@ class EvalResult:
     """Row -> (passed, verdicts)."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Responses in order, each with its text and its verdict."""
+    episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
+    """Of several turns: what was said."""
 
     def few_judged(self) -> str | None:
         """In words, where most responses got no verdict: the metrics are over the others alone."""
@@ -124,7 +126,7 @@ class Evaluator:
         if few is not None:
             logger.warning("the evaluation after step %d: %s", step, few)
         if self.rows is not None:
-            self.rows.write(step, result.judged)
+            self.rows.write(step, result.judged, result.episodes)
         logged = await self.audience.evaluated(step, result.metrics)
         seconds = clock.now() - began - (self.pools.waited_s - waited_s)
         metrics = {**result.metrics, EVALUATION_ROLLOUT: generated_s, **logged}
@@ -222,7 +224,7 @@ async def evaluate(
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
     texts = [one.completion for one in inputs]
     judged = tuple(zip(responses, texts, verdicts, strict=True))
-    return EvalResult(metrics=metrics, passed=passed, judged=judged)
+    return EvalResult(metrics=metrics, passed=passed, judged=judged, episodes=episodes)
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:

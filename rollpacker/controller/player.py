@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -48,20 +49,36 @@ class Play:
     """All behind the prompt."""
     rewards: list[float | None] = field(default_factory=list)
     """The environment's, by turn."""
-    seconds: float = 0.0
-    """Of the environment."""
+    answer_s: list[float] = field(default_factory=list)
+    """Seconds of the environment, by turn."""
+    policy_s: list[float] = field(default_factory=list)
+    """Seconds from asking for a turn to its last token, by turn."""
+    asked_s: float | None = None
+    """When the turn that is being drawn was asked for (`time.monotonic`)."""
     metrics: Counter[str] = field(default_factory=Counter)
     version: int = 0
     """Of the weights that drew it."""
 
+    @property
+    def seconds(self) -> float:
+        """Of the environment."""
+        return sum(self.answer_s)
+
+    def asked(self) -> None:
+        """An engine is about to be asked for the next turn."""
+        self.asked_s = time.monotonic()
+
     def heard(self, response: Response) -> None:
         """The engine has drawn the next turn."""
+        self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
+        self.asked_s = None
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
         self.num_turns += 1
 
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
+        self.asked()
         before = self.trajectory
         return GenerationRequest(
             sample=self.sample,
@@ -188,7 +205,7 @@ class Player:
             play.trajectory = play.trajectory.and_then(Segment(given))
         play.messages += [message, *answer.messages]
         play.rewards.append(answer.reward)
-        play.seconds += answer.seconds
+        play.answer_s.append(answer.seconds)
         play.metrics.update(answer.metrics)
         return answer
 
@@ -203,6 +220,8 @@ class Player:
             messages=tuple(messages),
             rewards=tuple(play.rewards),
             environment_s=play.seconds,
+            answer_s=tuple(play.answer_s),
+            policy_s=tuple(play.policy_s),
             metrics=dict(play.metrics),
         )
 

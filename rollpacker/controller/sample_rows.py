@@ -3,7 +3,6 @@ evaluation generated."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -11,11 +10,14 @@ from statistics import fmean
 from typing import Any
 
 from rollpacker.controller.desk import Desk
+from rollpacker.controller.dialogue_text import dialogue_text
 from rollpacker.controller.errors import Decode
+from rollpacker.controller.plain_json import plain_text, shortened
 from rollpacker.controller.samples import SampleWriter
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
+from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TrainSample
@@ -53,31 +55,9 @@ class PromptColumns:
 def row_text(columns: Mapping[str, Any]) -> str:
     """The columns as JSON. What JSON does not have (dates, arrays, objects) is told as text, and
     long values are cut off."""
-    return plain_text({str(name): _shortened(value) for name, value in columns.items()})
-
-
-def plain_text(value: Any) -> str:
-    """Readable JSON, whatever `value` holds."""
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks; a circle
-        return json.dumps(repr(value)[:MAX_VALUE_CHARS], ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    to_list = getattr(value, "tolist", None)  # arrays, and numpy's numbers
-    if callable(to_list):
-        return to_list()
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, int | float | None):  # the most, and short
-        return value
-    text = value if isinstance(value, str) else plain_text(value)
-    if len(text) <= MAX_VALUE_CHARS:
-        return value
-    return f"{text[:MAX_VALUE_CHARS]}… ({len(text)} characters)"
+    return plain_text(
+        {str(name): shortened(value, MAX_VALUE_CHARS) for name, value in columns.items()}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +95,9 @@ class SampleRows:
         return {
             "step": step,
             "round_kind": str(self.desk.round_kind),
-            **_sample_columns(sample, self.prompts, known.response, known.completion),
+            **_sample_columns(
+                sample, self.prompts, known.response, known.completion, known.episode
+            ),
             "reward": None if verdict is None else verdict.value,
             **_parts(verdict, self.reward_names),
             **_extras(verdict),
@@ -135,17 +117,29 @@ class EvaluationRows:
     reward_names: Sequence[str]
     pass_threshold: float
 
-    def write(self, step: int, judged: Iterable[tuple[Response, str, Scored | Failed]]) -> None:
-        """`judged`: responses with their text and their verdict."""
-        self.writer.write_evaluation(step, [self._row(step, *one) for one in judged])
+    def write(
+        self,
+        step: int,
+        judged: Iterable[tuple[Response, str, Scored | Failed]],
+        episodes: Mapping[SampleId, Episode],
+    ) -> None:
+        """`judged`: responses with their text and their verdict. `episodes`: what was said in those
+        of several turns."""
+        rows = [self._row(step, *one, episodes.get(one[0].sample)) for one in judged]
+        self.writer.write_evaluation(step, rows)
 
     def _row(
-        self, step: int, response: Response, completion: str, verdict: Scored | Failed
+        self,
+        step: int,
+        response: Response,
+        completion: str,
+        verdict: Scored | Failed,
+        episode: Episode | None,
     ) -> dict[str, Any]:
         reward = verdict.value if isinstance(verdict, Scored) else None
         return {
             "step": step,
-            **_sample_columns(response.sample, self.prompts, response, completion),
+            **_sample_columns(response.sample, self.prompts, response, completion, episode),
             "reward": reward,
             **_parts(verdict, self.reward_names),
             **_extras(verdict),
@@ -156,15 +150,35 @@ class EvaluationRows:
 
 
 def _sample_columns(
-    sample: SampleId, prompts: PromptColumns, response: Response, completion: str | None
+    sample: SampleId,
+    prompts: PromptColumns,
+    response: Response,
+    completion: str | None,
+    episode: Episode | None,
 ) -> dict[str, Any]:
     return {
         "prompt_id": str(sample.prompt),
         "sample_id": str(sample),
         **prompts(sample.prompt.row),
+        **_said_first(response, prompts.render, episode),
         "completion": completion,
         "finish_reason": response.finish_reason,
-        "num_tokens": len(response.tokens),
+        "num_tokens": response.num_drawn,
+        **(
+            {}
+            if episode is None
+            else {"dialogue": dialogue_text(response, episode, prompts.render)}
+        ),
+    }
+
+
+def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
+    """The prompt that the environment said, in place of the row's."""
+    if episode is None or episode.prompt is None:
+        return {}
+    return {
+        "prompt": plain_text(episode.prompt),
+        "rendered_prompt": render(response.prompt_tokens),
     }
 
 

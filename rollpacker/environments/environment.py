@@ -154,6 +154,10 @@ class Episode:
     rewards: tuple[float | None, ...] = ()
     """The environment's, by turn; None where it gave none."""
     environment_s: float = 0.0
+    answer_s: tuple[float, ...] = ()
+    """Seconds of the environment, by turn."""
+    policy_s: tuple[float, ...] = ()
+    """Seconds from asking for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Sums over turns."""
 

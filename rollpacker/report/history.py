@@ -199,7 +199,7 @@ class History:
             case SampleFailed():
                 self._end_sample(event, End.FAILED, now).outcome = Outcome.FAILED
             case Acted():
-                self._turns.acted(event, self.step.samples)
+                self._turns.acted(event, self.step, now)
                 if self.phase == ENVIRONMENT and not self._turns.acting:
                     self._turn("reward_wait", now)
             case EngineLost():
@@ -333,7 +333,7 @@ class History:
             case Place():
                 self._place(command, now)
             case Act() | CancelAct() | Conclude():
-                self._turns.take(command, step.samples)
+                self._turns.take(command, step, now)
                 if self._turns.acting and self.phase in ("reward_wait", "controller"):
                     self._turn(ENVIRONMENT, now)
             case Continue() if step.rounds:
@@ -417,7 +417,7 @@ class History:
         self._turn("rollout", now)
 
     def _go_on(self, command: Continue, now: float) -> None:
-        self._turns.go_on(command, self.step.samples, self.step.rounds[-1])
+        self._turns.go_on(command, self.step, now)
         self.live.update(command.samples)
         self.engines.place(command.samples, command.engines, now)
         self._emptied_s = None

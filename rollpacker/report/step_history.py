@@ -12,6 +12,7 @@ from rollpacker.core.commands import RoundKind, Score, TrainOn
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import POOL_SWITCH, Note, Session
+from rollpacker.report.episodes import StepEpisodes
 
 POOL_WAIT = "pool_wait"
 """With `POOL_SWITCH`, phases, and causes of time, of a run that shares its pools: until one is its,
@@ -191,6 +192,7 @@ class StepHistory:
     """In launch order."""
     prompts: StepPrompts = field(default_factory=StepPrompts)
     checks: StepChecks = field(default_factory=StepChecks)
+    episodes: StepEpisodes = field(default_factory=StepEpisodes)
     streamed: list[tuple[SampleId, ...]] = field(default_factory=list)
     """Groups whose gradients were asked for before the step was due."""
     train_on: TrainOn | None = None

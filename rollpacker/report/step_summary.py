@@ -12,6 +12,7 @@ from rollpacker.core.commands import RoundKind
 from rollpacker.core.events import SampleScored
 from rollpacker.report.carrying import CarryCounts, step_carrying
 from rollpacker.report.checks import KindChecks, step_checks
+from rollpacker.report.episodes import StepEpisodes
 from rollpacker.report.step_history import End, SampleHistory, StepHistory
 from rollpacker.report.time_book import POOL_CAUSES, ROLLOUT_CAUSES, STEP_CAUSES
 
@@ -115,6 +116,8 @@ class StepSummary:
     carry: CarryCounts
     checks: Mapping[str, KindChecks]
     """By kind: source of the prompts."""
+    episodes: StepEpisodes
+    """Of samples that take turns with environments."""
     marks: tuple[str, ...]
     """What these numbers must be read with, such as "unsandboxed"."""
     trainer: Mapping[str, float]
@@ -183,6 +186,7 @@ def summarize_step(
         ),
         carry=step_carrying(step),
         checks=step_checks(step.checks),
+        episodes=step.episodes,
         marks=() if step.session is None else step.session.marks,
         trainer=step.trainer,
         logged=_logged(step),

@@ -13,6 +13,7 @@ from rollpacker.core.records import Entry
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.carrying import add_up as add_up_carried
 from rollpacker.report.checks import add_up
+from rollpacker.report.episodes import add_up as add_up_episodes
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.pipeline import summarize_pipeline
 from rollpacker.report.step_history import StepHistory
@@ -114,6 +115,7 @@ class RunSummary:
             "checks": {
                 name: kind.plain() for name, kind in add_up(step.checks for step in steps).items()
             },
+            **_episodes(steps),
             **self._engines(),
             **self._trainer(),
             **_pipeline(steps),
@@ -242,6 +244,12 @@ def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
         for name, metric in names.items()
     }
     return {"salvaged": counts} if counts["samples"] else {}
+
+
+def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
+    """Only of a run whose samples take turns with environments."""
+    found = add_up_episodes(step.episodes for step in steps)
+    return {"episodes": found.plain()} if found else {}
 
 
 def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:

@@ -21,6 +21,11 @@ _NUM_REASONS = 5
 _NUM_EVENTS = 10
 _REASON_WIDTH = 38
 _TELLING_S = 0.5
+_LOST_BY = {
+    "environment": "raised",
+    "deadline": "too slow",
+    "infrastructure": "process died",
+}
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
@@ -44,6 +49,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     if (learning := _result_table(summary)).row_count:
         parts.append(learning)
     parts += [_rounds_table(summary), _seconds_table(summary), _counts_table(summary)]
+    if "episodes" in summary:
+        parts += _episode_tables(summary["episodes"])
     if "engines" in summary:
         parts.append(_engines_table(summary["engines"]))
     if "trainer" in summary:
@@ -208,6 +215,40 @@ def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
         table.add_row("effective sample size of importance ratios", size)
         outside = f"{100 * carrying['importance_outside']:.2f} %"
         table.add_row("tokens whose importance ratio was clipped", outside)
+
+
+def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
+    """Trajectories: their turns, who took the time, how they ended, and what was lost."""
+    from rich.markup import escape
+    from rich.text import Text
+
+    table = _table("trajectories", "")
+    table.add_row("whole ones", f"{episodes['trajectories']:,}")
+    turns = f"{_number(episodes['mean_turns'], 1)} (most {episodes['most_turns']:,})"
+    table.add_row("turns of one", turns)
+    table.add_row("policy seconds of one", _number(episodes["mean_policy_s"]))
+    table.add_row("environment seconds of one", _number(episodes["mean_environment_s"]))
+    table.add_row("ended by", _reasons(episodes["ended"]))
+    for one in episodes["lost"]:
+        what = _LOST_BY.get(one["cause"], one["cause"])
+        first = escape(_short(printable(one["first"])))
+        table.add_row(f"lost answers, {escape(what)}", f"{one['count']:,} (first: {first})")
+    sources = _table("environments", "answers", "mean s", "longest", "waited s", "lost")
+    for name, one in episodes["sources"].items():
+        sources.add_row(
+            Text(printable(name)),
+            f"{one['answers']:,}",
+            _number(one["mean_s"]),
+            _number(one["longest_s"]),
+            _number(one["mean_waited_s"]),
+            f"{sum(one['lost'].values()):,}",
+        )
+    slowest = [one for one in episodes["slowest"] if one["seconds"] >= _TELLING_S][:3]
+    lines = [
+        f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}, turn {one['turn']}"
+        for one in slowest
+    ]
+    return [table, sources, *([Text("\n".join(lines) + "\n", "dim")] if lines else [])]
 
 
 def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:

@@ -3,10 +3,12 @@ and may come back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rollpacker.core.commands import LIMITS, Act, CancelAct, Conclude, Continue
 from rollpacker.core.events import Acted
 from rollpacker.core.ids import SampleId
-from rollpacker.report.step_history import End, Outcome, RoundHistory, SampleHistory
+from rollpacker.report.step_history import End, Outcome, SampleHistory, StepHistory
 
 ENVIRONMENT = "environment"
 """The phase, and the cause of time, in which the engine is empty because environments have the
@@ -14,35 +16,78 @@ turn."""
 Samples = dict[SampleId, SampleHistory]
 
 
+@dataclass(slots=True)
+class _Episode:
+    """A sample's, so far."""
+
+    turns: int = 0
+    """Of the model, that it has drawn."""
+    begun_s: float | None = None
+    """When the turn that it draws was asked for. None: the first, with its launch."""
+    policy_s: float = 0.0
+    asked_s: float = 0.0
+    """When the environment was."""
+    environment_s: float = 0.0
+
+    def drawn(self, sample: SampleHistory | None) -> None:
+        """A turn, to its end."""
+        self.turns += 1
+        if sample is not None and sample.end_s is not None:
+            begun_s = sample.start_s if self.begun_s is None else self.begun_s
+            self.policy_s += max(0.0, sample.end_s - begun_s)
+
+
 class TurnBook:
-    """Which samples act, and how their trajectories end."""
+    """Which samples act, what their turns take, and how their trajectories end."""
 
     def __init__(self) -> None:
         self.acting: set[SampleId] = set()
+        self._episodes: dict[SampleId, _Episode] = {}
+        self._step: StepHistory | None = None
 
-    def take(self, command: Act | CancelAct | Conclude, samples: Samples) -> None:
+    def take(self, command: Act | CancelAct | Conclude, step: StepHistory, now: float) -> None:
         """What the core says of them."""
         match command:
             case Act():
-                self._act(command, samples)
+                self._act(command, step, now)
             case CancelAct():
-                self._cancel(command, samples)
+                self._cancel(command, step.samples)
             case Conclude():
-                self._conclude(command, samples)
+                self._conclude(command, step)
 
-    def _act(self, command: Act, samples: Samples) -> None:
+    def _of(self, sample: SampleId, step: StepHistory) -> _Episode:
+        if step is not self._step:  # no episode goes on in another step
+            self._episodes.clear()
+            self._step = step
+        return self._episodes.setdefault(sample, _Episode())
+
+    def _act(self, command: Act, step: StepHistory, now: float) -> None:
         """The environment has the turn; once more, if its episode was lost."""
         self.acting.add(command.sample)
-        found = samples.get(command.sample)
+        found = step.samples.get(command.sample)
+        episode = self._of(command.sample, step)
+        episode.asked_s = now
+        if command.turn > episode.turns:
+            episode.drawn(found)
         if found is not None:
             found.end, found.outcome = End.FINISHED, Outcome.UNUSED
 
-    def acted(self, event: Acted, samples: Samples) -> None:
+    def acted(self, event: Acted, step: StepHistory, now: float) -> None:
         """It has answered, or will not."""
         self.acting.discard(event.sample)
-        found = samples.get(event.sample)
-        if found is not None and event.cause not in ("", "cancelled"):
-            found.end, found.outcome = End.FAILED, Outcome.FAILED
+        if event.cause == "cancelled":
+            return
+        if event.cause:
+            step.episodes.lose(event.sample, event.cause, event.reason)
+            found = step.samples.get(event.sample)
+            if found is not None:
+                found.end, found.outcome = End.FAILED, Outcome.FAILED
+            return
+        episode = self._of(event.sample, step)
+        seconds = event.seconds or 0.0
+        episode.environment_s += seconds
+        waited_s = max(0.0, now - episode.asked_s - seconds)
+        step.episodes.answered(event.sample, event.turn, seconds, waited_s)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
         """Nobody needs these; one that an engine has says itself that it was stopped."""
@@ -51,15 +96,25 @@ class TurnBook:
             if sample in samples:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
-    def _conclude(self, command: Conclude, samples: Samples) -> None:
+    def _conclude(self, command: Conclude, step: StepHistory) -> None:
         """How a trajectory ended, which its last turn alone does not tell."""
-        found = samples.get(command.sample)
+        found = step.samples.get(command.sample)
+        episode = self._of(command.sample, step)
+        if command.reason == "length":  # no environment was given its last turn
+            episode.drawn(found)
+        step.episodes.conclude(
+            command.reason, episode.turns, episode.policy_s, episode.environment_s
+        )
+        del self._episodes[command.sample]
         if found is not None:
             found.end = End.AT_LIMIT if command.reason in LIMITS else End.FINISHED
 
-    def go_on(self, command: Continue, samples: Samples, round_: RoundHistory) -> None:
+    def go_on(self, command: Continue, step: StepHistory, now: float) -> None:
         """These are generated further: what looked like their end was that of a turn."""
+        samples, round_ = step.samples, step.rounds[-1]
         back = {sample for sample in command.samples if sample in samples}
+        for sample in command.samples:
+            self._of(sample, step).begun_s = now
         round_.ends[:] = [one for one in round_.ends if one.sample not in back]
         for sample in back:
             samples[sample].end = samples[sample].end_s = None

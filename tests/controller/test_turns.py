@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
 from rollpacker.controller.generation import Generation
+from rollpacker.core.commands import LIMITS
 from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.dialogue.families import tokenizer_of
 
@@ -192,6 +194,41 @@ def test_trajectories_are_trained_on(folder: Path) -> None:
     assert len(concluded) == len(set(concluded)) and trained(found) <= set(concluded)
     assert {one["reason"] for one in commands(found, "Conclude")} >= {"done"}
     assert commands(found, "Continue")
+    check_samples(folder, found)
+    check_summary(folder, found)
+
+
+def check_samples(folder: Path, found: list[dict[str, Any]]) -> None:
+    """Every token that was drawn or given stands in the dialogue of its sample."""
+    drawn, given = Counter[str](), Counter[str]()
+    for one in found:
+        if one.get("event") == "SampleGenerated":
+            drawn[one["sample"]] += one["num_tokens"]
+        if one.get("event") == "Acted" and not one["is_over"]:
+            given[one["sample"]] += one["num_tokens"]
+    rows = pyarrow.parquet.read_table(folder / "runs" / "talk" / "samples").to_pylist()
+    assert {row["sample_id"] for row in rows if row["trained"]} == trained(found)
+    for row in rows:
+        told, sample = json.loads(row["dialogue"]), row["sample_id"]
+        assert row["num_tokens"] == drawn[sample]
+        assert sum(num for is_drawn, num, _ in told["tokens"] if is_drawn) == drawn[sample]
+        shown = sum(num for is_drawn, num, _ in told["tokens"] if not is_drawn)
+        # What stands behind a turn at whose end a limit was reached is no part of it.
+        assert shown == given[sample] or row["finish_reason"] in LIMITS
+        assert sum(turn["reward"] or 0 for turn in told["turns"]) == row["reward/environment"]
+        assert told["begin"][0]["content"].startswith("Question ")
+        assert all(turn["policy_s"] > 0 for turn in told["turns"])
+
+
+def check_summary(folder: Path, found: list[dict[str, Any]]) -> None:
+    summary = json.loads((folder / "runs" / "talk" / "summary.json").read_text())
+    told = summary["episodes"]
+    concluded = commands(found, "Conclude")
+    assert told["ended"] == Counter(one["reason"] for one in concluded)
+    acted = [one for one in found if one.get("event") == "Acted" and not one["cause"]]
+    assert told["sources"]["train"]["answers"] == len(acted)
+    assert told["sources"]["train"]["longest_s"] == max(one["seconds"] for one in acted)
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"])
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path) -> None:

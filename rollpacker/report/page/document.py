@@ -20,8 +20,8 @@ PAGE_FILE = "report.html"
 COMPARISON_FILE = "compare.html"
 
 _SCRIPTS = (
-    *("data.js", "text.js", "charts.js", "time_line.js", "samples.js", "overview.js"),
-    *("compare.js", "page.js", "live.js", "start.js"),
+    *("data.js", "text.js", "charts.js", "time_line.js", "dialogue.js", "samples.js"),
+    *("episodes.js", "overview.js", "compare.js", "page.js", "live.js", "start.js"),
 )
 Kind = Literal["report", "compare", "live"]
 

@@ -57,6 +57,9 @@ def _correctness(summary: Mapping[str, Any]) -> list[Finding]:
         found.append(
             Finding("warning", f"Engine or environment failed on {samples['failed']:,} samples.")
         )
+    for one in summary.get("episodes", {}).get("lost", ()):
+        told = f"{one['count']:,} answers of environments were lost ({one['cause']}). The first:"
+        found.append(Finding("warning", f"{told} {one['first']}"))
     for name, kind in summary["checks"].items():
         machinery = kind["failed"].get("infrastructure", 0)
         if machinery:

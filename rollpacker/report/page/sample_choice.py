@@ -29,7 +29,10 @@ NUM_SPECIAL = 48
 """Samples of each kind that are kept with their text before others."""
 
 _NUMBERS = ("step", "num_tokens", "reward", "advantage", "loss_weight", "check_s")
-_TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "failure")
+_TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "dialogue", "failure")
+MAX_DIALOGUE = 400_000
+"""Characters of a dialogue, which a run bounds itself; a longer one is left out, since half of it
+is no JSON."""
 _OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
 
 
@@ -193,13 +196,17 @@ def _texts(
 
 
 def _mean_bytes(files: Sequence[_File]) -> int:
-    """About what a completion weighs, so that no more texts are read than can fit."""
+    """About what a response's texts weigh, so that no more texts are read than can fit."""
     import pyarrow.parquet
 
     size = num = 0
     for one in files:
         with pyarrow.parquet.ParquetFile(one.path) as file:
-            places = [n for n, name in enumerate(file.schema_arrow.names) if name == "completion"]
+            places = [
+                n
+                for n, name in enumerate(file.schema_arrow.names)
+                if name in ("completion", "dialogue")
+            ]
             for group in range(file.metadata.num_row_groups):
                 found = file.metadata.row_group(group)
                 num += found.num_rows
@@ -212,7 +219,13 @@ def _read_texts(path: Path, places: Any) -> list[dict[str, str | None]]:
 
     names = pyarrow.parquet.read_schema(path).names
     table = pyarrow.parquet.read_table(path, columns=[n for n in _TEXTS if n in names])
-    return [{k: _cut(v) for k, v in row.items()} for row in table.take(places).to_pylist()]
+    return [{k: _kept(k, v) for k, v in row.items()} for row in table.take(places).to_pylist()]
+
+
+def _kept(name: str, text: str | None) -> str | None:
+    if name != "dialogue":
+        return _cut(text)
+    return None if text is None or len(text) > MAX_DIALOGUE else text
 
 
 def _cut(text: str | None) -> str | None:

@@ -52,12 +52,12 @@ function report(first) {
   const runs = [first], keptCharts = new Map(), grid = () => h("div", { class: "grid" });
   const sections = [
     ["overview", "Overview"], ["learning", "Learning"], ["lengths", "Lengths"], ["time", "Time"], ["timeline", "Timeline"],
-    ["checks", "Checks"], ["samples-section", "Samples"], ["settings", "Settings"], ["metrics", "All metrics"],
+    ...(first.summary.episodes ? [["episodes", "Episodes"]] : []), ["checks", "Checks"], ["samples-section", "Samples"], ["settings", "Settings"], ["metrics", "All metrics"],
   ];
   const samplesHere = h("div", {}, h("p", { class: "muted" }, "Samples are unpacked when they are looked at."));
   const learning = grid(), lengths = grid(), causes = h("div", { style: { "margin-bottom": "14px" } }), time = grid();
   const overview = h("section", { id: "overview", "aria-label": "Overview" }), lengthsLead = h("p", { class: "lead" });
-  const timelineLead = h("p", { class: "lead" }), timelineHere = h("div"), checksHere = h("div"), settingsHere = h("div");
+  const timelineLead = h("p", { class: "lead" }), timelineHere = h("div"), episodesHere = h("div"), checksHere = h("div"), settingsHere = h("div");
   let timeline = null;
   const same = (element, children) => {
     const now = children.flat().filter(Boolean);
@@ -80,6 +80,7 @@ function report(first) {
     if (timeline) timeline.replace(run.time_line);
     else if (run.time_line.step.length) { timeline = new TimeLine(run.time_line); timelineHere.replaceChildren(timeline.element); }
     else timelineHere.replaceChildren(h("p", { class: "muted" }, "No step has ended yet."));
+    episodesHere.replaceChildren(...episodes(run));
     checksHere.replaceChildren(...checks(run).filter(Boolean));
     document.dispatchEvent(new Event("updated"));
   };
@@ -90,12 +91,13 @@ function report(first) {
     h("section", { id: "lengths", "aria-label": "Lengths" }, h("h2", {}, "Lengths"), lengthsLead, lengths),
     section("time", "Time", "The causes add up to the wall time exactly.", causes, time),
     h("section", { id: "timeline", "aria-label": "Timeline" }, h("h2", {}, "Timeline"), timelineLead, timelineHere),
+    first.summary.episodes ? section("episodes", "Episodes", "Turns with environments: how long they took, how trajectories ended, and what was lost.", episodesHere) : null,
     section("checks", "Checks", "How long verdicts took, and which were slowest.", checksHere),
     section("samples-section", "Samples", null, samplesHere),
     section("settings", "Settings", "What was set to something else than its default.", settingsHere),
     section("metrics", "All metrics", null, explorer(runs)),
   ];
-  return { body, sections, samplesHere, update };
+  return { body: body.filter(Boolean), sections, samplesHere, update };
 }
 
 function compared(runs, groups) {

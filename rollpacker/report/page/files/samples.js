@@ -104,7 +104,7 @@ class Samples {
   }
   hits(search) {
     const { data } = this, num = data.num_texts, found = new Uint8Array(num), known = new Int8Array(data.table.length);
-    for (const name of ["completion", "rendered_prompt", "prompt", "row"]) {
+    for (const name of ["completion", "dialogue", "rendered_prompt", "prompt", "row"]) {
       const places = data.texts[name];
       for (let one = 0; one < num; one++) {
         const place = places[one];
@@ -185,7 +185,9 @@ class Samples {
       if (text("failure")) parts.push(h("h4", {}, "Why there is no verdict"), h("pre", {}, shown(text("failure"), wanted)));
       const rendered = text("rendered_prompt");
       parts.push(h("h4", {}, rendered === null ? "Prompt" : "Prompt, as the model saw it"), h("pre", {}, shown(rendered === null ? text("prompt") || "" : rendered, wanted)));
-      parts.push(h("h4", {}, "Completion"), h("pre", { class: "completion" }, text("completion") === null ? h("span", { class: "muted" }, "not decoded: no reward was asked") : shown(text("completion"), wanted)));
+      const dialogue = dialogueOf(text("dialogue"));
+      if (dialogue) parts.push(...dialogueParts(dialogue, wanted));
+      else parts.push(h("h4", {}, "Completion"), h("pre", { class: "completion" }, text("completion") === null ? h("span", { class: "muted" }, "not decoded: no reward was asked") : shown(text("completion"), wanted)));
       if (text("row")) parts.push(...this.dataRow(text("row_where"), text("row"), wanted));
     }
     const others = this.group(row);

@@ -1,0 +1,227 @@
+"""What `rollpacker play` shows: tokens with their mask, what was understood of each message, and
+what the environment made of it. All of it is text that others wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.environments.environment import Answered, Begun, Environments, Episode, Lost
+from rollpacker.rewards.reward import Failed, Scored
+from rollpacker.rollout.engine import GenerationRequest, Response
+
+if TYPE_CHECKING:
+    from rollpacker.cli.environments import Turns
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.controller.playing import Generate
+    from rollpacker.core.ids import SampleId
+    from rollpacker.data.dataset import PromptRow
+    from rollpacker.dialogue.template import DialogueTemplate
+
+_DRAWN, _GIVEN = "green", "dim"
+_WHY = {
+    "done": "the environment says that it is over",
+    "truncated": "the environment cut it off",
+    "length": "a message ran into rollout.max_response_tokens={length}",
+    "turns": "environment.max_turns={turns} was reached",
+    "tokens": "it has as many tokens as a trajectory may have",
+    "environment_s": "environment.max_environment_s={environment_s} was reached",
+}
+
+
+class Stage:
+    """Stands between the player and the environments, and shows what passes. Belongs to one event
+    loop, and to one episode."""
+
+    def __init__(
+        self,
+        template: DialogueTemplate,
+        environments: Environments,
+        *,
+        by_hand: bool,
+        each_token: bool,
+    ) -> None:
+        """`each_token`: a line for each, with id and log-prob."""
+        from rollpacker.cli.output import console
+
+        self.console = console(highlight=False)
+        self.tools = environments.tools
+        self.begins = environments.begins
+        self.is_deterministic = environments.is_deterministic
+        self.lost: Lost | None = None
+        """Why there is no trajectory."""
+        self._environments = environments
+        self._template = template
+        self._by_hand = by_hand
+        self._each_token = each_token
+        self._num_shown = 0
+        """Tokens of the trajectory and its prompt."""
+        self._turn = 0
+
+    # -- Environments ------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        await self._environments.open()
+
+    async def begin(
+        self,
+        episode: SampleId,
+        row: Mapping[str, Any],
+        *,
+        seed: int,
+        timeout_s: float | None = None,
+    ) -> Begun | Lost:
+        begun = await self._environments.begin(episode, row, seed=seed, timeout_s=timeout_s)
+        if isinstance(begun, Lost):
+            self.lost = begun
+        elif begun.messages is not None:
+            self._told(f"the environment says the prompt, after {_seconds(begun.seconds)}")
+        return begun
+
+    async def act(
+        self,
+        episode: SampleId,
+        turn: int,
+        message: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+    ) -> Answered | Lost:
+        self._understood(message)
+        answer = await self._environments.act(episode, turn, message, timeout_s=timeout_s)
+        if isinstance(answer, Lost):
+            self.lost = answer
+            return answer
+        reward = "no reward" if answer.reward is None else f"reward {answer.reward:g}"
+        counts = "".join(f", {name} {value:g}" for name, value in answer.metrics.items() if value)
+        self._told(f"environment: {_seconds(answer.seconds)}, {reward}{_visible(counts)}")
+        if answer.done or answer.truncated:  # the model does not get these
+            for said in answer.messages:
+                self._told(f"{_text(said.get('role'))}: {_text(said.get('content'))}")
+        return answer
+
+    def end(self, episode: SampleId) -> None:
+        self._environments.end(episode)
+
+    async def close(self) -> None:
+        await self._environments.close()
+
+    # -- the dialogue ------------------------------------------------------------------------------
+
+    def starts(self, sample: SampleId, row: PromptRow, turns: Turns) -> None:
+        """What is about to be played."""
+        self._told(f"prompt {sample.prompt}, {row.where}; > is drawn and would be trained on")
+        for tool in self.tools:
+            function = tool["function"]
+            names = ", ".join((function.get("parameters") or {}).get("properties") or {})
+            self._told(f"tool {_text(function['name'])}({_text(names)})")
+        limits = turns.limits
+        most = f"{limits.max_turns} turns, {limits.max_trajectory_tokens} tokens"
+        self._told(f"at most {most}; an answer within {turns.timeout_s:g} s")
+
+    def shown(self, generate: Generate) -> Generate:
+        """The same, and the turn's tokens are shown with what stands before it."""
+        import time
+
+        async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
+            (request,) = requests
+            self._stretch(request.prompt_tokens[self._num_shown :], None)
+            began = time.monotonic()
+            responses = await generate(requests)
+            seconds = time.monotonic() - began
+            (response,) = responses
+            self._turn += 1
+            took = "" if self._by_hand else f", {_seconds(seconds)}"
+            self._told(f"turn {self._turn}: {len(response.tokens)} tokens{took}", "bold")
+            self._stretch(response.tokens, response.log_probs)
+            self._num_shown = len(request.prompt_tokens) + len(response.tokens)
+            return responses
+
+        return show
+
+    def _stretch(self, tokens: Sequence[int], log_probs: Sequence[float] | None) -> None:
+        """`log_probs`: of drawn tokens. None: they were given."""
+        mark, style = (" ", _GIVEN) if log_probs is None else (">", _DRAWN)
+        if self._each_token:
+            for place, token in enumerate(tokens):
+                log_prob = "" if log_probs is None else f"{log_probs[place]:.3f}"
+                piece = _visible(self._decoded([token]))
+                where = self._num_shown + place
+                self._line(f"{mark} {where:>6} {token:>7} {log_prob:>8}  |{piece}|", style)
+            if log_probs is None:
+                self._num_shown += len(tokens)
+            return
+        for line in self._decoded(tokens).split("\n"):
+            self._line(f"{mark} {_visible(line)}", style)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._template.tokenizer.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _understood(self, message: Mapping[str, Any]) -> None:
+        """Calls, and what was meant to be some."""
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+            self._told(f"calls {_text(function['name'])} {_text(arguments)}")
+        for text in message.get("malformed_tool_calls") or ():
+            self._told(f"a call that cannot be read: {_text(text)}", "yellow")
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def stopped(self) -> None:
+        """Nobody typed on."""
+        self.console.print()
+        self._told("stopped before its end: there is nothing to judge", "bold")
+
+    def ended(self, response: Response, episode: Episode, config: RunConfig) -> None:
+        """Why, and what it came to."""
+        assert config.environment is not None
+        why = _WHY.get(response.finish_reason, "").format(
+            length=config.sampling.max_response_tokens,
+            turns=config.environment.max_turns,
+            environment_s=config.environment.max_environment_s,
+        )
+        self._told(f"ended: {response.finish_reason}{f' ({why})' if why else ''}", "bold")
+        given = len(response.tokens) - response.num_drawn
+        count = f"{self._turn} turn{'' if self._turn == 1 else 's'}"
+        self._told(f"{count}, {response.num_drawn} tokens drawn, {given} given")
+        policy = "" if self._by_hand else f"policy {_seconds(sum(episode.policy_s))}, "
+        self._told(f"{policy}environment {_seconds(episode.environment_s)}")
+
+    def judged(self, verdict: Scored | Failed) -> None:
+        """The rewards."""
+        for name, value in verdict.parts.items():
+            told = "does not judge it" if value is None else f"{value:g}"
+            self._told(f"reward {_text(name)}: {told}")
+        if isinstance(verdict, Failed):
+            self._told(f"no verdict: {_text(verdict.reason)}", "yellow")
+        else:
+            self._told(f"reward, weighted: {verdict.value:g}", "bold")
+
+    def _told(self, text: str, style: str = "cyan") -> None:
+        self._line(f"- {text}", style)
+
+    def _line(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """On one line, without anything that steers a terminal."""
+    from rollpacker.data.chat import visible
+
+    return visible(text)
+
+
+def _text(value: Any) -> str:
+    """Of others, on one line."""
+    return _visible(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s"

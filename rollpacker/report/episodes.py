@@ -1,0 +1,138 @@
+"""How the episodes of a step went: turns, seconds of policy and environments, why they ended, which
+answers were the slowest, and which were lost of what. A source is that of the prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.core.ids import SampleId
+
+NUM_SLOWEST = 10
+MAX_REASON = 300
+"""Characters of a reason: environments write it."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of the environments of one source."""
+
+    num: int = 0
+    total_s: float = 0.0
+    """In the environment."""
+    longest_s: float = 0.0
+    waited_s: float = 0.0
+    """From asking to the answer, besides."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Answers that did not come, by cause; those that were asked for again are among them."""
+
+    def add(self, other: Answers) -> None:
+        self.num += other.num
+        self.total_s += other.total_s
+        self.longest_s = max(self.longest_s, other.longest_s)
+        self.waited_s += other.waited_s
+        self.lost.update(other.lost)
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "answers": self.num,
+            "mean_s": self.total_s / self.num if self.num else None,
+            "longest_s": self.longest_s,
+            "mean_waited_s": self.waited_s / self.num if self.num else None,
+            "lost": dict(sorted(self.lost.items())),
+        }
+
+
+@dataclass(slots=True)
+class StepEpisodes:
+    """Of a step, or of several."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    """Trajectories by finish reason."""
+    num_turns: int = 0
+    """Of the model, in these."""
+    most_turns: int = 0
+    policy_s: float = 0.0
+    """From asking an engine for a turn to its end, in these."""
+    environment_s: float = 0.0
+    answers: dict[str, Answers] = field(default_factory=dict)
+    """By source; also of episodes that came to nothing."""
+    first_reason: dict[str, str] = field(default_factory=dict)
+    """Of lost answers, by cause."""
+    slowest: list[tuple[float, str, int]] = field(default_factory=list)
+    """(seconds, sample, turn) of answers, slowest first; turn 0 is the beginning."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.answers)
+
+    def answered(self, sample: SampleId, turn: int, seconds: float, waited_s: float) -> None:
+        """The environment did."""
+        of_source = self.answers.setdefault(sample.prompt.source, Answers())
+        of_source.num += 1
+        of_source.total_s += seconds
+        of_source.longest_s = max(of_source.longest_s, seconds)
+        of_source.waited_s += waited_s
+        if len(self.slowest) < NUM_SLOWEST or seconds > self.slowest[-1][0]:
+            self._keep_slowest([*self.slowest, (seconds, str(sample), turn)])
+
+    def lose(self, sample: SampleId, cause: str, reason: str) -> None:
+        """An answer will not come."""
+        self.answers.setdefault(sample.prompt.source, Answers()).lost[cause] += 1
+        self.first_reason.setdefault(cause, reason[:MAX_REASON])
+
+    def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
+        """A trajectory is whole."""
+        self.ended[reason] += 1
+        self.num_turns += turns
+        self.most_turns = max(self.most_turns, turns)
+        self.policy_s += policy_s
+        self.environment_s += environment_s
+
+    def add(self, other: StepEpisodes) -> None:
+        """Put what another step brought to this."""
+        self.ended.update(other.ended)
+        self.num_turns += other.num_turns
+        self.most_turns = max(self.most_turns, other.most_turns)
+        self.policy_s += other.policy_s
+        self.environment_s += other.environment_s
+        for source, answers in other.answers.items():
+            self.answers.setdefault(source, Answers()).add(answers)
+        self.first_reason = {**other.first_reason, **self.first_reason}
+        self._keep_slowest([*self.slowest, *other.slowest])
+
+    def plain(self) -> dict[str, Any]:
+        """For `summary.json`."""
+        count = self.ended.total()
+        lost = Counter[str]()
+        for answers in self.answers.values():
+            lost.update(answers.lost)
+        return {
+            "trajectories": count,
+            "ended": dict(self.ended.most_common()),
+            "mean_turns": self.num_turns / count if count else None,
+            "most_turns": self.most_turns,
+            "mean_policy_s": self.policy_s / count if count else None,
+            "mean_environment_s": self.environment_s / count if count else None,
+            "sources": {name: one.plain() for name, one in sorted(self.answers.items())},
+            "lost": [
+                {"cause": cause, "count": num, "first": self.first_reason[cause]}
+                for cause, num in lost.most_common()
+            ],
+            "slowest": [
+                {"sample": sample, "turn": turn, "seconds": seconds}
+                for seconds, sample, turn in self.slowest
+            ],
+        }
+
+    def _keep_slowest(self, found: list[tuple[float, str, int]]) -> None:
+        self.slowest = sorted(found, key=lambda one: (-one[0], *one[1:]))[:NUM_SLOWEST]
+
+
+def add_up(steps: Iterable[StepEpisodes]) -> StepEpisodes:
+    """All of them together."""
+    total = StepEpisodes()
+    for step in steps:
+        total.add(step)
+    return total

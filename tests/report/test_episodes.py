@@ -1,0 +1,180 @@
+"""What a log tells of episodes: seconds of both sides, ends, slowest answers, what was lost."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from rollpacker.core.commands import (
+    Act,
+    CancelAct,
+    Command,
+    Conclude,
+    Continue,
+    Enter,
+    Launch,
+    Leave,
+    RoundKind,
+    Score,
+)
+from rollpacker.core.events import (
+    Acted,
+    Entered,
+    Event,
+    RunStarted,
+    SampleGenerated,
+    SampleScored,
+)
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.records import Record
+from rollpacker.report.accounting import Accounting
+from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
+from rollpacker.report.history import History
+from rollpacker.report.summary import summarize_entries
+from rollpacker.report.summary_table import render
+
+ONE, TWO, THREE, FOUR = (SampleId(PromptId("train", 0, row), 0, 0) for row in range(4))
+
+
+def drawn(sample: SampleId, reason: str = "stop") -> SampleGenerated:
+    return SampleGenerated(time_s=0.0, sample=sample, num_tokens=5, finish_reason=reason, version=0)
+
+
+def act(sample: SampleId, turn: int, retry: int = 0) -> Act:
+    return Act(sample=sample, turn=turn, timeout_s=None, retry=retry)
+
+
+def acted(sample: SampleId, turn: int, seconds: float = 0.0, **more: str) -> Acted:
+    return Acted(time_s=0.0, sample=sample, turn=turn, seconds=seconds, **more)
+
+
+def fold(*entries: tuple[float, Event, tuple[Command, ...]]) -> StepEpisodes:
+    history = History()
+    for now, event, commands in entries:
+        history.take(now, event, commands)
+    return history.step.episodes
+
+
+def launch(*samples: SampleId) -> Launch:
+    return Launch(round=1, kind=RoundKind.PLAIN, samples=samples, version=0, tensor_parallel=1)
+
+
+def test_seconds_of_policy_and_environment_are_told_apart() -> None:
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE),)),
+        (2.0, drawn(ONE), (act(ONE, 1),)),
+        (5.0, acted(ONE, 1, 1.0), (Continue(samples=(ONE,), engines=()),)),
+        (9.0, drawn(ONE), (act(ONE, 2),)),
+        (10.0, acted(ONE, 2, 0.5), (Conclude(sample=ONE, reason="turns"), Score(sample=ONE))),
+    )
+    assert found.plain() == {
+        "trajectories": 1,
+        "ended": {"turns": 1},
+        "mean_turns": 2.0,
+        "most_turns": 2,
+        "mean_policy_s": 6.0,
+        "mean_environment_s": 1.5,
+        "sources": {
+            "train": {
+                "answers": 2,
+                "mean_s": 0.75,
+                "longest_s": 1.0,
+                "mean_waited_s": 1.25,
+                "lost": {},
+            }
+        },
+        "lost": [],
+        "slowest": [
+            {"sample": str(ONE), "turn": 1, "seconds": 1.0},
+            {"sample": str(ONE), "turn": 2, "seconds": 0.5},
+        ],
+    }
+
+
+def test_a_turn_at_its_limit_is_the_policys_and_was_given_to_nobody() -> None:
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE),)),
+        (3.0, drawn(ONE, "length"), (Conclude(sample=ONE, reason="length"),)),
+    )
+    assert (found.num_turns, found.policy_s, found.environment_s) == (1, 3.0, 0.0)
+    assert not found.answers and found.ended == {"length": 1}
+
+
+def test_what_is_lost_is_counted_by_its_cause_with_the_first_message() -> None:
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, TWO, THREE, FOUR),)),
+        (1.0, drawn(ONE), (act(ONE, 1),)),
+        (1.0, drawn(TWO), (act(TWO, 1),)),
+        (1.0, drawn(THREE), (act(THREE, 1),)),
+        (1.0, drawn(FOUR), (act(FOUR, 1),)),
+        (2.0, acted(ONE, 1, cause="environment", reason="first " + "x" * 9999), ()),
+        (3.0, acted(TWO, 1, cause="environment", reason="second"), ()),
+        (4.0, acted(THREE, 1, cause="infrastructure", reason="died"), (act(THREE, 1, retry=1),)),
+        (5.0, acted(THREE, 1, 1.0), (Conclude(sample=THREE, reason="done"),)),
+        (5.0, drawn(ONE), (CancelAct(samples=(FOUR,)),)),
+        (5.0, acted(FOUR, 1, cause="cancelled", reason="nobody needs it"), ()),
+    )
+    told = found.plain()
+    (first, second) = told["lost"]
+    assert (first["cause"], first["count"]) == ("environment", 2)
+    assert first["first"].startswith("first ") and len(first["first"]) == MAX_REASON
+    assert second == {"cause": "infrastructure", "count": 1, "first": "died"}
+    assert told["sources"]["train"]["answers"] == 1
+    assert (told["trajectories"], told["mean_turns"]) == (1, 1.0)
+
+
+def test_steps_add_up_and_the_first_message_stays_the_first() -> None:
+    one, two = StepEpisodes(), StepEpisodes()
+    one.lose(ONE, "deadline", "of one")
+    two.lose(ONE, "deadline", "of two")
+    for number in range(30):
+        two.answered(TWO, number, float(number), 0.0)
+    two.conclude("done", 3, 1.0, 2.0)
+    total = add_up([one, two])
+    assert total.plain()["lost"] == [{"cause": "deadline", "count": 2, "first": "of one"}]
+    assert [seconds for seconds, _, _ in total.slowest] == [29.0 - n for n in range(10)]
+    assert total.most_turns == 3 and not one.ended
+
+
+def test_the_table_tells_it_as_text() -> None:
+    summary = summarize_entries([])
+    assert "episodes" not in summary
+    one = StepEpisodes()
+    one.lose(ONE, "environment", "\x1b[31m[bold]no")
+    one.answered(ONE, 1, 2.0, 0.0)
+    one.conclude("\x1b[2Jdone", 2, 1.0, 2.0)
+    file = io.StringIO()
+    Console(file=file, width=80).print(render({**summary, "episodes": one.plain()}))
+    text = file.getvalue()
+    assert "\x1b" not in text and "[bold]no" in text
+    assert "lost answers, raised" in text and "turn 1" in text
+
+
+def test_on_shared_pools_the_seconds_add_up_to_the_wall_time() -> None:
+    """An environment that begins while the pool is waited for takes no time of its own."""
+    concluded = (Conclude(sample=ONE, reason="done"), Leave(pool="rollout"), Score(sample=ONE))
+    wait, train = Enter(pool="rollout", purpose="rollout"), Enter(pool="train", purpose="training")
+    entries: list[tuple[float, Event, tuple[Command, ...]]] = [
+        (0.0, RunStarted(time_s=0.0), (act(ONE, 0), wait)),
+        (1.0, acted(ONE, 0, 1.0), ()),
+        (3.0, Entered(time_s=0.0, pool="rollout", switch_s=0.5), (launch(ONE),)),
+        (5.0, drawn(ONE), (act(ONE, 1),)),
+        (8.0, acted(ONE, 1, 3.0), (Continue(samples=(ONE,), engines=()),)),
+        (9.0, drawn(ONE), (act(ONE, 2),)),
+        (11.0, acted(ONE, 2, 2.0), concluded),
+        (12.0, SampleScored(time_s=0.0, sample=ONE, value=1.0), (train,)),
+        (14.0, Entered(time_s=0.0, pool="train", switch_s=0.5), ()),
+    ]
+    accounting = Accounting(slots=8)
+    for now, event, commands in entries:
+        accounting.feed(Record(time_s=now, event=event, commands=commands, cost_s=0.0))
+    seconds = {cause: of for cause, of in accounting.seconds().items() if of}
+    assert seconds == {
+        "decode": 3.0,
+        "environment": 5.0,
+        "reward_wait": 1.0,
+        "pool_wait": 4.0,
+        "switch": 1.0,
+    }
+    assert sum(seconds.values()) == accounting.time.wall_s == 14.0
