@@ -84,7 +84,8 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
             shared[groups == group] = known.sort(descending=True).values[1]
     place = torch.arange(len(returns)) - first.repeat_interleave(counts)
     place = torch.minimum(place, shared.repeat_interleave(counts) - 1)
-    return groups.repeat_interleave(counts) * (place.max() + 1 if len(place) else 1) + place
+    width = int(counts.max()) if len(counts) else 1
+    return groups.repeat_interleave(counts) * width + place
 
 
 def generalized_turn_advantages(

@@ -80,9 +80,7 @@ def build_train_samples(
     )
     denominator = 1 if partial else None
     of_token = _token_weights(responses, of_update, config, denominator, max_response_tokens)
-    of_sample = [1.0] * len(flat)
-    if weights is not None:
-        of_sample = [weight for group in weights for weight in group]
+    of_sample = [1.0] * len(flat) if weights is None else [w for group in weights for w in group]
     of_token = [t * w for t, w in zip(of_token, of_sample, strict=True)]
     samples = _samples(responses, of_token, of_sample, step, scores or {})
     if config.old_logprobs == "recomputed":
@@ -162,6 +160,8 @@ def _turns(
     counts: list[int] = []
     lengths: list[int] = []
     values: list[float] = []
+    num_drawn: tuple[int, ...]
+    of_turns: tuple[float, ...]
     for response, reward, final in zip(responses, rewards.tolist(), shaped.tolist(), strict=True):
         known = turn_rewards.get(response.sample)
         if known is None or len(known.values) == 1:
@@ -278,7 +278,7 @@ def _by_sample(
     else:
         found: list[float] = step.advantages.tolist()
         return found
-    parts = per_token.split(list(num_drawn))
+    parts = torch.split(per_token, list(num_drawn))
     return [
         part[0].item() if count == 1 else tuple(part.tolist())
         for part, count in zip(parts, has_one, strict=True)
