@@ -75,7 +75,7 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
     """
     counts = torch.tensor(turns.counts, dtype=torch.int64)
     first = counts.cumsum(0) - counts
-    groups = torch.unique(group_ids, return_inverse=True)[1]
+    groups: Tensor = torch.unique(group_ids, return_inverse=True)[1]
     has_verdict = ~returns[first].isnan()
     shared = torch.full((len(counts),), int(counts.max()) if len(counts) else 0)
     for group in groups.unique():

@@ -168,9 +168,9 @@ def _turns(
             num_drawn, of_turns = (response.num_drawn,), (final,)
         else:
             num_drawn = known.num_drawn
+            assert sum(num_drawn) == response.num_drawn, f"{response.sample}: tokens of its turns"
+            assert len(num_drawn) == len(known.values), f"{response.sample}: rewards of its turns"
             of_turns = (*known.values[:-1], known.values[-1] + (final - reward))
-        assert sum(num_drawn) == response.num_drawn, f"{response.sample}: tokens of its turns"
-        assert len(num_drawn) == len(of_turns), f"{response.sample}: rewards of its turns"
         counts.append(len(num_drawn))
         lengths += num_drawn
         values += of_turns

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from rollpacker.controller.replay import replay
+from rollpacker.report.log import EventLog
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.trainer import TrainSample
 from tests.controller.test_turns import folder, metrics, model, train, weights
@@ -36,6 +38,14 @@ class Flips:
         reward = done if self.turn == 1 else -done
         return [{"role": "user", "content": "And then?"}], reward, self.turn == 2
 '''
+SLOW = """
+import time
+
+def slow(completions, number, **columns):
+    for one in number:
+        time.sleep(2.0 if one % 4 == 1 else 0.0)
+    return [len(str(one)) % 3 / 3 for one in completions]
+"""
 BY_TURN = ("environment.function=flips.py:Flips", "algorithm.credit=turn")
 
 
@@ -122,6 +132,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(flips: Path) -> None:
     assert train(*BY_TURN, "name=parts", "train.steps=2") == 0
     assert train(*BY_TURN, "name=parts", "--resume", "train.steps=3") == 0
     assert weights(flips, "parts") == weights(flips, "whole")
+
+
+def test_gradients_that_begin_early_are_the_same_and_the_log_replays(flips: Path) -> None:
+    """A group's gradient begins with the advantages of its turns while other verdicts are awaited:
+    the run would end if they were others in the whole step."""
+    (flips / "slow.py").write_text(SLOW)
+    more = ("rewards=[{function: environment}, {function: slow.py:slow}]", "train.steps=1")
+    streaming = "stream_trainer={enabled: true, reward_wait: true}"
+    assert train(*BY_TURN, *more, streaming, "name=talk") == 0
+    assert train(*BY_TURN, *more, "name=plain") == 0
+    (streamed,), (plain,) = metrics(flips), metrics(flips, "plain")
+    assert streamed["perf/samples_streamed"] > 0 == plain["perf/samples_streamed"]
+    for name in ("actor/grad_norm", "critic/advantages/max", "critic/advantages/min"):
+        assert streamed[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert replay(EventLog(flips / "runs" / "talk" / "events.jsonl")).difference is None
 
 
 def test_gae_over_turns_trains_policy_and_critic(flips: Path) -> None:
