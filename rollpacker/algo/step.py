@@ -76,7 +76,7 @@ def step_advantages(
             config=config,
             **(known or {}),
         )
-    if turns is not None:
+    if config.credit == "turn":
         step = _from_turns(turns, group_ids, penalty, values, config)
     elif config.advantage == "teacher":
         step = _from_teacher(teacher_log_probs, log_probs)
@@ -122,13 +122,15 @@ def _from_critic(
 
 
 def _from_turns(
-    turns: Turns,
+    turns: Turns | None,
     group_ids: Tensor,
     penalty: Tensor | None,
     values: Tensor | None,
     config: AlgorithmConfig,
 ) -> StepAdvantages:
     """A token's penalty is a matter of its turn."""
+    if turns is None:
+        raise ValueError("credit=turn needs the turns of each sample")
     rewards = turns.rewards if penalty is None else turns.sums(penalty)
     if config.advantage != "gae":
         found = relative_returns(rewards, group_ids, turns, config=config)

@@ -78,7 +78,7 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
     groups: Tensor = torch.unique(group_ids, return_inverse=True)[1]
     has_verdict = ~returns[first].isnan()
     shared = torch.full((len(counts),), int(counts.max()) if len(counts) else 0)
-    for group in groups.unique():
+    for group in range(int(groups.max()) + 1 if len(groups) else 0):
         known = counts[(groups == group) & has_verdict]
         if len(known) > 1:
             shared[groups == group] = known.sort(descending=True).values[1]

@@ -181,6 +181,11 @@ def test_samples_without_a_verdict_are_in_no_place() -> None:
     assert [result[index] for index in (0, 2, 3)] == without
 
 
+def test_turns_that_are_missing_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="needs the turns"):
+        step_advantages(torch.ones(2), torch.tensor([0, 0]), [1, 2], config=by_turn())
+
+
 # -- penalties and a critic -------------------------------------------------------------
 
 
